@@ -1,4 +1,4 @@
-"""Time ops beside their rivals.
+"""Time ops and their rivals.
 
 python -m benchmarks rms_norm silu_and_mul --dtype bf16 --against torch,vllm,flashinfer
 python -m benchmarks rms_norm num_tokens=1,64 hidden_size=5120
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing, tune
 from .rivals import RIVALS, libraries, reason
@@ -75,7 +75,7 @@ def _split(text: str) -> list[str]:
 
 
 def select(options: argparse.Namespace) -> tuple[dict[str, list[Op]], dict[str, Sequence[Any]]]:
-    """({group: ops}, {axis: values}) that the command line names. Raises ValueError for a name that does not exist."""
+    """({group: ops}, {axis: values}) from the command line. ValueError for an unknown name."""
     names = [word for word in options.words if "=" not in word]
     chosen: dict[str, Sequence[Any]] = dict(shapes.parse(word) for word in options.words if "=" in word)
     families: dict[str, list[Op]] = {}
@@ -101,7 +101,7 @@ def _all_known(what: str, names: Any, known: Any) -> None:
 
 
 def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float = float("inf")) -> dict[str, Any]:
-    """The section of `cases`. A case that fails is recorded, and the others go on. No case begins after `end`."""
+    """Measure `cases`; returns their section of the result. Failures are recorded. No case starts after `end`."""
     section: dict[str, Any] = {"rows": [], "skipped": [], "failures": []}
     for case in cases:
         if time.monotonic() > end:
@@ -121,7 +121,7 @@ def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float =
 
 
 def _brief(row: Mapping[str, Any]) -> str:
-    """The row's figures in one line."""
+    """A row as one line of text."""
     if "times" in row:
         medians = {k: Spread(*(v["us"] if isinstance(v, dict) else v)).median for k, v in row["times"].items()}
         return ", ".join(f"{name} {median:.2f} us" for name, median in medians.items())
@@ -138,7 +138,7 @@ def measure_group(
     floors: Mapping[str, float],
     end: float,
 ) -> dict[str, Any]:
-    """The sections that the command line asks for. No case begins after `end`, by the monotonic clock."""
+    """Measure the sections that the command line asks for. No case starts after `end` (monotonic clock)."""
     against = options.against
     wanted: dict[str, tuple[Measure, Mapping[str, Sequence[Any]]]] = {
         "gpu": (partial(kernel_time.measure, against=against, effort=effort), shapes.SWEEP),
@@ -163,7 +163,7 @@ def measure_group(
 
 
 def environment() -> dict[str, str]:
-    """GPU, driver and versions: what times depend on, apart from the code."""
+    """The GPU, the driver and versions of libraries."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -171,7 +171,7 @@ def environment() -> dict[str, str]:
         driver = "unknown"
     found = {"gpu": torch.cuda.get_device_name(), "driver": driver, "python": platform.python_version()}
     found["pyops"] = pyops.__version__
-    # vLLM's shared objects may lie in a wheel that was unpacked, not installed.
+    # vLLM's shared objects may come from an unpacked wheel that is not installed.
     unpacked = [str(Path(library).parent.parent) for library in libraries().split(os.pathsep) if library]
     for package in ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "vllm", "flashinfer-python"):
         for distribution in importlib.metadata.distributions(name=package, path=[*sys.path, *unpacked]):

@@ -18,7 +18,7 @@ def written(case: Case, args: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def outputs(case: Case, build: Builder, device: str) -> dict[str, torch.Tensor]:
-    """What a contender writes, given the case's arguments."""
+    """The outputs of a contender for the case's arguments."""
     args = case.arguments(device=device)
     result = build(*args)()
     found = written(case, args)
@@ -27,9 +27,9 @@ def outputs(case: Case, build: Builder, device: str) -> dict[str, torch.Tensor]:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """(largest absolute difference, 2-norm of the difference over that of `expected`).
+    """(largest absolute difference, ||difference||_2 / ||expected||_2).
 
-    Equal infinities and two NaNs do not differ; a NaN and a number differ infinitely.
+    Equal infinities, and two NaN, count as equal; the difference of NaN and a number is infinite.
     """
     wide = torch.float64 if {actual.dtype, expected.dtype} & _NEED_DOUBLE else torch.float32
     a, b = (x.to(wide) for x in (actual, expected))
@@ -45,7 +45,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, flo
 _NEED_DOUBLE = {torch.float64, torch.int32, torch.int64}
 
 
-# {op: {output: dimension along which other libraries guarantee no order}}
+# {op: {output: dimension along which other libraries do not guarantee an order}}
 _ANY_ORDER = {
     "moe_align_block_size": {"sorted_token_ids": -1},
     "moe_lora_align_block_size": {"sorted_token_ids": -1},
@@ -57,11 +57,11 @@ _ANY_ORDER = {
 
 
 class Check:
-    """Compares what a contender writes with what the op's reference writes, given the same arguments.
+    """Compares a contender's outputs with those of the op's reference for the same arguments.
 
-    The check guards against timing a kernel that computes something else; the tests say how exact a kernel is. So the
-    2-norm of the difference may be a few roundings of the coarsest type among the arguments. A rival's outputs in an
-    order of its own are compared after sorting.
+    The check only guards against timing a kernel that computes something else; accuracy is up to the tests. The 2-norm
+    of the difference may therefore be a few roundings of the coarsest type among the arguments. Outputs without a
+    guaranteed order are sorted first.
     """
 
     def __init__(self, case: Case, device: str = "cuda") -> None:
@@ -75,7 +75,7 @@ class Check:
         )
 
     def __call__(self, build: Builder, any_order: bool = False) -> float:
-        """Largest absolute difference; raises Unavailable for a contender that disagrees."""
+        """The largest absolute difference. Unavailable for a contender that disagrees."""
         actual, largest = outputs(self.case, build, self.device), 0.0
         unordered = _ANY_ORDER.get(self.case.op.name, {}) if any_order else {}
         for name, expected in self.expected.items():
@@ -93,7 +93,7 @@ class Check:
 
 
 def _epsilon(x: torch.Tensor) -> float:
-    """The relative rounding error of the element type. For 8-bit integers: 1, relative to the largest integer."""
+    """The relative rounding error of a type. For 8-bit integers it is one step, relative to the largest integer."""
     if x.dtype.is_floating_point:
         return float(torch.finfo(x.dtype).eps)
     return 1 / 127 if x.dtype.itemsize == 1 else 0.0

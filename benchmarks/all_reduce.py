@@ -1,4 +1,4 @@
-"""All-reduce among the GPUs of a node: these kernels, NCCL, and vLLM's where its library is loaded.
+"""All-reduce among the GPUs of a node: pyops, NCCL, and vLLM if its library can be loaded.
 
 torchrun --nproc-per-node 2 -m benchmarks.all_reduce
 torchrun --nproc-per-node 8 -m benchmarks.all_reduce 8192 1048576
@@ -6,12 +6,12 @@ torchrun --nproc-per-node 4 -m benchmarks.all_reduce --norm
 torchrun --nproc-per-node 4 -m benchmarks.all_reduce --quick
 python -m benchmarks.all_reduce --predict
 
-A number is the size of a message in bytes; elements are bfloat16. Times are microseconds per call in a CUDA graph of
-20, on the slowest rank. `pyops` copies its input to a registered buffer; `in place` registers the input itself, as vLLM
-does in graphs; `predicted` is the estimate of the model in docs/many_gpus.md (`--predict` prints its table). A wrong
-sum is an error. `--norm` adds a residual and normalises rows of 4096 elements after the sum: `fused` in the same
-kernel, the others in a separate kernel. `--quick` times quick reduce, with 16, 8, 6 and 4 bits on the links. Without
-GPUs, gloo processes time `pyops.models.Group` on CPUs, and gloo's own all-reduce.
+Arguments are message sizes in bytes; elements are bfloat16. Times are microseconds per call in a CUDA graph of 20
+calls, on the slowest rank. `pyops` copies its input to a registered buffer; `in place` registers the input itself, as
+vLLM does in graphs; `predicted` is the estimate of the model in docs/many_gpus.md (`--predict` prints its table). A
+wrong sum is an error. `--norm` adds a residual and normalises rows of 4096 elements after the all-reduce: `fused` in
+the same kernel, the others in a second kernel. `--quick` times quick reduce with 16, 8, 6 and 4 bits on the links.
+Without GPUs, processes on CPUs time `pyops.models.Group` and gloo's own all-reduce.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .rivals import libraries, load_vllm, reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
-NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
-# Fitted to two H200s, within 3 % from 1 MiB on: a barrier by relaxed flags; loads of 36 SMs from another GPU, bytes/s;
-# the copy to a registered buffer, seconds and bytes/s; a launch of the packet kernel with its loads, last poll and sum;
-# packets, bytes/s; the fence of vLLM's release flags.
+NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes/s per direction; seconds
+# Constants of the model, fitted to two H200s within 3 % from 1 MiB on: a barrier with relaxed flags, s; loads of 36 SMs
+# from another GPU, bytes/s; the copy to a registered buffer, s and bytes/s; the packet kernel's launch, loads, last
+# poll and sum, s; packets, bytes/s; the fence of vLLM's release flags, s.
 RELAXED_FLAG, LOADS, COPY, COPIES = 0.45e-6, 318e9, 1.55e-6, 4.5e12
 PACKET_LAUNCH, PACKETS, FENCE = 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS, _HIDDEN = 20, 20, 4096
@@ -49,7 +49,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
-    """Seconds: packets over a GPU's links; or two barriers, a load's latency per shot, and the bytes.
+    """Seconds of an all-reduce: packets over a GPU's links; or two barriers, a load latency per shot, and the bytes.
 
     vLLM's kernels read registered inputs in place; the kernels of pyops include the copy to a registered buffer.
     """
@@ -85,17 +85,17 @@ def table() -> str:
 
 @dataclass
 class Way:
-    """A way to sum. `captured` is called when its calls have been captured into a graph, before that is replayed."""
+    """An all-reduce implementation. `captured` is called after graph capture and before the first replay."""
 
     name: str
     call: Call
     captured: Callable[[], object] = lambda: None
     serves: Callable[[torch.Tensor], bool] = lambda x: True
-    error: float = 0.0  # allowed error, as a fraction of the largest magnitude of a sum
+    error: float = 0.0  # tolerance, relative to the largest sum
 
 
 def measure(way: Way, x: torch.Tensor, right: torch.Tensor) -> float:
-    """`timed`, after a check of the sum. NaN: the way does not support `x`."""
+    """Check the sum, then return `timed`. NaN if the implementation does not support `x`."""
     if not way.serves(x):
         return float("nan")
     if float((way.call(x.clone()).view_as(right) - right).abs().max()) > way.error * float(right.abs().max()):
@@ -104,8 +104,8 @@ def measure(way: Way, x: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def timed(way: Way, x: torch.Tensor) -> float:
-    """Microseconds of a call, of the slowest rank; every rank measures at the same time."""
-    x = x.clone()  # some ways write it
+    """Microseconds per call on the slowest rank. All ranks must measure at the same time."""
+    x = x.clone()  # some implementations write their input
     elapsed = _on_gpu(way, x) if x.is_cuda else _on_cpu(way, x)
     slowest = torch.tensor(elapsed, device=x.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -116,7 +116,7 @@ def _on_gpu(way: Way, x: torch.Tensor) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # NCCL's watchdog thread queries events meanwhile, which would invalidate a capture in the mode "global".
+    # NCCL's watchdog thread queries events in the meantime, which would invalidate a capture in mode "global".
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             way.call(x)
@@ -129,7 +129,7 @@ def _on_gpu(way: Way, x: torch.Tensor) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    dist.barrier()  # a graph ends when no rank reads its buffers any more
+    dist.barrier()  # no rank may still read the graph's buffers when it is destroyed
     elapsed: float = start.elapsed_time(end) * 1e3 / (_CALLS * _REPLAYS)
     return elapsed
 
@@ -151,7 +151,7 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_gpus(host: Any, device: torch.device, arguments: Sequence[str] = ()) -> tuple[list[Way], Callable[[], None]]:
-    """(ways among GPUs, what frees their memory)."""
+    """(implementations on GPUs, a function that frees their memory)."""
     if not reach_each_other(host, device):
         raise SystemExit("expected 2, 4, 6 or 8 GPUs of one node, each of which reaches the memory of every other")
     custom = pyops.CustomAllReduce(host, device)
@@ -189,13 +189,13 @@ def _of_gpus(host: Any, device: torch.device, arguments: Sequence[str] = ()) -> 
 
 
 def _residual_and_weight(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A residual of zeros, which the calls add to, and weights of one."""
+    """A residual of zeros, to which the calls add, and weights of one."""
     residual = torch.zeros(num_rows, _HIDDEN, dtype=torch.bfloat16, device=device)
     return residual, torch.ones_like(residual[0])
 
 
 def _then_norm(way: Way) -> Way:
-    """`way`, and the add and the norm in another kernel."""
+    """`way`, followed by the residual addition and the norm in a second kernel."""
 
     rows_of = cache(_residual_and_weight)
 
@@ -220,7 +220,7 @@ def _fused(host: Any, device: torch.device) -> tuple[Way, Callable[[], None]]:
 
 
 def _quick(host: Any) -> tuple[list[Way], Callable[[], None]]:
-    """Quick reduce: all-reduce with quantized values on the links."""
+    """Quick reduce: an all-reduce that sends quantized values over the links."""
     fa = pyops.init_custom_qr(dist.get_rank(), dist.get_world_size(), SIZES[-1])
     pyops.qr_open_handles(fa, _gathered(pyops.qr_get_handle(fa), host))
 
@@ -237,7 +237,7 @@ def _quick(host: Any) -> tuple[list[Way], Callable[[], None]]:
 
 
 def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: Any) -> Way:
-    """All-reduce by ops with vLLM's names, from either library: captured calls read their input in place."""
+    """The all-reduce ops with vLLM's names, from either library. Captured calls read their input in place."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -253,7 +253,7 @@ def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: An
 
 
 def _of_vllm(host: Any, device: torch.device, max_size: int) -> tuple[Way, Callable[[], None]]:
-    """(vLLM's all-reduce, set up as its ``CustomAllreduce`` does, what frees its memory)."""
+    """(vLLM's all-reduce, set up as in its ``CustomAllreduce``, a function that frees its memory)."""
     if trouble := load_vllm(libraries()):
         raise RuntimeError(trouble)
     ops, rank = torch.ops._C_custom_ar, dist.get_rank()
@@ -272,7 +272,7 @@ def _of_vllm(host: Any, device: torch.device, max_size: int) -> tuple[Way, Calla
         ops.dispose(fa)
         for addresses in (signals, buffers):
             ops.free_shared_buffer(addresses[rank])
-        rank_data.zero_()  # held until here: `fa` had its address
+        rank_data.zero_()  # keeps it alive until here, because `fa` holds its address
 
     return _in_place("vllm", ops, fa, buffers[rank], max_size, host), close
 
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     generator = torch.Generator().manual_seed(rank)
     for nbytes in [int(one) for one in arguments if one.isdigit()] or SIZES:
-        x = torch.randint(1, 16, (nbytes // 2,), generator=generator).bfloat16().to(device)  # sums are exact
+        x = torch.randint(1, 16, (nbytes // 2,), generator=generator).bfloat16().to(device)  # exact sums
         right = _summed(x.clone())
         if "--norm" in arguments:
             rows = right.view(-1, _HIDDEN).float()

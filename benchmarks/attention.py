@@ -1,4 +1,4 @@
-"""Prefill and decode attention compared with torch's, and MLA decode, alternately within one process.
+"""Time prefill and decode attention against torch's, and MLA decode; contenders alternate within one process.
 
 python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
@@ -14,10 +14,10 @@ decode:...                                                 one query token per s
 mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS                     decode rows and a prompt of NEW tokens: one call, two calls
 mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
 
-CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla, 656 bytes per token; other queries
-are bf16. TOKENS of 256+32768 are 256 new tokens after 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths
-from 1 to 16384, evenly spaced. torch's attention (prefill: cuDNN and FlashAttention; decode: its own choice) reads
-contiguous keys and values; it takes part for whole prompts and equal lengths only.
+CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
+bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode, TOKENS of 1-16384 means
+evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode: torch's choice)
+reads contiguous keys and values; it is timed only for whole prompts and equal lengths.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROWS = (
     "mla:bf16:64x4096:128:16",
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
-_SETS = 2  # sets of operands; calls alternate between them, and each is larger than the L2 cache
+_SETS = 2  # sets of operands, each larger than L2, between which calls alternate
 _TURNS = 3
 _SOFT_CAP = 30.0
 _LATENT, _ROPE, _DS_MLA_BYTES = 512, 64, 656
@@ -64,7 +64,7 @@ def _randn(*shape: int) -> Any:
 
 
 def _tables(num_seqs: int, tokens: int, block: int) -> Any:
-    """Block tables with blocks in random order."""
+    """Block tables, with blocks in random order."""
     blocks = -(-tokens // block)
     return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
 
@@ -203,14 +203,14 @@ def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
 
 
 def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
-    """torch's attention; the query heads of a key-value head become query rows of one head."""
+    """torch's attention for decode. The query heads of a KV head become query rows of one head."""
     query, keys, values = _contiguous(call)
     query = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     return lambda: F.scaled_dot_product_attention(query, keys, values)
 
 
 def _two_calls(call: dict[str, Any]) -> Call:
-    """Decode attention of the rows of `mixed`, and the prompt alone."""
+    """The batch of `mixed` as two calls: decode attention, and prefill of the prompt."""
     rows = len(call["seq_lens"]) - 1
     of_rows, of_seqs = ("out", "query"), ("block_tables", "seq_lens")
     decoded = call | {name: call[name][:rows] for name in (*of_rows, *of_seqs)}
@@ -227,7 +227,7 @@ def _two_calls(call: dict[str, Any]) -> Call:
 
 
 def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
-    """{name: a function that makes a call of arguments}."""
+    """{name: a function from arguments to a call}."""
     from torch.nn.attention import SDPBackend
 
     if kind == "mla":
@@ -246,7 +246,7 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
 
 
 def parse(row: str) -> tuple[str, str, list[Any], float]:
-    """(kind, cache, the sizes that the maker of this kind takes, floating-point operations)."""
+    """Parse a row: (kind, cache, arguments for the function that makes the operands, FLOPs)."""
     kind, cache, sequences, heads, *block = row.split(":")
     count, _, length = sequences.partition("x")
     shortest, is_mixed, longest = length.partition("-")
@@ -258,7 +258,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
-    elements = num_heads * sum(sizes_of_heads[2:])  # of keys and values that a query token reads
+    elements = num_heads * sum(sizes_of_heads[2:])  # elements of K and V per key token, over all query heads
     if kind == "decode":
         least = int(shortest) if is_mixed else tokens
         operations = 1.0 * num_seqs * (least + tokens) * elements
@@ -273,7 +273,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
 
 
 def measure(row: str) -> dict[str, float]:
-    """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
+    """{contender: median time in microseconds}. A contender that fails is reported and left out."""
     kind, cache, sizes, _ = parse(row)
     sets = [_MAKERS[kind](cache, *sizes) for _ in range(_SETS)]
     if kind == "capped":

@@ -1,4 +1,4 @@
-"""The first call of an op in a new process: with an empty kernel cache, then with the cache that this call filled."""
+"""Time of an op's first call in a new process: with an empty kernel cache, then with the cache filled by that call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _in_a_new_process(case: Case, cache: str) -> dict[str, Any]:
 
 
 def first_call(import_s: float, op: str, axes: str) -> None:
-    """What the new process does after its imports: wake the device, make the arguments, and time one call."""
+    """Runs in the new process after its imports: initialises the device, makes the arguments, and times one call."""
     import torch
 
     case = Case(pyops.registry[op], json.loads(axes))

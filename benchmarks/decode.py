@@ -1,4 +1,4 @@
-"""A decode step of a Llama of a billion weights, beside the time that its bytes need and beside transformers.
+"""Time a decode step of a Llama with a billion weights, next to its memory bound and to transformers.
 
 python -m benchmarks.decode --batch 1 64 --context 1024
 """
@@ -31,21 +31,21 @@ _BLOCK_SIZE, _WARM, _STEPS = 16, 8, 64
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes of all weights that a step reads whole: without the embedding, unless the head shares it."""
+    """Bytes of all weights that a step reads completely: all but the embedding, unless the LM head is tied to it."""
     weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
     return weights if model.config.tie_word_embeddings else weights - int(model.embedding.nbytes)
 
 
 def step_bytes(model: Decoder, batch: int, context: int) -> int:
-    """Bytes that a step must move: every weight, a row of the embedding for each sequence, all keys and values."""
+    """Bytes that a step must move: all weights, one embedding row per sequence, all keys and values."""
     row = 0 if model.config.tie_word_embeddings else model.config.hidden_size * int(model.dtype.itemsize)
     return weight_bytes(model) + batch * row + batch * (context + 1) * model.token_bytes()
 
 
 def ours(model: Decoder, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(a replay of the captured graph, a whole step) for `batch` sequences of `context` tokens.
+    """(a call that replays the captured graph, a call that runs a whole step), for `batch` sequences.
 
-    A whole step also copies the step's tokens and block tables to the device.
+    A whole step also copies tokens and block tables to the device.
     """
     each = -(-context // _BLOCK_SIZE)
     runner = Runner(model, batch * each, _BLOCK_SIZE, batch, context)
@@ -53,12 +53,12 @@ def ours(model: Decoder, batch: int, context: int) -> tuple[Callable[[], Any], C
         for tensor in kept:
             tensor.normal_()
     parts = [Part([i % 100], context - 1, range(i * each, (i + 1) * each)) for i in range(batch)]
-    runner.run(parts)  # captures
+    runner.run(parts)  # captures the graph
     return lambda: runner.step(batch), lambda: runner.run(parts)
 
 
 def theirs(batch: int, context: int) -> Callable[[], Any]:
-    """A step of transformers' model with a static cache, compiled into a CUDA graph."""
+    """A decode step of transformers' model with a static cache, compiled into a CUDA graph."""
     import transformers
 
     from pyops.integrations.transformers.cache import CACHE
@@ -83,7 +83,7 @@ def theirs(batch: int, context: int) -> Callable[[], Any]:
 
 
 def step_us(step: Callable[[], Any]) -> float:
-    """Microseconds of a step among steps in a row, the host's time included."""
+    """Microseconds per step over consecutive steps, host time included."""
     for _ in range(_WARM):
         step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,16 +1,16 @@
-"""Tokens to the GPUs of their experts and back: these kernels, and NCCL's collectives.
+"""Time dispatch and combine of expert parallelism: pyops, and NCCL's collectives.
 
 torchrun --nproc-per-node 4 -m benchmarks.expert_parallel
 torchrun --nproc-per-node 4 -m benchmarks.expert_parallel DeepSeek-V3
 python -m benchmarks.expert_parallel --predict
 
-A Markdown table of microseconds per call in a CUDA graph of 20, on the slowest rank; every rank has `tokens` tokens in
-bfloat16, each with random experts. `in fp8` is a dispatch that sends fp8 rows. `both` is a bfloat16 dispatch and a
-combine with nothing in between, `predicted` its estimate by the model of docs/many_gpus.md (`--predict` prints its
-table). `link` is the bytes of both over 450 GB/s, a lower bound. `gather` is NCCL's all-gather of rows and choices and
-its reduce-scatter of results; `all-to-all` exchanges `tokens` rows with every rank, and back, with the sum. Before a
-line is timed, each way must move rows with exactly known results, and `parallel_fused_experts` must agree with one GPU
-that has all experts.
+Prints a Markdown table of microseconds per call in a CUDA graph of 20 calls, on the slowest rank. Every rank has
+`tokens` bfloat16 tokens with random experts. `in fp8` is a dispatch of fp8 rows. `both` is a bfloat16 dispatch and a
+combine with nothing in between, `predicted` the estimate of the model in docs/many_gpus.md (`--predict` prints its
+table). `link` is the bytes of both over 450 GB/s, a lower bound. `gather` is NCCL's all-gather of rows and expert ids
+and its reduce-scatter of results; `all-to-all` exchanges `tokens` rows with every rank in both directions, and sums.
+Before a row is timed, each implementation must reproduce exactly known results, and `parallel_fused_experts` must agree
+with one GPU that has all experts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from pyops.ops.collective.process_group import reach_each_other
 from .all_reduce import FLAG, LATENCY, LAUNCH, NVLINK, RELAXED_FLAG, Way, timed
 
 TOKENS = (1, 8, 32, 64, 128)
-_CHANNELS = 128  # intermediate size for checks: fewer than a model's, so that all experts fit one GPU
-_TIMEOUT = timedelta(seconds=45)  # of NCCL; kernels of pyops give up after 30
+_CHANNELS = 128  # intermediate size for checks, so small that all experts fit on one GPU
+_TIMEOUT = timedelta(seconds=45)  # NCCL's timeout; kernels of pyops time out after 30 s
 
-Dispatched = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # rows, this rank's numbers of their experts or -1, weights
+Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, local expert ids or -1, router weights
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,12 @@ class Model:
     top_k: int
 
     def remote_ranks(self, world_size: int) -> float:
-        """Other ranks that a token goes to, on average, where every choice of experts is as likely."""
+        """The average number of other ranks to which a token is sent, for uniformly random experts."""
         others = self.num_experts - self.num_experts // world_size
         return (world_size - 1) * (1 - comb(others, self.top_k) / comb(self.num_experts, self.top_k))
 
     def nbytes(self, world_size: int, tokens: int) -> float:
-        """Of rows that leave a rank in a dispatch, or come to it in a combine."""
+        """Bytes of the rows that a rank sends in a dispatch, or receives in a combine."""
         return tokens * self.remote_ranks(world_size) * self.hidden_size * 2
 
 
@@ -62,9 +60,9 @@ MODELS = (Model("DeepSeek-V3", 7168, 256, 8), Model("Qwen3-30B-A3B", 2048, 128, 
 
 
 def predicted(model: Model, world_size: int, tokens: int) -> tuple[float, float]:
-    """Seconds of a dispatch and of a combine: a launch, a barrier, a load's latency, and the bytes over the links.
+    """Seconds of a dispatch and of a combine: a launch, a barrier, a load latency, and the bytes over the links.
 
-    A combine loads from other GPUs, up to eight vectors of a thread at a time.
+    A combine loads from other GPUs, with up to eight vectors in flight per thread.
     """
     over_links = model.nbytes(world_size, tokens) / NVLINK
     num_vecs = tokens * model.hidden_size * 2 // VEC_BYTES
@@ -72,7 +70,7 @@ def predicted(model: Model, world_size: int, tokens: int) -> tuple[float, float]
     times = ceil(num_vecs / (blocks * threads * unroll(world_size)))
     base = (
         LAUNCH + LATENCY
-    )  # the flags of a dispatch release its rows; results were written by kernels before a combine
+    )  # a dispatch needs release flags for its rows; the inputs of a combine were written by earlier kernels
     return base + FLAG + over_links, base + RELAXED_FLAG + max(over_links, (times - 1) * LATENCY)
 
 
@@ -97,7 +95,7 @@ def _row(cells: Sequence[str]) -> str:
 
 @dataclass
 class Exchange:
-    """A way to exchange rows. `dispatch` takes rows, ids and weights; `combine` takes the rows of results."""
+    """An implementation of the exchange. `dispatch` takes rows, ids and weights; `combine` takes the result rows."""
 
     name: str
     dispatch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Dispatched]
@@ -109,7 +107,7 @@ def of_kernels(parallel: pyops.ExpertParallel) -> Exchange:
 
 
 def of_codes(parallel: pyops.ExpertParallel) -> Exchange:
-    """The exchange of a `parallel` that dispatches fp8 rows."""
+    """The exchange by a `parallel` that dispatches fp8 rows."""
 
     def dispatch(*choices: torch.Tensor) -> Dispatched:
         sent = parallel.dispatch(*choices)
@@ -121,7 +119,7 @@ def of_codes(parallel: pyops.ExpertParallel) -> Exchange:
 
 
 def _unpacked(choices: torch.Tensor, experts: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local expert indices and weights, from words that hold ids and weights next to each other."""
+    """Local expert ids and weights, from words that hold pairs of id and weight."""
     ids, weights = choices.chunk(2, 1)
     local = ids - experts.start
     return local.where((local >= 0) & (local < len(experts)), -1), weights.view(torch.float32)
@@ -132,7 +130,7 @@ def _packed(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def by_gather(experts: range, world_size: int) -> Exchange:
-    """NCCL: every rank gets all rows, and the sums of its own."""
+    """NCCL: all-gather of all rows, and reduce-scatter of the results."""
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
         every = x.new_empty(world_size * len(x), x.shape[1])
@@ -151,7 +149,7 @@ def by_gather(experts: range, world_size: int) -> Exchange:
 
 
 def by_all_to_all(experts: range, world_size: int) -> Exchange:
-    """NCCL: every rank has space for all rows of every other rank, so that no exchange of counts is needed."""
+    """NCCL: all-to-all with space for all rows of every other rank, so that counts need not be exchanged."""
 
     def exchanged(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -170,12 +168,12 @@ def by_all_to_all(experts: range, world_size: int) -> Exchange:
 
 
 def factors(ids: torch.Tensor, weights: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """A stand-in for experts: an integer factor up to 96 per row, the sum over its choices."""
+    """Stands in for experts: multiplies each row by an integer of up to 96, the sum of one factor per chosen expert."""
     return ((1 + (ids + first) % 4) * weights).where(ids >= 0, 0).sum(1, keepdim=True)
 
 
 def draw(model: Model, tokens: int, rank: int, device: torch.device) -> Dispatched:
-    """(rows, ids, weights) of a rank's tokens: values times `factors` are exact in bfloat16."""
+    """(rows, ids, weights) of a rank's tokens, with values for which products with `factors` are exact in bfloat16."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randint(-1, 3, (tokens, model.hidden_size), generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(model.num_experts, generator=generator)[: model.top_k] for _ in range(tokens)])
@@ -184,7 +182,7 @@ def draw(model: Model, tokens: int, rank: int, device: torch.device) -> Dispatch
 
 
 def check(way: Exchange, experts: range, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """AssertionError unless rows go to their experts and results come back and are added."""
+    """AssertionError unless dispatch and combine give the exact result."""
     for _ in range(3):
         rows, local, here = way.dispatch(x, ids, weights)
         out = way.combine(rows * factors(local, here, experts.start).to(rows.dtype))
@@ -193,7 +191,7 @@ def check(way: Exchange, experts: range, x: torch.Tensor, ids: torch.Tensor, wei
 
 
 def check_products(parallel: pyops.ExpertParallel, model: Model, tokens: int, rank: int) -> None:
-    """AssertionError unless expert parallelism gives a rank's tokens the same results as one GPU."""
+    """AssertionError unless `parallel_fused_experts` gives the same results as one GPU with all experts."""
     _, ids, weights = draw(model, tokens, rank, parallel.device)
     generator = torch.Generator(parallel.device).manual_seed(1)  # the same weights on all ranks
 
@@ -213,7 +211,7 @@ def check_products(parallel: pyops.ExpertParallel, model: Model, tokens: int, ra
 
 
 def measure(model: Model, tokens: int, group: Any, device: torch.device) -> list[float]:
-    """Microseconds of our kernels: bfloat16 dispatch, fp8 dispatch, combine, both; then of both by NCCL's ways."""
+    """Microseconds of bfloat16 dispatch, fp8 dispatch, combine and both by pyops, then of both by NCCL."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = model.num_experts, tokens, model.hidden_size, model.top_k
     parallel = pyops.ExpertParallel(group, device, *sizes)

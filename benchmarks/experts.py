@@ -1,11 +1,11 @@
-"""Mixtures of experts end to end, by `fused_experts` or `fused_marlin_moe`; results are checked first.
+"""Time mixtures of experts end to end, by `fused_experts` or `fused_marlin_moe`, after a check of the results.
 
 python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
-A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
-mixtral_codes, the same packed along K, as in checkpoints; deepseek, fp8 with block scales, as in DeepSeek-V3; gpt_oss,
-mxfp4 in Marlin's layout, sizes of gpt-oss-120b; gpt_oss_codes, the same packed along K; gpt_oss_bf16, dequantized.
+A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, int4 in groups of 128 rows, in Marlin's layout;
+mixtral_codes, int4 packed along K, as in checkpoints; deepseek, DeepSeek-V3, fp8 with block scales; gpt_oss,
+gpt-oss-120b, mxfp4 in Marlin's layout; gpt_oss_codes, mxfp4 packed along K; gpt_oss_bf16, dequantized to bfloat16.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROWS = (
     *(f"gpt_oss_bf16:{tokens}" for tokens in (1, 64, 4096)),
 )
 _BLOCK = 128
-_MAX_CODE = 240.0  # well below the largest fp8 value
-_MEMORY = 4.3e6  # bytes per microsecond
+_MAX_CODE = 240.0  # bound of random fp8 weights, well below the largest value
+_MEMORY = 4.3e6  # DRAM bandwidth, bytes per microsecond
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Model:
     """Sizes of a layer of experts.
 
     Attributes:
-        experts, top_k: experts of the layer, experts of a token.
+        experts, top_k: experts of the layer, experts per token.
         hidden, channels: hidden size, intermediate size of an expert.
         kind: "fp8" with block scales; "w4", 4 bits with group scales; "mxfp4"; "codes of int4" and "codes of mxfp4",
             packed along K; or "bf16".
-        most: mean error of results, as a share of their mean.
+        most: tolerance: mean error of the results relative to their mean.
     """
 
     experts: int
@@ -74,7 +74,7 @@ MODELS = {
     "gpt_oss_codes": Model(128, 4, 2880, 2880, "codes of mxfp4", 0.01),
     "gpt_oss_bf16": Model(128, 4, 2880, 2880, "bf16", 0.01),
 }
-# Experts in Marlin's layout: {kind: (number of the quantized type, rows of a group)}
+# Weights in Marlin's layout: {kind: (id of the quantized type, group size)}.
 _MARLIN = {"w4": (pyops.SCALAR_TYPES["uint4b8"].id, _BLOCK), "mxfp4": (pyops.SCALAR_TYPES["float4_e2m1f"].id, 32)}
 # Weights packed along K: {kind: (weight_quant_dtype of `fused_experts`, b_type of `grouped_gemm_packed`)}.
 _CODES = {"codes of int4": ("int4", "uint4"), "codes of mxfp4": ("mxfp4", "float4_e2m1f")}
@@ -87,13 +87,13 @@ def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
         shape, (_, group) = (model.experts, columns // 16, 2 * rows), _MARLIN[model.kind]
         codes = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
         scales = torch.rand(model.experts, columns // group, rows, device="cuda") + 0.5
-        if model.kind == "mxfp4":  # powers of two around the reciprocal of the root
+        if model.kind == "mxfp4":  # powers of two around 1 / sqrt(K)
             exponents = (scales * 2 * columns**-0.5 / 4).log2().round() + _E8M0_BIAS
             return codes, exponents.to(torch.uint8)
         return codes, (scales * columns**-0.5 / 5).to(torch.bfloat16)
     if model.kind in _CODES:
         codes = torch.randint(0, 256, (model.experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
-        if model.kind == "codes of mxfp4":  # of about 3
+        if model.kind == "codes of mxfp4":  # e2m1 values have a root mean square of about 3
             middle = _E8M0_BIAS - round(math.log2(3 * columns**0.5))
             shape = model.experts, rows, columns // MX_BLOCK
             return codes, torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device="cuda")
@@ -111,7 +111,7 @@ def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def wide(model: Model, weight: Any, scales: Any) -> Any:
-    """float32 weights of an expert."""
+    """The weights of an expert, dequantized to float32."""
     if scales is None:
         return weight.float()
     if model.kind in _CODES:
@@ -126,7 +126,7 @@ def wide(model: Model, weight: Any, scales: Any) -> Any:
 
 
 def error(model: Model, out: Any, x: Any, chances: Any, ids: Any, w1: Any, w2: Any) -> float:
-    """Mean error of `out` as a share of the mean of what it should be."""
+    """The mean error of `out` relative to the mean of the expected result."""
     exact = torch.zeros(x.shape, device="cuda")
     for e in ids.unique().tolist():
         tokens, slots = (ids == e).nonzero(as_tuple=True)
@@ -138,7 +138,7 @@ def error(model: Model, out: Any, x: Any, chances: Any, ids: Any, w1: Any, w2: A
 
 
 def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
-    """Microseconds of a call, and the time that memory needs for the weights that it reads."""
+    """(microseconds of a call, microseconds of DRAM for the weights that it reads)."""
     x = torch.randn(num_tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
     logits = torch.randn(num_tokens, model.experts, device="cuda")
     chances, ids, _ = pyops.fused_topk(x, logits, model.top_k, renormalize=True)

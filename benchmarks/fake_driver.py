@@ -1,7 +1,7 @@
-"""A driver that launches nothing: calls on CPU tensors take the path of calls on a GPU, up to the launch.
+"""A fake driver that launches nothing: calls on CPU tensors run the host code of GPU calls, up to the launch.
 
-A call runs the Python of a call on a GPU: the wrapper, its guard, the overlap test, packing and `fire[stream]()`. Only
-what would reach the driver or ask a device is replaced. Every replacement is listed in `_patches`.
+A call runs the wrapper, its guard, the overlap test, packing and `fire[stream]()`. Only calls of the driver and queries
+of a device are replaced; `_patches` lists all replacements.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core import device, driver, torch_library, workspace
-from pyops._core.compiler import Compiled
-from pyops._core.kernel import Kernel, Specialisation
-from pyops._core.wrapper import NAMESPACE
+from pyops._core.launch import workspace
+from pyops._core.launch.kernel import Kernel, Specialisation
+from pyops._core.op import torch_library
+from pyops._core.op.wrapper import NAMESPACE
+from pyops._core.system import device, driver
+from pyops._core.text.compiler import Compiled
 
 _INDEX = 0
-_FUNCTION = 1  # stands for the address of a loaded function
-_ZEROS = 1 << 20  # stands for the address of zeroed memory
+_FUNCTION = 1  # the fake address of a loaded function
+_ZEROS = 1 << 20  # the fake address of zeroed memory
 
 
 def _launch(*_: Any) -> None:
@@ -36,7 +38,7 @@ def _launch(*_: Any) -> None:
 # kernel's function. The two addresses differ, so pthread_equal returns 0, which is the driver's status for success.
 _launch_with_attributes = ctypes.CDLL(None).pthread_equal
 
-# It also replaces cuTensorMapReplaceAddress: the address of a map never equals that of the tensor.
+# It also replaces cuTensorMapReplaceAddress, because the addresses of a map and its tensor always differ.
 _replace_address = ctypes.PyDLL(None).pthread_equal
 _replace_address.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
 
@@ -68,7 +70,7 @@ def _zeros(*_: Any) -> int:
 
 
 class _Loaded:
-    """The kernels that count as loaded while the fake lasts. The kernels themselves never see the fake function."""
+    """The kernels that count as loaded while the fake is active. Kernel objects are not modified."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[Kernel, tuple[Any, ...]], Compiled] = {}
@@ -86,7 +88,7 @@ class _Loaded:
 
 
 def _patches() -> Iterator[Any]:
-    """What is replaced while the fake lasts."""
+    """All replacements of the fake."""
     here = replace(device.host(), index=_INDEX)
     launches = _launch, _launch_with_attributes, RuntimeError
     fake = driver.Driver(*launches, _device_index, _encode_map, _replace_address)
@@ -104,7 +106,7 @@ def _patches() -> Iterator[Any]:
     def load(specialisation: Specialisation, _: int) -> Compiled:
         return loaded.load(specialisation)
 
-    # CPU tensors are planned for the device 0, an H200 as far as plans can tell.
+    # Plans take CPU tensors for tensors on device 0, an H200.
     yield mock.patch.object(device, "host", get_device)
     yield mock.patch.object(device, "get", get_device)
     yield mock.patch.object(device, "count", _device_count)

@@ -1,4 +1,4 @@
-"""GEMMs with the quantised weights of GGUF files compared with vLLM, alternately within one process.
+"""Time GEMMs with GGUF weights against vLLM; contenders alternate within one process.
 
 python -m benchmarks.gguf
 python -m benchmarks.gguf q4_k:1x4096x4096 q6_k:16x4096x4096
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.example import TorchMaker
+from pyops.example import TorchMaker
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear.ggml import random_weight
 
@@ -33,7 +33,7 @@ _VLLM = ("ggml_mul_mat_vec_a8", "ggml_mul_mat_a8")
 
 
 def measure(row: str) -> dict[str, float]:
-    """{contender: median of its times, in microseconds}."""
+    """{contender: median time in microseconds}."""
     name, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
     (quant_type,) = (number for number, format in FORMATS.items() if format.name == name.upper())

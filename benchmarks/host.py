@@ -1,11 +1,11 @@
-"""Host time of every op on a machine without a GPU, with a driver that launches nothing.
+"""Measure the host time of every op without a GPU, with a fake driver.
 
 python -m benchmarks.host
 python -m benchmarks.host rms_norm paged_attention_v2
 python -m benchmarks.host --save
 
-A call takes the path of a call on a GPU up to the launch (benchmarks/fake_driver.py). A *hit* is a call whose plan an
-earlier call made. A *miss* is the first call with a number of tokens, which makes a plan.
+A call runs the host code of a GPU call up to the launch (benchmarks/fake_driver.py). A *hit* is a call with a cached
+plan. A *miss* is the first call with a number of tokens, which makes a plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.op.op import Op
+from pyops._core.tensors.tensor import TensorArg
 
 from . import report, shapes
 from .fake_driver import fake_driver
@@ -42,18 +42,18 @@ MISSES = (
     "paged_attention_v1",
     "paged_attention_v2",
 )
-_CALLS = 1000  # calls of a batch
-_WARM = 25  # pairs of calls before each batch, because the batch before has filled the CPU's caches
+_CALLS = 1000  # calls per batch
+_WARM = 25  # untimed pairs of calls before each batch, because the previous batch has evicted the CPU's caches
 _TIMES = ("ns", "lowest_ns", "other_ns", "lowest_other_ns")
 
 
 def case_of(op: Op) -> Case:
-    """The op's example with few tokens, bfloat16 if it takes any."""
+    """The op's example with few tokens, in bfloat16 if the op supports it."""
     return shapes.cases(op, {"dtype": ["bfloat16"]}, shapes.SMALL)[0]
 
 
 def call_of(case: Case) -> Call:
-    """A call on CPU tensors of the case's shapes. They are uninitialised, because nothing reads them."""
+    """A call on CPU tensors with the case's shapes. They are uninitialised, because nothing reads them."""
     return ours(case.op)(*(_memory(arg) if isinstance(arg, TensorArg) else arg for arg in case.described))
 
 
@@ -62,14 +62,14 @@ def _memory(arg: TensorArg) -> torch.Tensor:
 
 
 def num_pairs(op: Op) -> int:
-    """Pairs of tensors that may not overlap, because at least one of the two is written."""
+    """The number of tensor pairs that must not overlap, because at least one of the two is written."""
     return sum(p.written or q.written for p, q in combinations(op.tensors, 2))
 
 
 def measure_hits(ops: Sequence[Op], batches: int) -> list[dict[str, Any]]:
     """A row for each op: its tensors and launches, and nanoseconds per call, with the same tensors and with others.
 
-    Batches of all ops alternate, so that a slow phase of the machine affects all ops alike.
+    Batches of all ops alternate, so that a slow phase of the machine affects all ops equally.
     """
     cases = [case_of(op) for op in ops]
     calls = [(call_of(case), call_of(case)) for case in cases]
@@ -83,7 +83,7 @@ def measure_hits(ops: Sequence[Op], batches: int) -> list[dict[str, Any]]:
 
 
 def _ns_per_call(first: Call, second: Call) -> float:
-    """Nanoseconds per call, the two calls alternating."""
+    """Nanoseconds per call; the two calls alternate."""
     for _ in repeat(None, _WARM):
         first()
         second()
@@ -104,7 +104,7 @@ def _row(case: Case, same: Sequence[float], others: Sequence[float]) -> dict[str
 
 
 def measure_misses(op: Op) -> dict[str, Any]:
-    """A row: microseconds of the op's first call with each of 99 new numbers of tokens, and kernels loaded by them."""
+    """A row: microseconds of the op's first calls with 99 new token counts, and the number of kernels they load."""
     case = case_of(op)
     calls = [call_of(Case(op, {**case.axes, "num_tokens": n})) for n in NEW_SIZES]
     times, loaded = misses_us(op, calls, time.thread_time_ns, lambda: None)
@@ -113,7 +113,7 @@ def measure_misses(op: Op) -> dict[str, Any]:
 
 
 def measure(ops: Sequence[Op], batches: int) -> dict[str, Any]:
-    """Everything that `render` prints."""
+    """The complete result, as `render` takes it."""
     with fake_driver(), torch.no_grad():
         misses = [measure_misses(op) for op in ops if op.name in MISSES]
         hits = measure_hits(ops, batches)
@@ -126,7 +126,7 @@ def measure(ops: Sequence[Op], batches: int) -> dict[str, Any]:
 
 
 def environment() -> str:
-    """What the times depend on besides the code, in words."""
+    """The CPU and versions of libraries, as text."""
     machine = platform.machine().replace("_", "-")
     python = ".".join(platform.python_version_tuple()[:2])
     torch_version = ".".join(torch.__version__.split(".")[:2])
@@ -161,7 +161,7 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables of the ops that the command line names, or of all."""
+    """Print the tables for the ops that the command line names, or for all."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

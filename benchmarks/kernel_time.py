@@ -1,4 +1,4 @@
-"""GPU time of an op and its rivals on the same tensors. A contender that disagrees with the reference is not timed."""
+"""GPU times of an op and its rivals on the same tensors. Contenders that disagree with the reference are not timed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .timing import Call, Effort, gpu_us, num_sets
 
 
 def argument_sets(case: Case, effort: Effort) -> tuple[list[tuple[Any, ...]], list[Call]]:
-    """(sets of arguments for calls to rotate over, calls that put back what such calls edit).
+    """(sets of arguments over which calls rotate, calls that restore tensors that are edited in place).
 
-    Values that calls edit repeatedly, for example by a penalty, would drift away from realistic ones.
+    Without the restoring calls, values that every call edits, for example by a penalty, would become unrealistic.
     """
     sets = [case.arguments(seed) for seed in range(num_sets(case.nbytes, _l2_bytes(), effort.sets))]
     edited = [arg for args in sets for p, arg in zip(case.op.parameters, args, strict=True) if p.role == "inout"]
@@ -29,7 +29,7 @@ def _l2_bytes() -> int:
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """(row of times, skipped rivals). Raises when pyops itself fails or disagrees with the reference."""
+    """(row of times, skipped rivals). Raises an error if pyops itself fails or disagrees with the reference."""
     check = Check(case)
     sets, renew = argument_sets(case, effort)
 

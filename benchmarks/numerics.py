@@ -17,12 +17,12 @@ _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class Float64(TorchFunctionMode):  # type: ignore[misc]
-    """While the mode lasts, float64 replaces every float type that a torch call names, so that nothing is rounded."""
+    """While the mode is active, float64 replaces every float type in torch calls, so that nothing is rounded."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _CASTS:
             return args[0].double()
-        if function is torch.Tensor.view and args[1] in _NARROW:  # bits of a narrow float
+        if function is torch.Tensor.view and args[1] in _NARROW:  # reinterpreted bits must stay in the narrow type
             return function(*args).double()
         return function(*map(_widened, args), **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
@@ -32,7 +32,7 @@ def _widened(value: Any) -> Any:
 
 
 def exact(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """What the op's reference writes when evaluated in float64. Raises Unavailable for an op with quantised outputs."""
+    """The outputs of the op's reference, evaluated in float64. Unavailable for an op with quantised outputs."""
     args = case.arguments(device=device)
     if any(tensor.dtype not in _NARROW for tensor in written(case, args).values()):
         raise Unavailable("writes codes, which have no float64 value to compare with")

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from .rivals import Builder, builders, ours, skip
 from .shapes import Case
 from .timing import Call, Effort, host_us
 
-NEW_SIZES = range(301, 401)  # numbers of tokens for which a norm or an activation has one kernel
+NEW_SIZES = range(301, 401)  # token counts for which a norm or an activation uses the same kernel
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
@@ -50,7 +50,7 @@ def plan_miss(case: Case) -> dict[str, Any]:
 def misses_us(
     op: Op, calls: Sequence[Call], clock: Callable[[], int], synchronize: Callable[[], None]
 ) -> tuple[list[float], int]:
-    """(microseconds of each call but the first, kernels that the timed calls loaded). Every call must miss."""
+    """(microseconds of each call but the first, number of kernels that these calls loaded). Every call must miss."""
     first, *rest = calls
     first()
     loaded, times = len(op.compiled()), []
@@ -67,12 +67,12 @@ def _on_cupy(case: Case) -> Builder:
 
 
 def to_cupy(tensor: torch.Tensor) -> Any:
-    """A cupy array over the tensor's memory."""
+    """A CuPy array that shares the tensor's memory."""
     import cupy
     import ml_dtypes
 
     name = str(tensor.dtype).removeprefix("torch.")
-    if hasattr(ml_dtypes, name):  # DLPack carries the bits under an integer's name
+    if hasattr(ml_dtypes, name):  # DLPack lacks this dtype, so the bits are passed as integers
         bits = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
         return cupy.from_dlpack(bits).view(getattr(ml_dtypes, name))
     return cupy.from_dlpack(tensor)

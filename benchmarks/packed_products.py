@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.products` with packed weights: 4 bits in groups of 128 rows, or 8 bits."""
+"""The kinds of `benchmarks.products` with packed weights: 4 bits in groups of 128 rows, or 8 bits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pyops
 
 from .timing import Call
 
-# The ops, in order: marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm (e4m3 weights, per-column scales), cutlass_w4a8_mm,
-# allspark_w8a16_gemm (which vLLM does not compile for Hopper), marlin_gemm (4-bit weights, e4m3 activations), gptq_gemm
-# (2 bits, 3 bits, act order), gptq_marlin_24_gemm, marlin_gemm (float zero points, float16: HQQ), cutlass_w4a8_mm to
-# float16.
+# The ops of these kinds, in order: marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm (e4m3 weights, per-column scales),
+# cutlass_w4a8_mm, allspark_w8a16_gemm (which vLLM does not compile for Hopper), marlin_gemm (4-bit weights, e4m3
+# activations), gptq_gemm (2 bits, 3 bits, act-order), gptq_marlin_24_gemm, marlin_gemm (HQQ: float zero points,
+# float16), cutlass_w4a8_mm (float16 output).
 KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "gptq3", "gidx", "sparse", "hqq", "w4a8half"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
@@ -26,9 +26,9 @@ ROWS = (
 )
 _GROUP_SIZE = 128
 _KIND, _E4M3, _HQQ = (pyops.SCALAR_TYPES[name].id for name in ("uint4b8", "float8_e4m3fn", "uint4"))
-_MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # quantized types
+_MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # quantized types of Marlin weights
 _W4A8 = "w4a8", "w4a8half"
-_RAW = {"awq": 4, "gptq": 4, "gptq2": 2, "gptq3": 3, "gidx": 4}  # bits of AWQ's and GPTQ's weights
+_RAW = {"awq": 4, "gptq": 4, "gptq2": 2, "gptq3": 3, "gidx": 4}  # bits of AWQ and GPTQ weights
 _Build = Callable[..., Call]
 
 
@@ -72,7 +72,7 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
 
 
 def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
-    """{name: a function that makes a call of operands}; `theirs` are the ops of vLLM."""
+    """{name: a function from operands to a call}; `theirs` are vLLM's ops."""
     found: dict[str, _Build] = {}
     if kind in _W4A8:
         found["pyops"] = lambda out, a, codes, scales, _: _w4a8(pyops, a, codes, scales, out.dtype)
@@ -106,7 +106,7 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
 
 
 def _marlin(op: Any, kind: str, a: Any, codes: Any, scales: Any, zeros: Any, *c: Any) -> Any:
-    """A call of `marlin_gemm`; vLLM's takes c first."""
+    """A call of `marlin_gemm`; vLLM's op has another argument order."""
     workspace, points = torch.zeros(2048, dtype=torch.int32, device="cuda"), zeros if kind == "hqq" else None
     a_scales = torch.ones(a.shape[0], 1, device="cuda") if a.dtype.itemsize == 1 else None
     given = a, *c, codes, None, scales, a_scales, None, points, None, None, workspace, _MARLIN[kind]

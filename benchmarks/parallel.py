@@ -1,11 +1,11 @@
-"""A decode step of models that are divided among the GPUs of a node, beside the time that its bytes need.
+"""Time a decode step of tensor-parallel models on the GPUs of a node, next to its memory bound.
 
 torchrun --nproc-per-node 4 -m benchmarks.parallel
 torchrun --nproc-per-node 2 -m benchmarks.parallel --models mixtral --batch 1 64 --context 4096
 
-Weights are random. Before a model is timed, a small one of its kind generates tokens on all GPUs and on one: it is an
-error if they differ. `step` is a replay of a captured decode step, in microseconds, of the slowest process; `bytes` is
-what the weights and the cache of one process take to be read at the measured rate of its memory.
+Weights are random. Before a model is timed, a small model of its kind must generate the same tokens on all GPUs and on
+one. `step` is a replay of a captured decode step, in microseconds, on the slowest process; `bytes` is the time to read
+the weights and the cache of one process at the measured memory bandwidth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .timing import QUICK, streaming_gbs
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _EXPERTS = {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
-# As the models' public configs have them.
+# Sizes from the models' public configs.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {  # Llama 3.1 8B
         "architectures": ["LlamaForCausalLM"],
@@ -78,13 +78,13 @@ _PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13], list(range(20, 90))]
 
 
 def small(sizes: dict[str, Any]) -> Config:
-    """A model of the kind of `sizes`, small enough to be made on the CPU."""
+    """A small model of the same kind; its weights are generated on the CPU."""
     latent = {"num_key_value_heads": 16, "moe_intermediate_size": 128} if "kv_lora_rank" in sizes else {}
     return Config.parse(sizes | _SMALL | latent)
 
 
 def check_tokens(name: str, config: Config, group: Group) -> None:
-    """AssertionError unless all GPUs generate what one does, in float32."""
+    """AssertionError unless all GPUs together generate the tokens of one GPU, in float32."""
     divided, whole = ParallelDecoder(config, group, "float32"), Decoder(config, "float32", group.device)
     divided.randomise(0, 4.0)
     for key, tensor in Decoder(config, "float32").randomise(0, 4.0).tensors().items():
@@ -96,7 +96,7 @@ def check_tokens(name: str, config: Config, group: Group) -> None:
 
 
 def fill(model: Decoder) -> Decoder:
-    """Random weights that depend on their names: the processes' copies of what is not divided are the same."""
+    """Fill weights with random values that depend on their names, so that replicated weights are equal everywhere."""
     for name, tensor in model.tensors().items():
         generator = torch.Generator(model.device).manual_seed(zlib.crc32(name.encode()))
         tensor.normal_(0.0, 0.02, generator=generator)
@@ -104,7 +104,7 @@ def fill(model: Decoder) -> Decoder:
 
 
 def step_floor_us(model: Decoder, batch: int, context: int, bandwidth: float) -> float:
-    """Microseconds to read this process's weights, all experts among them, and its part of the cache, once."""
+    """Microseconds to read this process's weights, including all experts, and its part of the cache once."""
     return (weight_bytes(model) + batch * context * model.token_bytes()) / bandwidth / 1e3
 
 

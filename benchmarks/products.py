@@ -1,4 +1,4 @@
-"""GEMMs of language models compared with cuBLAS and vLLM, alternately within one process.
+"""Time GEMMs of language models against cuBLAS and vLLM; contenders alternate within one process.
 
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
@@ -37,7 +37,7 @@ ROWS = (
     *packed_products.ROWS,
 )
 _BLOCK = 128  # side of a scale block, along K and N
-_COLD = 200 << 20  # bytes of operands that calls rotate over, several times the L2 cache
+_COLD = 200 << 20  # bytes of operands over which calls rotate, several times L2
 _TURNS = 3
 
 
@@ -69,7 +69,7 @@ def _in_blocks(x: Any, rows: int) -> tuple[Any, Any]:
 
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:
-    """{name: a function that makes a call of operands}."""
+    """{name: a function from operands to a call}."""
     if kind == "bf16":
         return {
             "pyops": lambda out, a, b, *_: partial(pyops.linear, out, a, b.t(), None),
@@ -97,7 +97,7 @@ def load_vllm() -> None:
 
 
 def measure(row: str) -> dict[str, float]:
-    """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
+    """{contender: median time in microseconds}. A contender that fails is reported and left out."""
     kind, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
     nbytes = (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
@@ -109,7 +109,7 @@ def measure(row: str) -> dict[str, float]:
 def in_turn(
     row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
 ) -> dict[str, float]:
-    """What `measure` returns, for these contenders and operands of `nbytes`."""
+    """Time these contenders alternately, with operands of `nbytes`; returns the result of `measure`."""
     sets = [operands() for _ in range(max(2, -(-_COLD // nbytes)))]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):

@@ -1,6 +1,6 @@
-"""The README's figures, from the saved JSON files: vLLM's engine, and a plot of the ops.
+"""Update the README's figures from the saved JSON files: the table of vLLM's engine, and the plot of the ops.
 
-The plot is an SVG for light pages and one for dark pages, next to the JSON files.
+The plot is two SVG files next to the JSON files, for light and dark pages.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ THEMES = {
     },
 }
 
-# The plot, in pixels. The ratio of times goes from left to right, on a logarithmic axis.
+# Sizes of the plot in pixels. The horizontal axis is the ratio of times, logarithmic.
 _WIDTH, _LEFT, _RIGHT, _TOP = 840, 172, 24, 84
 _RADIUS = 2.8
-_LOW, _HIGH = 0.7, 100.0  # dots beyond them are drawn at the edge
+_LOW, _HIGH = 0.7, 100.0  # range of ratios; dots outside are drawn at the edge
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
 _FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
 def update(folder: Path) -> None:
-    """Write the plots of the JSON files in `folder` next to them, and their figures into the README."""
+    """Write the plots next to the JSON files in `folder`, and the figures into the README."""
     results = read(folder)
     for theme in THEMES:
         (folder / f"speed-{theme}.svg").write_text(plot(results, theme))
@@ -62,7 +62,7 @@ def update(folder: Path) -> None:
 
 
 def replaced(text: str, name: str, block: str) -> str:
-    """`text` with another block between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
+    """`text` with the block between ``<!-- name -->`` and ``<!-- /name -->`` replaced."""
     start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, rest = text.split(start)
     _, after = rest.split(end)
@@ -70,13 +70,13 @@ def replaced(text: str, name: str, block: str) -> str:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """{family: result} of the JSON files in `folder` that hold times on the GPU."""
+    """{family: result} of the JSON files in `folder` with GPU times."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {family: result for family, result in results.items() if result.get("gpu", {}).get("rows")}
 
 
 def block(results: Mapping[str, Mapping[str, Any]], folder: Path) -> str:
-    """The Markdown between the README's markers: how the cases went, and the plot."""
+    """The Markdown between the README's markers: a summary of the cases, and the plot."""
     compared = [ratio for rows in ratios(results).values() for ratio, _, _ in rows]
     lead = sum(ratio >= 1 for ratio in compared)
     at = os.path.relpath(folder, README.parent).replace(os.sep, "/")
@@ -94,7 +94,7 @@ def block(results: Mapping[str, Mapping[str, Any]], folder: Path) -> str:
 
 
 def _tuned() -> str:
-    """The sizes of `shapes.SWEEP`, as words."""
+    """The sizes of `shapes.SWEEP`, as text."""
     return "; ".join(f"`{axis}` {', '.join(map(str, sizes))}" for axis, sizes in SWEEP.items())
 
 
@@ -106,7 +106,7 @@ def _versions(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[float, str, str]]]:
-    """{family: [(time of the fastest rival / time of pyops, rival, op), ...]}, ascending, where there is a rival."""
+    """{family: [(time of the fastest rival / time of pyops, rival, op), ...]} of cases with a rival, ascending."""
     found: dict[str, list[tuple[float, str, str]]] = {}
     for family, result in results.items():
         for row in result["gpu"]["rows"]:
@@ -118,7 +118,7 @@ def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[flo
 
 
 def plot(results: Mapping[str, Mapping[str, Any]], theme: str) -> str:
-    """An SVG with a row for each family and a dot for each case, coloured by the fastest rival."""
+    """An SVG with one row per family and one dot per case, coloured by the fastest rival."""
     colours = THEMES[theme]
     rows = ratios(results)
     swarms = {family: list(_swarm([_x(ratio) for ratio, _, _ in cases])) for family, cases in rows.items()}
@@ -163,12 +163,12 @@ def _x(ratio: float) -> float:
 
 
 def _swarm(places: Sequence[float]) -> Iterator[float]:
-    """Vertical offsets of dots at these ascending x, so that no dot overlaps an earlier one."""
+    """Vertical offsets of dots at ascending positions `x` (a beeswarm): no dot overlaps an earlier one."""
     placed: list[tuple[float, float]] = []
     apart = 2 * _RADIUS + 0.4
     for x in places:
         near = [(x - other, across) for other, across in placed if x - other < apart]
-        # Next to each near dot the new one just touches it at two offsets; the middle is tried first.
+        # Candidate offsets: the middle, then the two offsets at which the new dot touches each near dot.
         tried = [0.0]
         for distance, across in near:
             step = math.sqrt(apart**2 - distance**2)
@@ -185,7 +185,7 @@ def _clear(y: float, near: tuple[float, float], apart: float) -> bool:
 
 
 def _legend(right: float, y: float) -> list[str]:
-    """The rivals' colours, from right to left."""
+    """The legend of the rivals' colours, drawn from right to left."""
     parts = []
     for name, title in reversed(RIVALS.items()):
         width = 6.6 * len(title)

@@ -1,7 +1,7 @@
-"""Results as tables, JSON and a plot. Needs no GPU.
+"""Write results as tables, JSON and a plot. Needs no GPU.
 
-A result is ``{"environment", "method", <section>: {"rows", "skipped", "failures", ...}, ...}``. The sections are gpu,
-host, numerics and compile, as far as they were measured.
+A result is ``{"environment", "method", <section>: {"rows", "skipped", "failures", ...}, ...}``, with those of the
+sections gpu, host, numerics and compile that were measured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .timing import Spread
 
 Row = Mapping[str, Any]
 OURS = "pyops"
-_LARGE = 4096  # tokens from which bandwidth limits an op, not latency
+_LARGE = 4096  # number of tokens from which bandwidth, not latency, limits an op
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it reads well as text. All columns but the first are right-aligned."""
+    """A Markdown table, padded to be readable as text. All columns but the first are right-aligned."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(headers))]
 
@@ -42,22 +42,22 @@ def best_rival(row: Row) -> tuple[str, Spread] | None:
 
 
 def gbs(row: Row, contender: str) -> float:
-    """GB/s: bytes that a call must move, divided by the contender's median time."""
+    """GB/s: the bytes that a call must move, divided by the contender's median time."""
     return float(row["bytes"] / row["times"][contender]["us"][0] / 1e3)
 
 
 def needed_fraction(row: Row) -> float | None:
-    """Fraction of the streaming bandwidth that the op must reach; None for few tokens, where latency limits."""
+    """The target of an op as a fraction of the streaming bandwidth; None for few tokens, which latency limits."""
     if row["shape"].get("num_tokens", 0) < _LARGE:
         return None
     return 0.85 if row["family"] != "activation" and "quant" in row["op"] else 0.90
 
 
 def verdict(row: Row, streaming_gbs: float) -> dict[str, Any]:
-    """Whether a row meets its targets: no slower than the best rival, and close enough to the streaming bandwidth.
+    """Whether a row meets its targets: not slower than the best rival, and close enough to the streaming bandwidth.
 
-    ``"faster"``: True, False, or "tie" for a median above the rival's by less than the spread of the replays; None
-    without a rival. ``"streams"``: True, False, or None where no fraction is asked for.
+    ``"faster"``: True, False, or "tie" if the median exceeds the rival's by less than the spread of the replays; None
+    without a rival. ``"streams"``: True, False, or None without a target.
     """
     us = Spread(*row["times"][OURS]["us"])
     best = best_rival(row)
@@ -90,7 +90,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _left_out(section: Mapping[str, Any]) -> list[str]:
-    """Every rival that was skipped, by reason, and every op that failed."""
+    """Lists of the skipped rivals, by reason, and of the failed ops."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for one in section["skipped"]:
         ops = grouped.setdefault((one["rival"], one["reason"]), [])
@@ -264,7 +264,7 @@ def _answer(value: bool | str | None) -> str:
 def save(result: dict[str, Any], path: Path) -> None:
     """Write `path` (JSON), and the tables and the plot next to it.
 
-    Sections of an earlier result stay if this result lacks them and has the same environment and method.
+    Sections of an earlier result with the same environment and method are kept if this result lacks them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -284,9 +284,9 @@ def render_file(path: Path) -> None:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of pyops and its best rival: a column of panels per number of tokens, a row per dtype and other axes.
+    """Plot bars of pyops and its best rival: one column of panels per token count, one row per dtype and other axes.
 
-    Panels of few tokens show microseconds, because latency limits there. Panels of many tokens show the fraction of the
+    Panels with few tokens, which latency limits, show microseconds. Panels with many tokens show the fraction of the
     streaming bandwidth.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,7 +1,7 @@
-"""Rivals: other libraries that compute what an op computes.
+"""Rivals: kernels of other libraries that compute the same as an op.
 
-A rival is a function that takes an op and returns a builder. A builder takes the op's arguments and returns a call on
-them. A call that returns a tensor, or several, returns the op's first outputs instead of writing them.
+A rival is a function from an op to a builder. A builder is a function from the op's arguments to a call without
+arguments. A call may return tensors, which are then the op's first outputs, instead of writing them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from .timing import Call
 
@@ -26,11 +26,11 @@ Builder = Callable[..., Call]
 
 
 class Unavailable(Exception):
-    """Why a rival cannot be measured."""
+    """The reason why a rival cannot be measured."""
 
 
 def ours(op: Op) -> Builder:
-    """pyops itself, by its Python wrapper."""
+    """pyops itself, called through its Python wrapper."""
     return _with_all(op, op.call)
 
 
@@ -39,7 +39,7 @@ def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
 
 
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
-    """({rival: builder}, [what is skipped and why]) for the rivals called `names`."""
+    """({rival: builder}, [skipped rivals with reasons]) for the rivals `names`."""
     found, skips = {}, []
     for name in names:
         try:
@@ -50,12 +50,12 @@ def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dic
 
 
 def skip(rival: str, op: Op, error: Exception) -> dict[str, str]:
-    """The report's record of a rival that is skipped for `op`."""
+    """The report's record of a rival skipped for `op`."""
     return {"rival": rival, "op": op.name, "reason": reason(error)}
 
 
 def reason(error: Exception) -> str:
-    """An error in one line, without names of folders, and without its type for an `Unavailable`."""
+    """An error as one line without folder names; without its type if it is an `Unavailable`."""
     text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
@@ -67,15 +67,15 @@ def _reference(op: Op) -> Builder:
 def _compile(op: Op) -> Builder:
     # Dynamo cannot trace through the proxy that imports torch on demand.
     op.reference.__globals__["torch"] = torch
-    # Past its limit of recompilations Dynamo would silently run the reference uncompiled, so every shape resets it.
+    # Reset for every shape, because Dynamo runs functions uncompiled after its limit of recompilations.
     torch._dynamo.reset()
     return _with_all(op, torch.compile(op.reference, dynamic=False, fullgraph=True))
 
 
 def _named(op: Op, table: dict[str, Callable[[Any], Call]]) -> Builder:
-    """The builder for the op in `table`.
+    """A rival from `table`, {name of an op: function from arguments to a call}.
 
-    An entry of the table gets a namespace of the arguments, where `out` is the first written tensor.
+    The function gets the arguments as a namespace, with `out` for the first written tensor.
     """
     if op.name not in table:
         raise Unavailable("has no such op")
@@ -119,7 +119,7 @@ def _gelu_tanh(x: Any) -> Any:
 def _sdpa(a: Any) -> Call:
     """torch's attention on contiguous keys and values, which are copied out of the cache beforehand.
 
-    Query heads that share a key-value head become the queries of one head.
+    Query heads that share a KV head become query rows of one head.
     """
     if a.kv_cache_dtype != "auto" or a.alibi_slopes is not None or getattr(a, "logits_soft_cap", 0.0):
         raise Unavailable("attends without options to a cache of floats")
@@ -142,7 +142,7 @@ def _sdpa(a: Any) -> Call:
 
 
 def _conv1d(a: Any) -> Call:
-    """torch's convolution of each sequence after its state; the two were concatenated beforehand."""
+    """torch's convolution of each sequence, with its state concatenated in front beforehand."""
     if not a.channel_last or a.initial_state_idx is not None:
         raise Unavailable("convolves rows of tokens without blocks here")
     pieces, slots = [], []
@@ -186,7 +186,7 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
 
 @cache
 def _import(name: str) -> Any:
-    """The module, or the exception that importing it raised, so that a failing import is tried once."""
+    """The module, or the exception of its import, cached so that a failing import is tried only once."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -201,13 +201,13 @@ def _module(name: str) -> Any:
 
 
 def libraries() -> str:
-    """vLLM's shared objects in the order of loading, for machines where vLLM's package cannot be imported."""
+    """vLLM's shared objects in load order, for machines where the package cannot be imported."""
     return os.environ.get("PYOPS_VLLM_LIBRARIES", "")
 
 
 @cache
 def load_vllm(paths: str) -> str:
-    """Register vLLM's ops by its package, or else by its shared objects. Returns why neither worked, "" on success."""
+    """Load vLLM's ops from its package, or else from its shared objects. Returns "" or the reason of the failure."""
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
         _import("vllm._moe_C")
@@ -223,9 +223,9 @@ def load_vllm(paths: str) -> str:
 
 
 def _vllm(op: Op) -> Builder:
-    """``torch.ops._C.<name>``: takes the op's arguments in the op's order.
+    """``torch.ops._C.<name>``, with the op's arguments in the op's order.
 
-    Older schemas lack the last arguments; newer ones have more of them, which are optional.
+    Older schemas lack the last arguments; newer ones have further optional arguments.
     """
     if trouble := load_vllm(libraries()):
         raise Unavailable(trouble)
@@ -237,7 +237,7 @@ def _vllm(op: Op) -> Builder:
 
 
 def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> Call:
-    """A call with the `args` that the schema takes, and None for its further arguments without a default."""
+    """`args` cut to the schema's length, or extended by None for further arguments without a default."""
     more = [None for argument in schema[len(args) :] if not argument.has_default_value()]
     return partial(function, *args[: len(schema)], *more)
 

@@ -1,4 +1,4 @@
-"""Arguments that an op is measured with: the op's example at every combination of the swept axes."""
+"""The measured arguments of an op: its example at every combination of the swept axes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from pyops._core import device
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker, TorchMaker
 
 SWEEP: dict[str, Sequence[Any]] = {
     "num_tokens": (1, 16, 256, 4096, 16384),
@@ -34,7 +34,7 @@ class Case:
     axes: dict[str, Any]
 
     def arguments(self, seed: int = 0, device: str = "cuda") -> tuple[Any, ...]:
-        """The op's arguments with data, which the seed determines. Outputs hold NaN."""
+        """The op's arguments with data generated from the seed. Outputs hold NaN."""
         assert self.op.example is not None
         return self.op.example(TorchMaker(device, seed), **self.axes)
 
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What identifies the case in a row of results."""
+        """The labels of the case in a row of results."""
         shape = {axis: value for axis, value in self.axes.items() if axis != "dtype"}
         return {"op": self.op.name, "family": self.family, "dtype": self.axes.get("dtype", ""), "shape": shape}
 
@@ -76,7 +76,7 @@ def family(op: Op) -> str:
 
 
 def axes(op: Op) -> dict[str, tuple[Any, ...]]:
-    """{axis of the op's example: the values that it may take, () for any value}."""
+    """{axis of the op's example: its allowed values, () for any}."""
     if op.example is None:
         raise TypeError(f"{op.name} has no example")
     hints = typing.get_type_hints(op.example)
@@ -101,9 +101,9 @@ def parse(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def cases(op: Op, chosen: Mapping[str, Sequence[Any]], sweep: Mapping[str, Sequence[Any]] = SWEEP) -> list[Case]:
-    """The op at every combination of the `chosen` axes, and of those of `sweep` that are not chosen.
+    """The op at every combination of the `chosen` axes, and of the axes of `sweep` that are not chosen.
 
-    An axis that the example lacks is left out. Values that the example rules out are dropped, so the list may be empty.
+    Axes that the example lacks, and values that it rules out, are dropped, so the list may be empty.
     """
     values = {}
     for axis, allowed in axes(op).items():

@@ -1,4 +1,4 @@
-"""How long a call takes: on the GPU by replays of CUDA graphs, on the host by a clock around eager calls."""
+"""Timing of calls: on the GPU by replays of CUDA graphs, on the host by a clock around eager calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyops._core import source
+from pyops._core.text import source
 
 Call = Callable[[], Any]
 
 _MIN_CALLS = 40
-_SLOW_US = 1000.0  # calls that take longer may have fewer than _MIN_CALLS in a graph
+_SLOW_US = 1000.0  # slower calls may have fewer than _MIN_CALLS in a graph
 _MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How many calls one measured time is made of."""
+    """The numbers of calls and repetitions for one measured time."""
 
     replays: int = 15
     sets: int = 64
@@ -32,7 +32,7 @@ class Effort:
 
     @property
     def method(self) -> str:
-        """How times are measured, in words for the report."""
+        """The method of measurement, as text for the report."""
         return (
             f"GPU time: {self.replays} CUDA-graph replays of at least {_MIN_CALLS} calls (or of 40 ms of them) that "
             "rotate over sets of arguments, together larger than three times L2 unless there would be more than "
@@ -47,7 +47,7 @@ FULL, QUICK = Effort(), Effort(replays=5, sets=16, eager_calls=2_000)
 
 
 class Spread(NamedTuple):
-    """Median, lowest and highest of some times."""
+    """Median, minimum and maximum of a set of times."""
 
     median: float
     low: float
@@ -59,29 +59,29 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def num_sets(nbytes: int, l2_bytes: int, max_sets: int) -> int:
-    """How many sets of arguments of `nbytes` each exceed three times L2, as far as `max_sets` and memory allow."""
+    """The number of argument sets of `nbytes` that exceed three times L2, limited by `max_sets` and memory."""
     nbytes = max(1, nbytes)
     return max(1, min(3 * l2_bytes // nbytes + 1, max_sets, _MAX_BYTES // nbytes))
 
 
 def num_calls(sets: int, us: float) -> int:
-    """Calls in a graph, a multiple of `sets`. One call takes about `us`."""
+    """The number of calls in a graph, a multiple of `sets`, if a call takes about `us`."""
     calls = _MIN_CALLS if us <= _SLOW_US else _MIN_CALLS * _SLOW_US / us
     return int(-(-calls // sets)) * sets
 
 
 def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Spread:
-    """Microseconds of GPU time per call, calls in rotation. `renew` restores, untimed, the tensors that they edit."""
+    """Microseconds of GPU time per call, rotating over `calls`. `renew` restores edited tensors, untimed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # a capture allows no compiling, planning or growing of the memory pool
+        for call in calls:  # warm-up: kernels cannot be compiled, nor memory pools grown, during capture
             call()
         count = num_calls(len(calls), _eager_us(calls))
         graph = _capture(islice(cycle(calls), count))
         renewal = _capture(renew) if renew else None
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays + 2)]
-        torch.cuda._sleep(2_000_000)  # 1 ms, while the host queues the replays: no gap is timed
+        torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays, so that no gaps are timed
         for start, end in spans:
             if renewal:
                 renewal.replay()
@@ -103,14 +103,14 @@ def _eager_us(calls: Sequence[Call]) -> float:
 
 
 def _capture(calls: Iterable[Call]) -> Any:
-    """A graph of the calls. (`torch.cuda.graph` would also collect garbage and empty the pool, which takes 0.1 s.)"""
+    """Capture the calls. (`torch.cuda.graph` also collects garbage and empties the pool, which takes 0.1 s.)"""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         for call in calls:
             call()
     except BaseException:
-        with suppress(RuntimeError):  # this error would hide the one that ended the capture
+        with suppress(RuntimeError):  # suppressed, because it would hide the error that ended the capture
             graph.capture_end()
         raise
     graph.capture_end()
@@ -125,7 +125,7 @@ def host_us(
     runs: int = 5,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
 ) -> Spread:
-    """Microseconds of host time per eager call. The device is awaited after every `chunk` calls, off the clock."""
+    """Microseconds of host time per eager call. The device is synchronised, untimed, after every `chunk` calls."""
 
     def run() -> float:
         total = 0
@@ -143,7 +143,7 @@ def host_us(
     return spread([run() for _ in range(runs)])
 
 
-# The limits of the device: kernels that only launch, or only copy.
+# Kernels for the limits of the device: one does nothing, one only copies.
 
 FLOOR_SOURCE = source.inline(
     "floor.cu",

@@ -1,4 +1,4 @@
-"""A decode step of transformers' model, before `accelerate` and after it.
+"""Time a decode step of transformers' models, before and after `accelerate`.
 
 python -m benchmarks.transformers --batch 1 16 --context 1024
 python -m benchmarks.transformers --family Phi3 Gemma2
@@ -20,14 +20,14 @@ from pyops.integrations.transformers.cache import CACHE
 
 from .decode import SIZES
 
-# A model that a machine without a GPU runs in seconds. Its times do not measure kernels: the references run.
+# A small model for machines without a GPU. There the references run, so its times say nothing about kernels.
 SMALL = SIZES | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _STEPS = {"cuda": (8, 64), "cpu": (1, 3)}  # (steps to warm up, timed steps)
 
 
 def model_of(device: str, family: str) -> Any:
-    """A model with random weights: a billion in bfloat16 on a GPU, few in float32 on a CPU."""
+    """A model with random weights: a billion in bfloat16 on a GPU, a small one in float32 on a CPU."""
     sizes, dtype = (SIZES, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=None)
@@ -36,12 +36,12 @@ def model_of(device: str, family: str) -> Any:
 
 
 def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -> Callable[[], Any]:
-    """A decode step of `batch` sequences. Each step adds a token; after the last one they have `context` tokens."""
+    """A decode step of `batch` sequences, which have `context` tokens after the last step."""
     count = context - sum(_STEPS[model.device.type])
     tokens = torch.randint(0, 100, (batch, count), device=model.device)
     with torch.no_grad():
         model(tokens, **{CACHE: cache}, logits_to_keep=1)
-    # On a CPU the graph is traced and run uncompiled: compiling would take longer than all the steps.
+    # On a CPU the traced graph runs uncompiled, because compiling would take longer than all steps.
     how = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "aot_eager"}
     call = torch.compile(model, fullgraph=True, **how) if compiled else model
     last = tokens[:, :1].clone()
@@ -55,7 +55,7 @@ def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -
 
 
 def step_us(step: Callable[[], Any], device: str) -> float:
-    """Microseconds of a step among steps in a row, the host's time included."""
+    """Microseconds per step over consecutive steps, host time included."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     warm, timed = _STEPS[device]
     for _ in range(warm):

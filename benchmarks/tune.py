@@ -1,11 +1,12 @@
-"""Time other Configs of an op's problem on a GPU, and keep the best.
+"""Search for the fastest Config of an op's problem on a GPU.
 
 python -m benchmarks tune paged_attention_v1 num_tokens=16 max_seq_len=4096
 python -m benchmarks tune paged_attention_v1 num_tokens=1,16,64 --save
 
-The first Config is what the op's own `choose` returns. The others are the `candidates` of the fastest one so far. A
-Config counts only if the op's results with it are those of the reference, within the op's tolerance. With --save the
-best Config goes to the table of the device, ``pyops/tuning/<device>.json``, unless it is the choice.
+The search starts with the Config that the op's `choose` returns, and goes on with the `candidates` of the fastest
+Config so far. A Config is accepted only if the op's results agree with the reference within the op's tolerance. With
+--save, the best Config is written to the device's table, ``pyops/tuning/<device>.json``, unless it is the one of
+`choose`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 from pyops.testing import calls as testing
 
 from . import report, shapes, timing
@@ -33,13 +34,13 @@ from .rivals import ours, reason
 from .shapes import Case
 from .timing import Spread, gpu_us
 
-Config = Any  # a frozen dataclass with `candidates` (pyops/_core/tuning.py)
-_SCALARS = (bool, int, str)  # what a table can hold
+Config = Any  # a frozen dataclass with `candidates` (pyops/tuning/__init__.py)
+_SCALARS = (bool, int, str)  # field types that a table can hold
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The problem and device that a plan passed to `choose`, and the Config that it returned."""
+    """A call of `choose` by a plan: the problem, the device and the returned Config."""
 
     problem: Any
     device: Any
@@ -48,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Timed:
-    """A Config and its time, or the reason why it was not timed."""
+    """A Config with its time, or with the reason why it was not timed."""
 
     config: Config
     us: Spread | None
@@ -61,9 +62,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of one problem: every Config that was tried, fastest first, and the verdict on the fastest.
+    """The result of a search: all tried Configs, fastest first, and the best one.
 
-    `best` is the choice itself unless another Config was clearly faster when the two were timed again alternately.
+    `best` is the Config of `choose` unless another was clearly faster when the two were timed again, alternately.
     """
 
     choice: Choice
@@ -75,7 +76,7 @@ class Tuned:
 
 @contextmanager
 def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
-    """The choices that plans of `op` make while the context lasts."""
+    """Within this context, records the calls of `choose` by plans of `op`."""
     seen: list[Choice] = []
     config = tuning.config
 
@@ -91,7 +92,7 @@ def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
 def search(
     first: Config, beside: Callable[[Config], Sequence[Config]], measure: Callable[[Config], Timed], rounds: int
 ) -> list[Timed]:
-    """Every Config that was timed, fastest first. Each round tries the candidates of the fastest one so far."""
+    """All timed Configs, fastest first. Each round tries the candidates of the fastest one so far."""
     timed = {first: measure(first)}
     for _ in range(rounds):
         best = min(timed.values(), key=lambda one: one.median)
@@ -104,9 +105,12 @@ def search(
 
 
 def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], Spread], rounds: int) -> Tuned:
-    """Search for the best Config of the problem that `check` and `time_us` call the op with.
+    """Search for the best Config of the problem that `check` and `time_us` run.
 
-    `check` raises if the results are wrong. Raises ValueError for an op that chooses no Config.
+    `check` raises an error if results are wrong.
+
+    Raises:
+        ValueError: the op chooses no Config.
     """
     with choices(tuning, op.name) as seen:
         op.forget()
@@ -116,7 +120,7 @@ def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], S
     choice = seen[-1]
 
     def time_with(config: Config) -> Spread:
-        op.forget()  # plans live on after `forced`
+        op.forget()  # plans made under `forced` would stay cached
         with tuning.forced(op.name, config):
             check()
             return time_us()
@@ -129,7 +133,7 @@ def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], S
 
     try:
         tried = search(choice.config, lambda config: config.candidates(choice.problem, choice.device), measure, rounds)
-        # The minimum of many times is biased low, so only a second measurement decides.
+        # The minimum over many Configs is biased low, so a second measurement decides.
         choice_us, best_us = time_with(choice.config), time_with(tried[0].config)
     finally:
         op.forget()
@@ -144,7 +148,7 @@ def difference(config: Config, choice: Config) -> dict[str, Any]:
 
 
 def render(case: Case, tuned: Tuned) -> str:
-    """The Configs that were tried, as a table, and the verdict."""
+    """The tried Configs as a table, and the result."""
 
     def words(config: Config) -> str:
         return " ".join(f"{name}={value}" for name, value in difference(config, tuned.choice.config).items())
@@ -168,10 +172,10 @@ def render(case: Case, tuned: Tuned) -> str:
 
 
 def save(path: Path, op: str, tuned: Tuned) -> None:
-    """Write the best Config into the table of the device, or take a bucket's entry away where the choice is best.
+    """Write the best Config to the device's table; if `choose` is best, remove the bucket's entry.
 
-    An entry has every field that a table can hold. So each problem of the bucket runs with the Config that was
-    measured, also a problem whose own choice is another one.
+    An entry has all fields that a table can hold, so every problem of the bucket runs with the measured Config, even if
+    `choose` returns another one for it.
     """
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
     best, choice, bucket = tuned.best, tuned.choice.config, tuned.choice.problem.bucket()
@@ -188,7 +192,7 @@ def save(path: Path, op: str, tuned: Tuned) -> None:
 
 
 def on_gpu(case: Case, effort: timing.Effort) -> tuple[Callable[[], None], Callable[[], Spread]]:
-    """(check, time_us) of a case for `tune`."""
+    """(check, time_us) for `tune`, from a case."""
     args = case.arguments()
     right = testing.expected(case.op, args)
     sets, renew = argument_sets(case, effort)
@@ -204,7 +208,7 @@ def on_gpu(case: Case, effort: timing.Effort) -> tuple[Callable[[], None], Calla
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line may say."""
+    """The parser of the command line."""
     result = argparse.ArgumentParser(
         "python -m benchmarks tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -219,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cases_of(op: Op, words: Sequence[str]) -> list[Case]:
-    """The op at every combination of the axes that the words name, otherwise few tokens of bfloat16."""
+    """The op at every combination of the axes on the command line; by default a few tokens in bfloat16."""
     chosen: Mapping[str, Sequence[Any]] = dict(shapes.parse(word) for word in words)
     if unknown := set(chosen) - set(shapes.axes(op)):
         raise ValueError(f"no axis is called {', '.join(sorted(unknown))}; there are {', '.join(shapes.axes(op))}")
@@ -242,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("python -m benchmarks tune measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    tuning = importlib.import_module("pyops._core.tuning")
+    tuning = importlib.import_module("pyops.tuning")
     for case in cases:
         check, time_us = on_gpu(case, timing.QUICK if options.quick else timing.FULL)
         tuned = tune(op, tuning, check, time_us, options.rounds)

@@ -1,12 +1,12 @@
-"""vLLM with random weights on this library's attention and on Triton's: logprobs side by side, and times.
+"""Compare logprobs and times of vLLM, with random weights, on this library's attention and on Triton's.
 
 PYOPS_VLLM=all python -m benchmarks.vllm_attention llama gemma2 mistral mla
 PYOPS_VLLM=all python -m benchmarks.vllm_attention llama --kv-cache-dtype fp8 --eager
 
-Needs a GPU, vLLM 0.22, and this package installed beside it, so that vLLM finds the plugin. Each backend runs in a
-process of its own with the same weights, prompts and other kernels. A third process, Triton's again with prompts in
-other chunks, gives the difference that rounding alone makes: the noise. Models have few layers and the sizes of real
-ones. Prompts of 1 to 3000 tokens are taken 512 tokens at a time, so that steps mix parts of prompts with single tokens.
+Needs a GPU, vLLM 0.22, and this package installed with it, so that vLLM finds the plugin. Each backend runs in its own
+process with the same weights, prompts and other kernels. A third process runs Triton's attention with other prefill
+chunks; its difference is the noise of rounding. Models have the sizes of real ones, but few layers. Prompts of 1 to
+3000 tokens are prefilled in chunks of 512 tokens, so that steps mix prefill and decode.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _in_process(model: str, args: argparse.Namespace, backend: str | None, chunk: int) -> dict[str, Any]:
-    """What `_run` returns, in a process of its own. With `backend` None vLLM chooses."""
+    """Run `_run` in a new process and return its result. With `backend` None, vLLM chooses."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.vllm_attention", model, "--run", str(file), "--chunk", str(chunk)]
@@ -111,7 +111,7 @@ def _in_process(model: str, args: argparse.Namespace, backend: str | None, chunk
 
 
 def _differences(left: dict[str, Any], right: dict[str, Any]) -> list[float]:
-    """Differences of the logprobs of all prompt tokens, and of new tokens until the two runs choose different ones."""
+    """Differences of the logprobs of prompt tokens, and of new tokens up to the first that differs between the runs."""
     found = [abs(a - b) for a, b in zip(left["prompts"], right["prompts"], strict=True)]
     for own, other in zip(left["new"], right["new"], strict=True):
         for (token, a), (other_token, b) in zip(own, other, strict=True):
@@ -122,7 +122,7 @@ def _differences(left: dict[str, Any], right: dict[str, Any]) -> list[float]:
 
 
 def _run(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The logprobs, the times in milliseconds, and the class of the backend."""
+    """(logprobs, times in milliseconds, class of the backend)."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader import dummy_loader
 
@@ -160,7 +160,7 @@ def _run(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _times(llm: Any) -> dict[str, float]:
-    """Milliseconds of a prefill, and of one step of decode."""
+    """Milliseconds of a prefill, and of a decode step."""
     found = {name: _generate_ms(llm, shape, 1) for name, shape in TIMED.items()}
     for name, shape in DECODED.items():
         found[name] = (_generate_ms(llm, shape, 65) - _generate_ms(llm, shape, 1)) / 64
@@ -168,7 +168,7 @@ def _times(llm: Any) -> dict[str, float]:
 
 
 def _generate_ms(llm: Any, shape: tuple[int, int], max_tokens: int) -> float:
-    """The fastest of several runs with `shape` (prompts, tokens of a prompt) and `max_tokens` new tokens for each."""
+    """Milliseconds of the fastest of several runs with `shape` (prompts, tokens per prompt) and `max_tokens`."""
     from vllm import SamplingParams
 
     asked, prompts = SamplingParams(max_tokens=max_tokens, ignore_eos=True), _prompts((shape[1],) * shape[0])
@@ -181,7 +181,7 @@ def _generate_ms(llm: Any, shape: tuple[int, int], max_tokens: int) -> float:
 
 
 def _prompts(lengths: tuple[int, ...]) -> list[dict[str, list[int]]]:
-    """Tokens that follow each other without a pattern."""
+    """Prompts of pseudo-random tokens."""
     return [
         {"prompt_token_ids": [(7919 * (i + 1) * (s + 1) + i * i) % 31000 for i in range(length)]}
         for s, length in enumerate(lengths)
@@ -192,7 +192,7 @@ _seeds = count()
 
 
 def _draw_weights(layer: Any, _: Any) -> None:
-    """Replace vLLM's dummy weights of a layer: they are so small that attention would be uniform."""
+    """Replace vLLM's dummy weights of a layer, which are so small that attention would be uniform."""
     import torch
 
     for name, weight in layer.named_parameters(recurse=False):

@@ -1,14 +1,14 @@
-"""Layers of vLLM with this library's kernels and with vLLM's own, on a GPU with vLLM 0.22.
+"""Time vLLM's layers with this library's kernels and with vLLM's own, on a GPU with vLLM 0.22.
 
 python -m benchmarks.vllm_layers
 python -m benchmarks.vllm_layers w4a16:16x28672x4096 sampler:256x128256:kp
 
-A linear layer is kind:MxNxK, a kind being a case of `pyops/integrations/vllm/parts/linear.py`. Its time includes
-quantising the rows and the GEMM, in CUDA graphs over more than 200 MB of weights. A sampler is
-sampler:ROWSxVOCABULARY:LETTERS, of bfloat16 logits: k and p are top-k and top-p, g makes every second request greedy,
-l asks for logprobs. It runs as in vLLM, without a graph: its time is per call of many, host time included.
+A linear layer is kind:MxNxK, where kind is a case of `pyops/integrations/vllm/parts/linear.py`. Its time includes the
+quantization of the rows and the GEMM, in CUDA graphs over more than 200 MB of weights. A sampler is
+sampler:ROWSxVOCABULARY:LETTERS, with bfloat16 logits: k and p are top-k and top-p, g makes every second request greedy,
+l asks for logprobs. It runs without a graph, as in vLLM; its time per call includes host time.
 
-VLLM_USE_FLASHINFER_SAMPLER=0 has vLLM sample without FlashInfer.
+VLLM_USE_FLASHINFER_SAMPLER=0 makes vLLM sample without FlashInfer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Build = Callable[..., Call]
 
 @contextmanager
 def one_gpu() -> Iterator[None]:
-    """The part of vLLM's configuration that layers read."""
+    """Within this context, layers find the parts of vLLM's configuration that they read."""
     import vllm.model_executor.parameter as parameter
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -58,7 +58,7 @@ def one_gpu() -> Iterator[None]:
 
 
 def kernels(kind: str) -> list[type]:
-    """This library's kernel class and vLLM's, which need not all support the GPU."""
+    """{name: kernel class} of this library and of vLLM; some may not support the GPU."""
     from vllm.model_executor.kernels import linear as vllms
 
     from pyops.integrations.vllm.parts import _packed_linear, _scaled_linear
@@ -83,7 +83,7 @@ def _parameter(value: Any) -> Any:
 
 
 def _packed(kernel: Any, bits: int, n: int, k: int) -> tuple[Any, Any]:
-    """(kernel, layer) of weights in groups of 128."""
+    """(kernel, layer) with weights in groups of 128."""
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
     from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
     from vllm.scalar_type import scalar_types
@@ -98,7 +98,7 @@ def _packed(kernel: Any, bits: int, n: int, k: int) -> tuple[Any, Any]:
 
 
 def _scaled(kernel: Any, kind: str, n: int, k: int) -> tuple[Any, Any]:
-    """(kernel, layer) of 8-bit weights."""
+    """(kernel, layer) with 8-bit weights."""
     from vllm.model_executor.kernels.linear import FP8ScaledMMLinearLayerConfig, Int8ScaledMMLinearLayerConfig
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 
@@ -124,7 +124,7 @@ def _scaled(kernel: Any, kind: str, n: int, k: int) -> tuple[Any, Any]:
 
 
 def contenders(kind: str, m: int, n: int, k: int) -> dict[str, Build]:
-    """{kernel: a function that makes a call with `m` rows, of a new layer unless it is given a weight and rows}."""
+    """{kernel: a function that returns a call with `m` rows, for a given weight and rows or for new ones}."""
     if kind == "bf16":
         from vllm.model_executor.layers import utils
 
@@ -183,7 +183,7 @@ def sampler(row: str) -> dict[str, float]:
 
 
 def batch(rows: int, what: str) -> Any:
-    """vLLM's metadata of a batch, for what the letters ask."""
+    """vLLM's sampling metadata for the options in `letters`."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
 
     t = torch.full((rows,), 0.8, device="cuda")

@@ -11,8 +11,7 @@ from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
 from . import _at_start as _at_start
-from ._core import check as check
-from ._core.compiler import Compiled as Compiled
+from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
@@ -21,12 +20,13 @@ from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
 from ._core.errors import RankError as RankError
-from ._core.kernel import Kernel as Kernel
-from ._core.op import Op as Op
-from ._core.op import op as op
-from ._core.op import registry as _registry
-from ._core.torch_library import bind_loaded as _bind_loaded
-from ._core.typed import Wrapper as Wrapper
+from ._core.launch.kernel import Kernel as Kernel
+from ._core.op.decorator import op as op
+from ._core.op.op import Op as Op
+from ._core.op.op import registry as _registry
+from ._core.op.torch_library import bind_loaded as _bind_loaded
+from ._core.op.typed import Wrapper as Wrapper
+from ._core.text.compiler import Compiled as Compiled
 from .compile_ahead import warmup as warmup
 from .errors import ModelError as ModelError
 from .fused.experts import FusedMoEQuantConfig as FusedMoEQuantConfig
@@ -110,7 +110,7 @@ __version__ = "0.1.0"
 registry: _Mapping[str, Op] = _MappingProxyType(_registry)
 
 # Modules that the package is made of, which are no part of its face, and what `from __future__` leaves.
-_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "ops"))
+_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "example", "host", "offline", "ops", "tuning"))
 
 
 def __dir__() -> list[str]:

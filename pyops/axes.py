@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ._core import dtypes
-from ._core.device import Device
 from ._core.errors import OpError
-from ._core.example import ArgMaker
-from ._core.kernel import Launch
-from ._core.op import Op, registry
-from ._core.tensor import TensorArg
+from ._core.launch.kernel import Launch
+from ._core.op.op import Op, registry
+from ._core.system.device import Device
+from ._core.tensors import dtypes
+from ._core.tensors.tensor import TensorArg
+from .example import ArgMaker
 
 
 @dataclass(frozen=True, slots=True)

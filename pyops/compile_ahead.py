@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from . import axes
-from ._core import config, device, log
-from ._core.compiler import Compiled
+from ._core import config, log
 from ._core.errors import OpError
-from ._core.kernel import Specialisation
-from ._core.lazy import cupy
-from ._core.op import Op, registry
+from ._core.launch.kernel import Specialisation
+from ._core.op.op import Op, registry
+from ._core.system import device
+from ._core.system.lazy import cupy
+from ._core.text.compiler import Compiled
 
 
 def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:

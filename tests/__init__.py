@@ -1,1 +1,2 @@
-"""The suite. `axes` is its vocabulary, `calls` its way to call any op, `compare` its one definition of equal."""
+"""The test suite. `axes` lists the parameters of each op's example, `calls` calls any op, `compare` defines
+equality."""

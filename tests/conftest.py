@@ -1,4 +1,4 @@
-"""Hypothesis profiles, what to do without a device, and the option ``--specialisations``."""
+"""Hypothesis profiles, skips without a device, and the option ``--specialisations``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import config, device, torch_library
-from pyops._core.host import run as host
-from pyops._core.op import registry
-from tests import profiles
-from tests.calls import Host
-from tests.profiles import PROFILE
+from pyops._core import config
+from pyops._core.op import torch_library
+from pyops._core.op.op import registry
+from pyops._core.system import device
+from pyops.host import run as host
+from tests.support import profiles
+from tests.support.calls import Host
+from tests.support.kernels import caught, kernel, run_on_host  # noqa: F401 (fixtures)
+from tests.support.profiles import PROFILE
 
 hypothesis.settings.register_profile(
     profiles.NAME,
@@ -34,21 +37,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(profiles.NAME)
 # The tests run in several processes already.
 torch.set_num_threads(1)
-# More than one GPU's worth of processes only wait for each other.
+# More processes than GPUs would only wait for each other.
 _MAX_PROCESSES = 8
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """A run of everything, where neither a file nor a test is named, takes all cores unless told otherwise."""
+    """A run that names neither a file nor a test uses all cores unless told otherwise."""
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     config.option.everything = everything
-    alone = config.option.usepdb or config.option.collectonly or hasattr(config, "workerinput")  # one that this starts
+    alone = config.option.usepdb or config.option.collectonly or hasattr(config, "workerinput")  # or a worker of xdist
     # None: pytest-xdist is installed, and -n was not given.
     if everything and not alone and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = min(_cores(), _MAX_PROCESSES)
@@ -64,7 +67,7 @@ def _device() -> str | None:
         import cupy
     except ImportError:
         return None
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # a sanitizer then knows every array's bounds
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # lets a sanitizer know every array's bounds
         cupy.cuda.set_allocator(None)
     return torch.cuda.get_device_name(0)
 
@@ -72,6 +75,12 @@ def _device() -> str | None:
 def pytest_report_header() -> str:
     device = _device() or "none, tests marked gpu are skipped"
     return f"gpu: {device}; profile: {profiles.NAME}, of dev, ci and nightly"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-k test_norm` selects all tests of a family, those of tests/ops/norm."""
+    if item.path.parent.parent.name == "ops":
+        item.extra_keyword_matches.add(f"test_{item.path.parent.name}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -87,9 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays until the end: the garbage collector need not look at all of it again and again.
+    """Freeze the collected tests, so that the garbage collector does not scan them again and again.
 
-    It looks at other objects once 10,000 are new, where 700 are usual: that took a twentieth of the time of Python.
+    It also runs after every 10,000 new objects instead of 700, which saves a twentieth of Python's time.
     """
     gc.collect()
     gc.freeze()
@@ -97,17 +106,14 @@ def pytest_collection_finish() -> None:
 
 
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What a run of everything runs, for which no test was named.
-
-    Every test of every op, and of any other test function so many variants as the profile says.
-    """
+    """The tests of a run that names none: every test of every op, and a profile's number of variants of others."""
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         on_gpu = bool(item.get_closest_marker("gpu"))
         if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
             continue
         name, _, parameters = item.nodeid.partition("[")
-        of_every_op = item.path.name.startswith(("test_every_op", "test_nvrtc"))
+        of_every_op = item.path.parent.name == "every_op"
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
     return {
         item for name, few in variants.items() for item in profiles.varied(few, PROFILE.variants, name, _parameters)
@@ -115,23 +121,23 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _parameters(item: pytest.Item) -> list[str]:
-    """Each parameter of a test with its value."""
+    """The value of each parameter of a test."""
     callspec = getattr(item, "callspec", None)
     return [f"{name}={value}" for name, value in callspec.params.items()] if callspec else []
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
-    """A device with one SM, which a few tokens fill."""
-    made = dataclasses.replace(device.model(), multiprocessors=1)
+    """A device with one SM, so that a few tokens fill it."""
+    made = dataclasses.replace(device.model(), num_sms=1)
     monkeypatch.setitem(device._MODELS, "sm_90", made)
-    for _ in _host_with(monkeypatch, multiprocessors=1):
+    for _ in _host_with(monkeypatch, num_sms=1):
         yield made
 
 
 @pytest.fixture
 def no_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The host has none, as devices before sm_90 have not."""
+    """A host without clusters, as devices before sm_90."""
     yield from _host_with(monkeypatch, cluster=1)
 
 
@@ -147,12 +153,11 @@ def _host_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def _each_test_by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What every test has, in one fixture because each takes as long as a short test.
+    """Set up what every test needs, in one fixture, because each fixture costs as much time as a short test.
 
-    Random numbers are the same whatever tests ran before in the process. Where a parameter of the test is a `Host`, ops
-    run kernels on the CPU. Specialisations that the test makes the host load are noted in its report, but for those
-    that an earlier test of the process has loaded. Ops that the test declares are gone after it. A kernel that faults
-    on a GPU fails the test that launched it.
+    Random numbers are seeded per test, so they do not depend on the tests before. If a parameter of the test is a
+    `Host`, ops run kernels on the CPU. The report notes specialisations that this test loaded on the host first. Ops
+    that the test declares are removed after it. If a kernel faults on a GPU, the test that launched it fails.
     """
     torch.manual_seed(0)
     ops, num_loaded = set(registry), len(host._loaded)
@@ -194,7 +199,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many specialisations were compiled offline, and the slowest; which ran on the host, and what never did."""
+    """Print how many specialisations were compiled offline and the slowest, which ran on the host, and which never
+    did."""
     if not terminalreporter.config.option.specialisations:
         return
     compiles = _noted(terminalreporter, "offline_compile", "call")
@@ -220,10 +226,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _values(specialisations: Iterable[tuple[str, str]]) -> dict[tuple[str, str], set[str]]:
-    """{(kernel, constant): the values it has in any of the specialisations}."""
+    """{(kernel, constant): its values in all specialisations}."""
     found: dict[tuple[str, str], set[str]] = {}
-    for kernel, constants in specialisations:
+    for text, constants in specialisations:
         for constant in constants.split():
             name, _, value = constant.partition("=")
-            found.setdefault((kernel, name), set()).add(value)
+            found.setdefault((text, name), set()).add(value)
     return found

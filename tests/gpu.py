@@ -1,9 +1,9 @@
 """All that needs a GPU, in one command: ``python -m tests.gpu --minutes 9 --out FOLDER [--since REV]``.
 
 Four parts share the minutes: the GPU suite, the commands in docs/performance.md under "Owed to a GPU", benchmarks
-beside the rivals that are installed, and the suite under compute-sanitizer. Time that a part leaves over goes to the
-parts after it. A part whose time is up is interrupted, and what the part had done counts. FOLDER then holds
-``report.md``, the output of each part, and the results of the benchmarks.
+against the installed rivals, and the suite under compute-sanitizer. Time that one part saves goes to the next parts. A
+part that runs out of time is interrupted, and its results so far count. FOLDER then holds ``report.md``, the output of
+each part, and the results of the benchmarks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
-_GRACE_S = 15  # for a summary, after the interrupt
-_LAST_LINES = 12  # of a command that is owed
-# Without pytest-timeout, pytest warns of the setting that pyproject.toml has for it, and warnings are errors.
+_GRACE_S = 15  # time for a summary after the interrupt
+_LAST_LINES = 12  # of a command's output, in the report
+# Without pytest-timeout, pytest warns of its setting in pyproject.toml, and warnings are errors.
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-W", "ignore:Unknown config option:pytest.PytestConfigWarning")
 _COUNTS = re.compile(
     r"^=*\s*(no tests ran|(?:\d+ (?:failed|passed|skipped|errors?|xfailed|xpassed|deselected|warnings?)(?:, )?)+)"
@@ -36,16 +36,16 @@ _COUNTS = re.compile(
 
 @dataclass
 class Outcome:
-    """What became of a command: `status` is "passed", "failed", "cut" by time, or "absent" where it cannot run."""
+    """The outcome of a command: `status` is "passed", "failed", "cut" (out of time) or "absent" (cannot run)."""
 
     status: str
     seconds: float
-    text: str  # what was printed
+    text: str  # printed output
 
 
 @dataclass
 class Part:
-    """A line of the report, and what stands below it."""
+    """A line of the report, and the text below it."""
 
     name: str
     status: str
@@ -56,9 +56,9 @@ class Part:
 
 
 def run(command: Sequence[str] | str, seconds: float, log: Path) -> Outcome:
-    """Run a command, or a line for the shell, for so long; what it prints is added to `log`.
+    """Run a command or shell line for at most `seconds`, and append its output to `log`.
 
-    When the time is up its process group is interrupted, as by a terminal, and killed if that does not end it.
+    When the time is up the process group is interrupted, as by Ctrl-C, and killed if it does not end.
     """
     started, status = time.monotonic(), "cut"
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
@@ -89,7 +89,7 @@ def run(command: Sequence[str] | str, seconds: float, log: Path) -> Outcome:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -106,7 +106,7 @@ def suite(seconds: float, out: Path) -> Part:
     return Part("suite", status, done.seconds, seconds, counts[-1] if counts else "no summary", bad)
 
 
-# What is owed
+# Measurements owed to a GPU
 
 
 def owed(page: str) -> list[tuple[str, str, str]]:
@@ -121,14 +121,14 @@ def owed(page: str) -> list[tuple[str, str, str]]:
 
 
 def with_this_python(command: str) -> str:
-    """The command with this interpreter instead of ``python``, after assignments of variables."""
+    """The command with this interpreter in place of ``python``, after assignments of variables."""
     return re.sub(
         r"^((?:\w+=\S+ )*)python3?(?= )", lambda match: match[1] + shlex.quote(sys.executable), command.strip()
     )
 
 
 def pay(seconds: float, out: Path) -> Part:
-    """Run every command that is owed and keep the last lines that it prints."""
+    """Run every owed command and keep the last lines of its output."""
     rows, started, details, statuses = owed(PERFORMANCE.read_text()), time.monotonic(), [], []
     for i, (what, predicted, command) in enumerate(rows):
         left = seconds - (time.monotonic() - started)
@@ -147,7 +147,7 @@ def pay(seconds: float, out: Path) -> Part:
 
 
 def worst(statuses: Iterable[str]) -> str:
-    """What to call several commands together."""
+    """The common status of several commands."""
     found = set(statuses)
     return next((status for status in ("failed", "cut", "absent") if status in found), "passed")
 
@@ -156,7 +156,7 @@ def worst(statuses: Iterable[str]) -> str:
 
 
 def benchmarks(seconds: float, out: Path) -> Part:
-    """Times of every op, few and many tokens, beside the rivals that are installed."""
+    """Times of every op at few and many tokens, next to the installed rivals."""
     with tempfile.TemporaryDirectory() as folder:
         axes = ["num_tokens=16,4096", "hidden_size=4096"]
         effort = ["--quick", "--minutes", f"{(seconds - 3 * _GRACE_S) / 60:.2f}"]
@@ -175,7 +175,7 @@ def benchmarks(seconds: float, out: Path) -> Part:
 
 
 def changed_files(since: str) -> list[str] | None:
-    """Files that differ from the revision; None where git or the revision is absent."""
+    """Files that differ from the revision; None without git or the revision."""
     try:
         command = ["git", "diff", "--name-only", since, "--"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -185,9 +185,9 @@ def changed_files(since: str) -> list[str] | None:
 
 
 def _includers(changed: set[str]) -> set[str]:
-    """The kernels whose text holds one of the files."""
+    """The kernels that consist of or include one of the files."""
     import kernels_cu
-    from pyops._core import source
+    from pyops._core.text import source
 
     kernels = [name for name in kernels_cu.names() if name.endswith(".cu")]
     holds = {name: set(re.findall(r'#line \d+ "(kernels_cu/\S+)"', source.inline(name))) for name in kernels}
@@ -207,7 +207,7 @@ def _launched() -> Iterator[tuple[str, str, str]]:
 
 
 def tests_of(changed: Iterable[str]) -> str:
-    """The pytest expression of the tests of what changed: kernels, headers that they include, families of ops."""
+    """The pytest expression that selects tests of changed kernels, headers and families of ops."""
     files = set(changed)
     kernels = _includers(files)
     families = {match[1] for name in files if (match := re.match(r"pyops/ops/([a-z]\w*)/", name))}
@@ -216,19 +216,19 @@ def tests_of(changed: Iterable[str]) -> str:
         launched.add(kernel)
         if kernel in kernels or family in families:
             chosen |= {op, f"test_{family}"}
-    # No example launches these. Their folder is named as their family.
+    # Kernels that no example launches. Their folder has the name of their family.
     chosen |= {f"test_{Path(kernel).parent.name}" for kernel in kernels - launched}
     return " or ".join(sorted(chosen))
 
 
 def expression_of(since: str | None) -> str | None:
-    """The pytest expression of the tests of what changed since a revision; None where that cannot be told."""
+    """The pytest expression that selects tests of the changes since a revision; None if it cannot be determined."""
     changed = changed_files(since) if since else None
     return None if changed is None else tests_of(changed)
 
 
 def sanitize(seconds: float, out: Path, expression: str | None) -> Part:
-    """Under compute-sanitizer: the tests that the expression chooses, or with None a sample of all."""
+    """Run the selected tests, or with None a sample of all, under compute-sanitizer."""
     if shutil.which("compute-sanitizer") is None:
         return Part("sanitizer", "absent", 0, seconds, "compute-sanitizer is not installed")
     if expression == "":
@@ -236,11 +236,11 @@ def sanitize(seconds: float, out: Path, expression: str | None) -> Part:
     from tests.sanitize import TOOLS
 
     chosen = f"tests of {expression}" if expression else "a sample of all tests"
-    minutes = max(0.1, (seconds / len(TOOLS) - _GRACE_S) / 60)  # a tool ends its last tests after its time
+    minutes = max(0.1, (seconds / len(TOOLS) - _GRACE_S) / 60)  # a tool finishes its last tests after its time
     command = [sys.executable, "-m", "tests.sanitize", "-n", str(max(1, cores() - 2)), "--minutes", f"{minutes:.2f}"]
     done = run([*command, "-k", expression] if expression else command, seconds - _GRACE_S, out / "sanitize.log")
-    # For a process: "memcheck: 24 tests, no findings, 9 s, ...". For a tool:
-    # "memcheck: 0 findings, 0 processes failed, 120 of 7000 tests, 31 s".
+    # The line of a process is "memcheck: 24 tests, no findings, 9 s, ...". The line of a tool is "memcheck: 0 findings,
+    # 0 processes failed, 120 of 7000 tests, 31 s".
     tools = re.findall(r"^\w+: \d+ findings, \d+ processes failed, .*$", done.text, re.MULTILINE)
     bad = re.findall(r"^\w+: \d+ tests, (?!no )\S+ findings, .*$", done.text, re.MULTILINE)
     status = "failed" if bad else done.status
@@ -249,13 +249,13 @@ def sanitize(seconds: float, out: Path, expression: str | None) -> Part:
     return Part("sanitizer", status, done.seconds, seconds, summary, details)
 
 
-# All of it
+# All four parts
 
 SHARES = {"suite": 0.4, "owed": 0.15, "benchmarks": 0.2, "sanitizer": 0.25}
 
 
 def run_all(parts: dict[str, Callable[[float], Part]], minutes: float) -> Iterator[Part]:
-    """Each part in turn, given its share of what is left. A part that raises has failed, and the others go on."""
+    """Run the parts in order, each with its share of the remaining time. A part that raises has failed."""
     end = time.monotonic() + 60 * minutes
     for i, (name, part) in enumerate(parts.items()):
         started = time.monotonic()
@@ -279,7 +279,7 @@ def render(device: str, minutes: float, parts: Sequence[Part]) -> str:
 
 
 def device_name() -> str | None:
-    """The first GPU that torch sees. Asked of another process, because this one is to hold no device."""
+    """The name of torch's first GPU, asked in another process, so that this process holds no device."""
     code = "import torch; print(torch.cuda.get_device_name(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return None if done.returncode else done.stdout.strip()
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in run_all({name: every[name] for name in options.only or SHARES}, options.minutes):
         done.append(part)
         print(f"{part.name}: {part.status}, {part.seconds:.0f} of {part.limit:.0f} s, {part.summary}", flush=True)
-        # After every part, so that a run that is stopped from outside leaves what it has found.
+        # The report is rewritten after every part, so that an interrupted run leaves its findings.
         (out / "report.md").write_text(render(device, options.minutes, done))
     print((out / "report.md").read_text())
     return int(any(part.status == "failed" for part in done))

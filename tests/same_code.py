@@ -1,12 +1,12 @@
-"""Whether a change leaves machine code as it is: what CI compiles, in this tree and at a revision.
+"""Compares the machine code of the specialisations that CI compiles, in this tree and at a revision.
 
     python -m tests.same_code main                                # all of it
     python -m tests.same_code main --per-kernel 1 --arch sm_90    # one specialisation of each kernel, of a random part
 
 Prints every specialisation that is not byte-equal, with its instructions, registers and spilled bytes before and after,
 and fails if there is one. The specialisations of an op are compared in the order in which its plan gives them, so that
-files, kernels and constants may have other names. What was compiled is kept in a temporary folder, under the hash of
-its text without comments.
+files, kernels and constants may have other names. Compiled code is cached in a temporary folder, under the hash of its
+text without comments.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.test_nvrtc import ARCHS
+from tests.every_op.test_nvrtc import ARCHS
 
 ROOT = Path(__file__).parents[1]
 _CACHE = Path(tempfile.gettempdir()) / f"pyops-same-code-{os.getuid()}"
 _INSTRUCTION_BYTES = 16
-# {op: its specialisations}, listed by the plans of the tree in which this runs. `varied` would choose by names.
+# {op: its specialisations}, from the plans of the tree in which this runs, which may name kernels differently.
 _LIST = """
 import json, sys
 import pyops
-from tests import test_nvrtc
+from tests.every_op import test_nvrtc
 
 test_nvrtc.varied = lambda found, *rest: found
 arch, max_texts = sys.argv[1], int(sys.argv[2]) or None
@@ -53,7 +53,7 @@ json.dump(found, sys.stdout)
 
 
 class Source(NamedTuple):
-    """A specialisation, by its kernel file and constants, and what compiles into its machine code."""
+    """A specialisation: its kernel file and constants, and the text that compiles into its machine code."""
 
     kernel: str
     constants: str
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The machine code of a specialisation, and what the assembler says of it."""
+    """The machine code of a specialisation, and its instructions, registers and spills."""
 
     digest: str
     instructions: int
@@ -71,7 +71,9 @@ class Code(NamedTuple):
 
 
 def sources(tree: Path, arch: str, per_kernel: int | None) -> dict[str, list[Source]]:
-    """What the plans of a tree compile for an architecture, of each op: all of it, or a random part of every kernel."""
+    """The specialisations of each op that a tree's plans compile for an architecture: all, or a random part of each
+    kernel.
+    """
     environment = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-c", _LIST, arch, str(per_kernel or 0)]
     text = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True).stdout
@@ -82,7 +84,7 @@ def compiled(source: Source, arch: str) -> Code:
     """The machine code of a specialisation, from the cache if it was compiled before."""
     from elftools.elf.elffile import ELFFile
 
-    from pyops._core import offline
+    from pyops import offline
 
     bare = re.sub(r"\s*//.*|^#line .*", "", source.text, flags=re.MULTILINE)
     path = _CACHE / hashlib.sha256("\0".join((bare, arch, *source.options)).encode()).hexdigest()
@@ -98,14 +100,14 @@ def compiled(source: Source, arch: str) -> Code:
 
 
 def verdict(before: Code, after: Code) -> str:
-    """How the machine code of one specialisation compares."""
+    """The comparison of one specialisation's machine code."""
     if before.digest == after.digest:
         return "equal"
     return "as many instructions" if before.instructions == after.instructions else "differs"
 
 
 def sampled(pairs: list[tuple[Source, Source]], per_kernel: int | None) -> list[tuple[Source, Source]]:
-    """Each text once, and so many specialisations of each kernel, always the same ones; all of them for None."""
+    """Each text once, and at most `per_kernel` specialisations of each kernel, the same ones at each call."""
     distinct = {after.text: (before, after) for before, after in pairs}
     ordered = sorted(distinct.values(), key=lambda pair: pair[0][:2])
     chosen = []
@@ -117,7 +119,7 @@ def sampled(pairs: list[tuple[Source, Source]], per_kernel: int | None) -> list[
 
 
 def compared(base: Path, arch: str, per_kernel: int | None) -> Counter[str]:
-    """Verdicts on what an architecture compiles, each printed that is not "equal"."""
+    """The verdicts for an architecture; prints each one that is not "equal"."""
     old, new = sources(base, arch, per_kernel), sources(ROOT, arch, per_kernel)
     verdicts: Counter[str] = Counter()
     pairs = []

@@ -1,9 +1,9 @@
 """The GPU suite under compute-sanitizer: ``python -m tests.sanitize [TOOL...] [-n PROCESSES] [-k EXPRESSION]``.
 
-The tests are dealt out to processes of one sanitizer each, with the memory pools of torch and CuPy off, so that every
-tensor is an allocation of its own. Prints a line for each process, and what it found, if anything; fails unless that
-is nothing and every test passes.
-With ``--minutes`` a tool begins with no tests after so long, and says how many it has run: a sample of all.
+The tests are divided among processes, one sanitizer each. The memory pools of torch and CuPy are off, so that every
+tensor is a separate allocation. Prints a line for each process and its findings; fails on any finding or failed test.
+
+With ``--minutes`` a tool starts no test after that time, and prints how many it has run: a sample of all.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# On trial are this project's kernels; no child process, no error of the driver's that a test provokes.
+# Only this project's kernels are checked: not child processes, nor driver errors that a test provokes.
 _SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--report-api-errors", "no")
-# Nor kernels of torch's.
+# Kernels of torch are not checked either.
 _NOT_TORCH = ("--kernel-regex-exclude", "kns=at6native", "--kernel-regex-exclude", "kns=cudnn")
 _OF_TOOL = {
     "memcheck": _NOT_TORCH,
     "racecheck": _NOT_TORCH,
     "synccheck": _NOT_TORCH,
-    # It must see what torch's kernels write, or everything that a kernel reads is news to it. Copies of an output's
-    # memory before it is written, which tests make to compare, are no reads of a kernel's.
+    # initcheck must see the writes of torch's kernels, or it would report everything that a kernel reads. Tests also
+    # copy an output's uninitialised memory, to compare it later; such copies are not reads by a kernel.
     "initcheck": ("--check-api-memory-access", "no"),
 }
 TOOLS = tuple(_OF_TOOL)
-# Without a pool nothing is allocated while a graph is captured, freeing waits for the device, and torch counts nothing.
+# Without a pool, graph capture allocates nothing, freeing waits for the device, and torch counts no memory.
 _NEED_A_POOL = "graph or capture or current_stream or tokens_on_a_gpu or owns_nothing"
-# Launches of several threads at a time are lost to racecheck, which calls that an error of its own.
+# racecheck loses launches of several threads at a time, and reports that as an error of its own.
 _NOT_FOR = {"racecheck": "test_threads"}
 _PYTEST = (sys.executable, "-m", "pytest", "-mgpu", "-pno:xdist", "-pno:cacheprovider", "-q", "--durations=1")
-# Tests of a process. They follow one another in the suite: a sanitizer rewrites each kernel that is loaded, and
-# neighbours load the same.
+# The tests of a process are consecutive: a sanitizer rewrites each loaded kernel, and adjacent tests load the same
+# ones.
 _PART = 24
 _SLOWEST = re.compile(r"^([\d.]+)s call +(.*)$", re.MULTILINE)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
 
 
 def collect(expression: str, tool: str) -> list[str]:
-    """The ids of the tests that need a device and can do with what a tool leaves them."""
+    """The ids of the tests that need a device and work under a tool."""
     left_out = " or ".join(filter(None, (_NEED_A_POOL, _NOT_FOR.get(tool))))
     chosen = f"({expression or 'test'}) and not ({left_out})"
     listed = subprocess.run((*_PYTEST, "--collect-only", "-k", chosen), capture_output=True, text=True).stdout
@@ -54,7 +54,7 @@ def collect(expression: str, tool: str) -> list[str]:
 
 
 def run(tool: str, tests: Sequence[str]) -> tuple[int, str]:
-    """(findings, what was printed) of one process; -1 findings for one that failed, be it a test."""
+    """(findings, output) of one process; findings are -1 if it failed, even if only by a test."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = Path(folder, "tests")
         arguments.write_text("\n".join(tests))

@@ -2,8 +2,8 @@
 
 A file imports only files above it:
 
-models        the models: configurations and random weights
-worker        one engine in a process of its own, which times the rows that it is asked for
+models        configurations of models, and random weights
+worker        a process with one engine, which times rows on request
 report        results as tables
-__main__      starts the workers, asks them in turn, saves the results
+__main__      starts the workers, requests rows from each in turn, saves the results
 """

@@ -5,10 +5,10 @@ python -m benchmarks.engine --models llama qwen3-moe --runs own plugin --rows "d
 python -m benchmarks.engine --models llama --compile
 python -m benchmarks.engine --render FOLDER/engine.json
 
-All engines of a model are made at the same time and then asked for a row in turn, so that their times are those of one
-card in one state. This package must be installed, so that vLLM finds its plugin. "own" is vLLM's choice of everything,
-"plugin" is PYOPS_VLLM=all, "alone" the same where vLLM's compiled libraries are absent, and "floor" is vLLM with
-another attention backend, to compare logprobs with.
+All engines of a model run at the same time and measure each row in turn, so that their times come from one card in one
+thermal state. This package must be installed, so that vLLM finds its plugin. "own" is vLLM as it is, "plugin" is
+PYOPS_VLLM=all, "alone" is the same without vLLM's compiled libraries, and "floor" is vLLM with another attention
+backend, which gives the noise floor of logprobs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .models import MODELS
 from .report import RUNS, render
 from .worker import ROWS
 
-_ANSWER_S = 150.0  # after this many seconds of silence an engine has failed
-_LIBRARIES = shutil.ignore_patterns("*.so", "deep_gemm", "__pycache__")  # vLLM only tests DeepGEMM's folder
+_ANSWER_S = 150.0  # an engine that is silent for longer has failed
+_LIBRARIES = shutil.ignore_patterns("*.so", "deep_gemm", "__pycache__")  # not in "alone"
 _PROFILED = ("decode 16", "prefill 1 x 2048")
 
 
@@ -79,26 +79,26 @@ class Worker:
             self._came.notify_all()
 
     def answer(self) -> dict[str, Any]:
-        """What the engine says next; {"error": ...} where it has ended, or says nothing for a long time."""
+        """The engine's next answer; {"error": ...} if the process has ended or is silent for too long."""
         with self._came:
             if not self._came.wait_for(lambda: self._answers, _ANSWER_S):
                 return {"error": f"no answer within {_ANSWER_S:.0f} s"}
             return self._answers.pop(0)
 
     def ask(self, *words: Any) -> dict[str, Any]:
-        """The answer to a line of standard input."""
+        """Send a request and return the answer."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which the answer says
+        with contextlib.suppress(OSError):  # the process has ended; `answer` reports that
             self._process.stdin.write(json.dumps(words) + "\n")
             self._process.stdin.flush()
         return self.answer()
 
     def took_over(self) -> list[str]:
-        """What the plugin says in the log, and what vLLM chose of it."""
+        """The lines of the log about what the plugin replaced and vLLM chose."""
         return took_over(self.log.read_text(encoding="utf-8", errors="replace"))
 
     def end(self) -> None:
-        """Kill the process; what it printed stays in the log."""
+        """Kill the process. Its output stays in the log."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
@@ -109,14 +109,14 @@ class Worker:
 
 
 def took_over(log: str) -> list[str]:
-    """The lines by the plugin, and those by which vLLM says that it uses a backend of this library."""
+    """The log lines of the plugin, and those in which vLLM names a backend of this library."""
     lines = [line for line in log.splitlines() if line.startswith("INFO") and "] " in line]
     chosen = [line for line in lines if re.search(r"\[(plugin|library)\.py:|Using (PYOPS|CUSTOM|Pyops)", line)]
     return list(dict.fromkeys(line.split("] ", 1)[1].strip() for line in chosen))
 
 
 def without_libraries(folder: Path) -> Path:
-    """A folder for PYTHONPATH with a ``vllm`` whose files are those that are importable, less its shared libraries."""
+    """Make a folder for PYTHONPATH with a copy of the installed ``vllm`` without its shared libraries."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise SystemExit("vLLM is not importable")
@@ -127,7 +127,7 @@ def without_libraries(folder: Path) -> Path:
 
 
 def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The engines of a model: how long until each was ready, its rows, logprobs and kernels."""
+    """Measure the engines of a model: startup time, rows, logprobs and kernels of each."""
     given = {"model": model, "small": options.small, "full_graphs": not options.compile}
     workers, results = [], dict[str, dict[str, Any]]()
     for run in runs:
@@ -140,7 +140,7 @@ def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder
         print(f"{model}, {worker.run}: {str(results[worker.run])[:300]}", flush=True)
 
     def ask(*words: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(the run's result, its answer) of every engine that is alive, one after the other."""
+        """Send a request to each live engine in turn; yields (result of the run, answer)."""
         pairs = []
         for worker in workers:
             result = results[worker.run]
@@ -159,7 +159,7 @@ def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder
         worker.end()
     workers = timed
     for row in options.rows:
-        ask("time", row, 1)  # what is compiled or captured at first use
+        ask("time", row, 1)  # warm-up, for what is compiled or captured at first use
         for result, answer in ask("time", row, options.repeats):
             result.setdefault("rows", {})[row] = answer
     for row in _PROFILED if options.kernels else ():
@@ -172,7 +172,7 @@ def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder
 
 
 def environment() -> dict[str, str]:
-    """The versions that times depend on."""
+    """The GPU and versions of libraries."""
     import torch
 
     versions = {}

@@ -1,4 +1,4 @@
-"""Models for vLLM's engine: configurations of published models, and random weights by the names of parameters."""
+"""Models for vLLM's engine: configurations of published models, and random weights."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Model:
     words: str
     config: dict[str, Any]
     arguments: dict[str, Any] = field(default_factory=dict)
-    floor_backend: str = "TRITON_ATTN"  # the other attention backend of vLLM, for the noise floor of logprobs
+    floor_backend: str = "TRITON_ATTN"  # vLLM's attention backend for "floor", the noise floor of logprobs
 
 
 MODELS: dict[str, Model] = {
@@ -164,7 +164,7 @@ MODELS: dict[str, Model] = {
 
 
 def small(model: Model) -> Model:
-    """The model with two layers and a small vocabulary, to try the benchmark itself."""
+    """The model with two layers and a small vocabulary, to test the benchmark itself."""
     config = {**model.config, "num_hidden_layers": 2, "vocab_size": 4096}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:2]
@@ -172,10 +172,11 @@ def small(model: Model) -> Model:
 
 
 def fill(name: str, parameter: torch.Tensor, hidden_size: int) -> None:
-    """Write random values that depend on the parameter's name and shape alone, before anything repacks them.
+    """Fill a parameter with random values that depend only on its name and shape, before vLLM repacks it.
 
-    Quantized weights and their scales are such that weights have a variance of about 1 / K: activations keep their
-    size from layer to layer, logits have a spread of about 1, and the logprobs of two implementations can be compared.
+    Weights, also quantized ones with their scales, have a variance of about 1 / K. Activations then keep their
+    magnitude from layer to layer, logits have a standard deviation of about 1, and logprobs of implementations can be
+    compared.
     """
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
 
@@ -187,15 +188,15 @@ def fill(name: str, parameter: torch.Tensor, hidden_size: int) -> None:
     if not parameter.is_floating_point():
         if "g_idx" in name:
             parameter.zero_()
-        elif "scale" in name:  # e8m0: exponents about those of 1 / (2 sqrt(K)), as the mean square of mxfp4 is about 8
+        elif "scale" in name:  # e8m0: around 1 / (2 sqrt(K)), because the mean square of mxfp4 is about 8
             parameter.random_(119, 121, generator=generator)
-        else:  # packed weights and zero points: every bit is random
+        else:  # packed weights and zero points: random bits
             info = torch.iinfo(parameter.dtype)
             parameter.random_(info.min, info.max, generator=generator)
-            if parameter.dtype == torch.int32 and "zeros" not in name:  # int4 from -7 to 7: their mean is 0
+            if parameter.dtype == torch.int32 and "zeros" not in name:  # int4 from -7 to 7, so that the mean is 0
                 for shift in range(0, 32, 4):
                     parameter |= ((parameter >> shift & 15) == 0).int() << shift + 3
-    elif "scale" in name:  # of int4 (mean square 21) or of fp8 blocks (below, mean square 64^2)
+    elif "scale" in name:  # scales of int4 (mean square 21) or of fp8 blocks (below, mean square 64^2)
         std = 4.6 if parameter.dtype == torch.bfloat16 else 64.0
         parameter.copy_(normal(0.1 * weight_std / std, weight_std / std).abs())
     elif parameter.dtype.itemsize == 1:
@@ -206,7 +207,7 @@ def fill(name: str, parameter: torch.Tensor, hidden_size: int) -> None:
         parameter.copy_(normal(0.02))
     elif "embed" in name:
         parameter.copy_(normal(1.0))
-    elif parameter.ndim == 3:  # experts: a slice at a time, or float32 copies would need twice the memory
+    elif parameter.ndim == 3:  # experts: one at a time, because float32 copies of all would take twice the memory
         for expert in range(len(parameter)):
             drawn = torch.empty(parameter.shape[1:], dtype=torch.float32, device=parameter.device)
             parameter[expert].copy_(drawn.normal_(0, parameter.shape[-1] ** -0.5, generator=generator))

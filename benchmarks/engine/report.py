@@ -14,11 +14,11 @@ from ..report import table
 from .worker import ROWS
 
 RUNS = {"own": "vLLM", "plugin": "with the plugin", "alone": "alone"}
-_SHOWN = 6  # kernels of a row
+_SHOWN = 6  # kernels that the table shows per row
 
 
 def ratios(result: Mapping[str, Any], run: str) -> Iterator[tuple[float, str, str]]:
-    """(time with `run` / time of vLLM's own kernels, model, row) of all rows that both have."""
+    """[(time with `run` / time with vLLM's own kernels, model, row)] of all rows that both runs have."""
     for model, one in result["models"].items():
         own, other = (one["runs"].get(name, {}).get("rows", {}) for name in ("own", run))
         for row in own:
@@ -55,7 +55,7 @@ def summary(result: Mapping[str, Any], table_at: str) -> str:
     """The README's paragraph and table: milliseconds with vLLM's kernels and with the plugin.
 
     Args:
-        table_at: path of the whole table, as a link of the README has it.
+        table_at: path of the complete table, relative to the README.
     """
     found = {run: [ratio for ratio, _, _ in ratios(result, run)] for run in ("plugin", "alone")}
     mean = {run: statistics.geometric_mean(each) for run, each in found.items()}
@@ -125,7 +125,7 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _shares(kernels: list[Any]) -> str:
-    """Shares as text. With programmatic dependent launch a kernel's time includes its wait for the kernel before."""
+    """Kernels' shares of the time, as text. With PDL, a kernel's time includes its wait for the previous kernel."""
     total = sum(us for _, _, us, _ in kernels)
     mine = sum(us for _, _, us, ours in kernels if ours)
     others = [f"{name[:60]} {us / total:.0%}" for name, _, us, ours in kernels if not ours][:_SHOWN]

@@ -1,7 +1,7 @@
-"""One vLLM engine in a process of its own: ``python -m benchmarks.engine.worker FOLDER OPTIONS``, started by __main__.
+"""A process with one vLLM engine: ``python -m benchmarks.engine.worker FOLDER OPTIONS``, started by __main__.
 
-It makes the engine, prints a line ``@@ {"ready": ...}``, and then answers each line of standard input, the name of a
-row or of a measurement, by a line ``@@ {...}``. Whatever vLLM prints comes between them.
+It creates the engine, prints a line ``@@ {"ready": ...}``, and answers each request on standard input with a line
+``@@ {...}``. vLLM's own output comes in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import kernels_cu
 
 from .models import MODELS, Model, fill, small
 
-# name: (sequences, tokens of each prompt, tokens made, whether top-k and top-p draw them)
+# {row: (sequences, tokens per prompt, generated tokens, whether to sample with top-k and top-p)}
 ROWS: dict[str, tuple[int, int, int, bool]] = {
     "prefill 1 x 2048": (1, 2048, 1, False),
     "prefill 16 x 1024": (16, 1024, 1, False),
@@ -32,13 +32,13 @@ ROWS: dict[str, tuple[int, int, int, bool]] = {
     "decode 16, top-k top-p": (16, 256, 40, True),
     "decode 128, top-k top-p": (128, 256, 40, True),
 }
-_SETTLE, _TAIL = 4, 4  # untimed decode steps before the timed ones, and after them
+_SETTLE, _TAIL = 4, 4  # untimed decode steps before and after the timed ones
 _LENGTH = 4096
-_PROMPTS, _PROMPT_TOKENS = 4, 300  # to compare logprobs
+_PROMPTS, _PROMPT_TOKENS = 4, 300  # prompts for the comparison of logprobs
 
 
 class Engine:
-    """vLLM's ``LLM`` for a model with random weights, driven step by step."""
+    """vLLM's ``LLM`` for a model with random weights, run step by step."""
 
     def __init__(self, folder: Path, model: Model, cache_gib: int, full_graphs: bool, backend: str | None) -> None:
         from vllm import LLM
@@ -60,7 +60,7 @@ class Engine:
                 max_num_batched_tokens=16384,
                 max_num_seqs=128,
                 enable_prefix_caching=False,
-                gpu_memory_utilization=0.05,  # vLLM tests at the start that it is free; engines share the GPU
+                gpu_memory_utilization=0.05,  # small, because engines share the GPU and vLLM checks that it is free
                 kv_cache_memory_bytes=cache_gib << 30,
                 compilation_config=compilation,
                 attention_config={"backend": backend} if backend else None,
@@ -70,7 +70,7 @@ class Engine:
         self._count = 0
 
     def run(self, sequences: int, prompt: int, made: int, draw: bool = False, **options: Any) -> tuple[list[Any], Any]:
-        """(time at which every step ended, beginning with the start; outputs in the order of the sequences)."""
+        """([start time, end time of each step], outputs in the order of the sequences)."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -92,7 +92,7 @@ class Engine:
         return times, [outputs[name] for name in names]
 
     def milliseconds(self, row: str, repeats: int) -> list[float]:
-        """Milliseconds of a prefill or of a decode step: one number per repetition."""
+        """Milliseconds of a prefill or of a decode step, one number per repetition."""
         sequences, prompt, made, draw = ROWS[row]
         found = []
         for _ in range(repeats):
@@ -100,13 +100,13 @@ class Engine:
             if made == 1:
                 found.append(1e3 * (times[-1] - times[0]))
             else:
-                # Steps that hold a prefill come first, and sequences of the first prefill end before the others.
+                # Steps with prefills come first, and sequences that were prefilled first also end first.
                 steps = made - 1 - _SETTLE - _TAIL
                 found.append(1e3 * (times[-1 - _TAIL] - times[-1 - _TAIL - steps]) / steps)
         return found
 
     def logprobs(self) -> dict[str, list[Any]]:
-        """The logprobs of every prompt token but each first one, and the tokens of greedy decoding."""
+        """The logprobs of all prompt tokens except the first of each prompt, and the tokens of greedy decoding."""
         _, outputs = self.run(_PROMPTS, _PROMPT_TOKENS, 16, prompt_logprobs=0)
         logprobs = [
             float(at[token].logprob)
@@ -116,7 +116,7 @@ class Engine:
         return {"logprobs": logprobs, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
     def kernels(self, row: str) -> list[tuple[str, int, float]]:
-        """(kernel, launches, microseconds in all) of a run of the row, the longest first."""
+        """[(kernel, launches, total microseconds)] of one run of the row, in descending order of time."""
         sequences, prompt, made, draw = ROWS[row]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.run(sequences, prompt, min(made, 9), draw)
@@ -127,7 +127,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _weights(hidden_size: int) -> Iterator[None]:
-    """vLLM's loader of dummy weights fills parameters by `fill`, by their names in the model."""
+    """Within this context, vLLM's dummy weight loader fills parameters with `fill`."""
     from vllm.model_executor.model_loader import dummy_loader
 
     def load(self: Any, model: Any, model_config: Any) -> None:
@@ -138,7 +138,7 @@ def _weights(hidden_size: int) -> Iterator[None]:
                     if parameter.device.type != "meta":
                         fill(f"{name}.{own}", parameter.data, hidden_size)
                 continue
-            # A layer that is quantized as it is loaded: its weight exists from here on, in 16 bits.
+            # Online quantization: the 16-bit weight is created only here.
             dummy_loader.materialize_layer(layer, info)
             tensors = dummy_loader.get_layer_tensors(layer)
             for own, tensor in tensors.items():
@@ -157,7 +157,7 @@ def _weights(hidden_size: int) -> Iterator[None]:
 
 
 def ours() -> frozenset[str]:
-    """The names of this library's kernels, which are those of their files."""
+    """The names of this library's kernels, from the names of their files."""
     return frozenset(path.stem for path in Path(kernels_cu.__file__).parent.glob("*/*.cu"))
 
 
@@ -166,7 +166,7 @@ def _say(what: dict[str, Any]) -> None:
 
 
 def main(folder: str, options: str) -> None:
-    """Make the engine, then answer lines: ``time ROW REPEATS``, ``kernels ROW``, ``logprobs``, as JSON lists."""
+    """Create the engine, then answer requests (JSON lists): ``time ROW REPEATS``, ``kernels ROW``, ``logprobs``."""
     started = time.time()
     given = json.loads(options)
     try:

@@ -16,7 +16,7 @@ import notebooks
 import reference
 
 import kernels_cu
-from pyops._core.source import header_of
+from pyops._core.text.source import header_of
 from pyops.cli import table
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pyops
 from pyops import axes
-from pyops._core import device, torch_library
-from pyops._core.op import Op
+from pyops._core.op import torch_library
+from pyops._core.op.op import Op
+from pyops._core.system import device
 from pyops.cli import table
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,8 @@
 //
 //     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, HIDDEN_SIZE + i];  T: element type of input
 //     a = max |y| over each group of GROUP_SIZE elements of a row
-//     s = max(min(a / largest code, *scale_ub), smallest scale);  scales[r, group] = s;  out[r, i] = code(y / s)
+//     s = max(min(a / largest value of code_t, *scale_ub), smallest scale);  scales[r, group] = s
+//     out[r, i] = code_t(y / s)
 //
 // Threads: the vectors of all rows are numbered row after row, and each thread has one. The lanes of a group lie in one
 // warp.

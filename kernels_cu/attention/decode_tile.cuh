@@ -147,7 +147,7 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
 
 // Loads the steps of one split of a sequence, for one KV head.
 struct StepLoader {
-    const cache_t* keys;    // of the KV head, in block 0
+    const cache_t* keys;    // keys of the KV head in block 0
     const cache_t* values;  // likewise
     int64_t key_block_stride, value_block_stride, key_token_stride, value_token_stride;
     int first, end;  // the tokens first <= i < end are attended

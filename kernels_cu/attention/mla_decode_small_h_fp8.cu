@@ -148,7 +148,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     }
     const float unit[2] = {units[g], units[g + 8]};
     float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
-    float o[WARP_DIMS / 16][2][4] = {};  // of each 16 elements the even ones, then the odd ones
+    float o[WARP_DIMS / 16][2][4] = {};  // per 16 elements: even ones, then odd ones
 
     int stage = 0;
     for (int start = begin; start < end; start += TOKENS, stage ^= 1) {

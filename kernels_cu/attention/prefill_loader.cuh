@@ -30,7 +30,7 @@ template <int HEAD>
 struct CacheTile {
     static constexpr int SIZE = HEAD, PANELS = ceil_div(SIZE, PANEL_SIZE), BYTES = PANELS * TOKENS * ROW_BYTES;
     static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // bytes from 8 tokens to the next 8
-    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // of the fp8 tile, or of the tile itself
+    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // bytes of the fp8 tile, or of the tile
 };
 using KeyTile = CacheTile<HEAD_SIZE>;
 using ValueTile = CacheTile<VALUE_SIZE>;

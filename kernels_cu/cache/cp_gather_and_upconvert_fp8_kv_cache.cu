@@ -90,7 +90,7 @@ struct Rows {
 // again.
 struct Early {
     Rows rows;
-    Rows::Place place;  // of row first + lane
+    Rows::Place place;  // the Place of row first + lane
 };
 DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_t early_blocks) {
     if (threadIdx.x == 0) {
@@ -107,7 +107,7 @@ DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_
     if (place.in_table != NOWHERE) {
         at = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
     }
-    constexpr int ROW_LANES = LANES / ROWS, LINES = ceil_div(ENTRY_BYTES, 128) + 1;  // of an entry; it begins anywhere
+    constexpr int ROW_LANES = LANES / ROWS, LINES = ceil_div(ENTRY_BYTES, 128) + 1;  // lines of an unaligned entry
     const int64_t entry = shfl<LANES>(at, lane / ROW_LANES);
     const int line = lane % ROW_LANES;
     if (entry != NOWHERE && line < LINES) prefetch_line(src_cache + entry + min(line * 128, ENTRY_BYTES - 1));

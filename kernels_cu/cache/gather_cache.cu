@@ -93,10 +93,10 @@ struct Rows {
 // again.
 struct Early {
     Rows rows;
-    Rows::Place place;  // of the thread's row
+    Rows::Place place;  // the Place of the thread's row
 };
 DEVICE Early prefetch_entries(const Rows& rows, const cache_t* src_cache, int64_t early_blocks) {
-    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // of a block; together all lines
+    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // cache lines of a CTA's share
     if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
         prefetch_part(rows.token_to_seq, (rows.num_rows - 1) * rows.owner_stride,
                       int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);

@@ -8,7 +8,7 @@
 // One shot: each rank reads all inputs. Two shots: rank r sums slice r, 1 / WORLD_SIZE of the vectors (reduce-scatter),
 // and then reads the other slices from the ranks that summed them (all-gather): 2 (W - 1) / W of the bytes cross the
 // links instead of W - 1 times the bytes. A vector is read by the thread with the index of the thread that summed it,
-// so only blocks with the same index meet (signals.cuh).
+// so only blocks with the same index meet (rank_barrier.cuh).
 //
 // Constants
 //     WORLD_SIZE     ranks
@@ -19,7 +19,7 @@
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes
 
-#include "signals.cuh"
+#include "rank_barrier.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

@@ -1,4 +1,4 @@
-// all_reduce_add_rms_norm: all-reduce, residual add and RMS norm in one kernel, by packets.cuh.
+// all_reduce_add_rms_norm: all-reduce, residual add and RMS norm in one kernel, by ll_protocol.cuh.
 //
 //     x = T(sum_p float(input_p[r, i]));  z = T(x + residual[r, i]);  residual[r, i] = z
 //     out[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of all tensors
@@ -12,7 +12,7 @@
 //     PACKET_BYTES   bytes of a rank's packets
 
 #include "norm.cuh"
-#include "packets.cuh"
+#include "ll_protocol.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, NUM_THREADS>;
 using vec_t = row_t::vec_t;

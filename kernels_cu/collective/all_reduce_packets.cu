@@ -1,5 +1,5 @@
-// all_reduce_packets: the all-reduce of a short tensor within a node by the low-latency protocol (packets.cuh): each
-// rank sends its input to all ranks.
+// all_reduce_packets: the all-reduce of a short tensor within a node by the low-latency protocol (ll_protocol.cuh):
+// each rank sends its input to all ranks.
 //
 //     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
 //
@@ -13,7 +13,7 @@
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes
 
-#include "packets.cuh"
+#include "ll_protocol.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

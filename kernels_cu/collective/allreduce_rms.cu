@@ -6,8 +6,8 @@
 //     x: the first Q_SIZE columns of input, and separately, with their own s and weight, the next K_SIZE columns
 //
 // A block takes row blockIdx.x and every gridDim.x-th after it. It writes the sums of squares of its rows to the
-// scratch memory of its rank, meets the blocks with its index (signals.cuh), and reads theirs. The scratch memory is
-// double-buffered: a rank that is one kernel ahead writes to the other half, and no rank can be two ahead, so one
+// scratch memory of its rank, meets the blocks with its index (rank_barrier.cuh), and reads theirs. The scratch memory
+// is double-buffered: a rank that is one kernel ahead writes to the other half, and no rank can be two ahead, so one
 // meeting is enough. All launches have the same grid for any number of rows, so that all blocks count the same
 // meetings.
 //
@@ -17,7 +17,7 @@
 //     SIGNAL_BYTES    offset of a rank's scratch memory from its signals
 
 #include "reduce.cuh"
-#include "signals.cuh"
+#include "rank_barrier.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

@@ -6,7 +6,7 @@
 // links.
 //
 // A call is a dispatch, the grouped GEMMs of the experts in place, and a combine. Dispatch and combine have one meeting
-// each (signals.cuh), and this is enough. A dispatch writes rows to rank p before it meets p: it has met p in the
+// each (rank_barrier.cuh), and this is enough. A dispatch writes rows to rank p before it meets p: it has met p in the
 // previous combine, which p began after its GEMMs, and it has read its own results there. The GEMMs of a rank overwrite
 // a row after its owner has read the previous result, in the combine before this dispatch. No other kernel uses these
 // rows.
@@ -24,7 +24,7 @@
 #pragma once
 #include "quant.cuh"
 #include "reduce.cuh"
-#include "signals.cuh"
+#include "rank_barrier.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

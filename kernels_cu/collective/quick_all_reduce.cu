@@ -21,7 +21,7 @@
 //     compute_t      T: scalar_t, or float16 for bfloat16
 
 #include "reduce.cuh"
-#include "signals.cuh"
+#include "rank_barrier.cuh"
 
 using input_t = Vec<scalar_t, 8>;
 using vec_t = Vec<compute_t, 8>;

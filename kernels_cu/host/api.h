@@ -41,7 +41,7 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
-// Flags of collective/signals.cuh, by which ranks signal progress to each other (ranks.h). A flag publishes one of
+// Flags of collective/rank_barrier.cuh, by which ranks signal progress to each other (ranks.h). A flag publishes one of
 // these: everything that its block did, by a release (ALL); or, relaxed, that its rank's kernel has begun (START), and
 // that the block's reads are over (READS).
 enum class Flagged : uint8_t { ALL, START, READS };

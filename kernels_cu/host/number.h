@@ -60,7 +60,7 @@ struct Narrow {
             return bits_as<float>(infinite ? sign | 0x7f800000u : 0x7fffffffu);
         }
         const uint32_t field = magnitude >> MANTISSA, fraction = magnitude & ((1u << MANTISSA) - 1);
-        const int exponent = (field ? int(field) - 1 : 0) + MIN_EXPONENT - MANTISSA;  // of the lowest fraction bit
+        const int exponent = (field ? int(field) - 1 : 0) + MIN_EXPONENT - MANTISSA;  // of the last fraction bit
         const double value =
             double(fraction | (field ? 1u << MANTISSA : 0u)) * bits_as<double>(uint64_t(exponent + 1023) << 52);
         return sign ? -float(value) : float(value);

@@ -5,8 +5,8 @@
 //
 //     element = (quant - OFFSET) * scale - minimum
 //
-//     codes(block, q, grid)    quants of elements 4 q to 4 q + 3, one per byte, at most LARGEST, which is 2^i - 1
-//     codes_in_place(block, q, grid)    if ODD_FACTOR > 1: the same, but quants of odd groups times ODD_FACTOR
+//     quants(block, q, grid)    quants of elements 4 q to 4 q + 3, one per byte, at most LARGEST, which is 2^i - 1
+//     quants_in_place(block, q, grid)    if ODD_FACTOR > 1: the same, but quants of odd groups times ODD_FACTOR
 //     scale(block, g)          scale of group g, in float32; exact
 //     minimum(block, g)        minimum of group g, in float32; exact; 0 unless HAS_MINIMUM
 //
@@ -32,8 +32,8 @@ template <typename FORMAT_T>
 DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t* grid, float (&x)[8]) {
     const uint32_t group = v * 8 / FORMAT_T::GROUP;
     const float scale = FORMAT_T::scale(block, group), minimum = FORMAT_T::minimum(block, group);
-    bytes_to_floats(FORMAT_T::codes(block, 2 * v, grid), FORMAT_T::OFFSET, x);
-    bytes_to_floats(FORMAT_T::codes(block, 2 * v + 1, grid), FORMAT_T::OFFSET, x + 4);
+    bytes_to_floats(FORMAT_T::quants(block, 2 * v, grid), FORMAT_T::OFFSET, x);
+    bytes_to_floats(FORMAT_T::quants(block, 2 * v + 1, grid), FORMAT_T::OFFSET, x + 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         if constexpr (FORMAT_T::HAS_MINIMUM) x[i] = fmaf(x[i], scale, -minimum);
@@ -47,15 +47,15 @@ constexpr uint32_t ONES = 0x01010101;  // a 1 in each byte
 // half.
 
 template <int ALIGNMENT>
-DEVICE uint32_t nibbles_of_halves(const uint8_t* codes, uint32_t q) {
-    return word_at<ALIGNMENT>(codes + q % 4 * 4) >> q / 4 * 4 & 15 * ONES;
+DEVICE uint32_t nibbles_of_halves(const uint8_t* quants, uint32_t q) {
+    return word_at<ALIGNMENT>(quants + q % 4 * 4) >> q / 4 * 4 & 15 * ONES;
 }
 // Returns bits 4 q to 4 q + 3 of a bit array, each as the fifth bit of a byte.
 DEVICE uint32_t fifth_bits(const uint8_t* bits, uint32_t q) { return bits_to_bytes(bits[q / 2] >> q % 2 * 4) << 4; }
 
 struct Q4_0 : Blocks<32, 18> {
     static constexpr int OFFSET = 8, LARGEST = 15;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<2>(block + 2, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
@@ -64,7 +64,7 @@ struct Q4_0 : Blocks<32, 18> {
 struct Q4_1 : Blocks<32, 20, 4> {
     static constexpr int LARGEST = 15;
     static constexpr bool HAS_MINIMUM = true;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<4>(block + 4, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
@@ -73,7 +73,7 @@ struct Q4_1 : Blocks<32, 20, 4> {
 
 struct Q5_0 : Blocks<32, 22> {
     static constexpr int OFFSET = 16, LARGEST = 31;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<2>(block + 6, q) | fifth_bits(block + 2, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
@@ -82,7 +82,7 @@ struct Q5_0 : Blocks<32, 22> {
 struct Q5_1 : Blocks<32, 24, 8> {
     static constexpr int LARGEST = 31;
     static constexpr bool HAS_MINIMUM = true;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<8>(block + 8, q) | fifth_bits(block + 4, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
@@ -91,7 +91,7 @@ struct Q5_1 : Blocks<32, 24, 8> {
 
 struct Q8_0 : Blocks<32, 34> {
     static constexpr int OFFSET = 128, LARGEST = 255;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return word_at<2>(block + 2 + 4 * q) ^ 128 * ONES;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
@@ -99,15 +99,15 @@ struct Q8_0 : Blocks<32, 34> {
 
 // The IQ4 types: a nibble, stored as in the types with blocks of 32 elements, is an index into this table of quants.
 template <int ALIGNMENT>
-DEVICE uint32_t iq4_codes(const uint8_t* nibbles, uint32_t q) {
+DEVICE uint32_t iq4_quants(const uint8_t* nibbles, uint32_t q) {
     constexpr uint32_t table[4] = {0x3f2d1801, 0x766a5d4f, 0xa6998d81, 0xf1d9c5b5};
     return look_up_nibbles(word_at<ALIGNMENT>(nibbles + q % 4 * 4), q / 4 != 0, table);
 }
 
 struct IQ4_NL : Blocks<32, 18> {
     static constexpr int OFFSET = 128, LARGEST = 255;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
-        return iq4_codes<2>(block + 2, q);
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
+        return iq4_quants<2>(block + 2, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
 };
@@ -118,7 +118,7 @@ struct IQ4_NL : Blocks<32, 18> {
 struct Q2_K : Blocks<256, 84, 4> {
     static constexpr int GROUP = 16, LARGEST = 3;
     static constexpr bool HAS_MINIMUM = true;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         return word_at<4>(block + 16 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) { return half_at(block + 80) * float(block[g] & 15); }
@@ -127,7 +127,7 @@ struct Q2_K : Blocks<256, 84, 4> {
 
 struct Q3_K : Blocks<256, 110> {
     static constexpr int GROUP = 16, OFFSET = 4, LARGEST = 7;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<2>(block + 32 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES;
         return low | (word_at<2>(block + q % 8 * 4) >> q / 8 & ONES) << 2;
     }
@@ -164,11 +164,11 @@ struct Q4_K : Blocks<256, 144, 16> {
     static constexpr int LARGEST = 15;
     static constexpr bool HAS_MINIMUM = true;
     static constexpr int ODD_FACTOR = 16;
-    static DEVICE uint32_t codes_in_place(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants_in_place(const uint8_t* block, uint32_t q, const uint16_t*) {
         return word_at<16>(block + 16 + q / 16 * 32 + q % 8 * 4) & 15 * ONES << q / 8 % 2 * 4;
     }
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
-        return codes_in_place(block, q, grid) >> q / 8 % 2 * 4;
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+        return quants_in_place(block, q, grid) >> q / 8 % 2 * 4;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) { return SixBits::scale(block, g); }
     static DEVICE float minimum(const uint8_t* block, uint32_t g) { return SixBits::minimum(block, g); }
@@ -177,7 +177,7 @@ struct Q4_K : Blocks<256, 144, 16> {
 struct Q5_K : Blocks<256, 176, 16> {
     static constexpr int LARGEST = 31;
     static constexpr bool HAS_MINIMUM = true;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<16>(block + 48 + q / 16 * 32 + q % 8 * 4) >> q / 8 % 2 * 4 & 15 * ONES;
         return low | (word_at<16>(block + 16 + q % 8 * 4) >> q / 8 & ONES) << 4;
     }
@@ -187,7 +187,7 @@ struct Q5_K : Blocks<256, 176, 16> {
 
 struct Q6_K : Blocks<256, 210> {
     static constexpr int GROUP = 16, OFFSET = 32, LARGEST = 63;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<2>(block + q / 32 * 64 + q % 16 * 4) >> q / 16 % 2 * 4 & 15 * ONES;
         return low | (word_at<2>(block + 128 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES) << 4;
     }
@@ -198,8 +198,8 @@ struct Q6_K : Blocks<256, 210> {
 
 struct IQ4_XS : Blocks<256, 136, 8> {
     static constexpr int OFFSET = 128, LARGEST = 255;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
-        return iq4_codes<8>(block + 8 + q / 8 * 16, q % 8);
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t*) {
+        return iq4_quants<8>(block + 8 + q / 8 * 16, q % 8);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         const uint32_t code = (block[4 + g / 2] >> g % 2 * 4 & 15) | (short_at(block + 2) >> 2 * g & 3) << 4;
@@ -216,7 +216,7 @@ struct GridBlocks : Blocks<256, SIZE> {
 };
 
 // Quants 64 + magnitude, or 64 - magnitude where a bit of `signs` is set; magnitudes are below 64.
-DEVICE uint32_t signed_codes(uint32_t magnitudes, uint32_t signs) {
+DEVICE uint32_t signed_quants(uint32_t magnitudes, uint32_t signs) {
     const uint32_t is_negative = bits_to_bytes(signs) * 0xff;
     return ((64 * ONES + magnitudes) & ~is_negative) | ((64 * ONES - magnitudes) & is_negative);
 }
@@ -224,18 +224,18 @@ DEVICE uint32_t signed_codes(uint32_t magnitudes, uint32_t signs) {
 DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(count_bits(seven) & 1) << 7; }
 
 // Quants of one half (the upper one if `odd`) of an entry of an IQ2 grid: levels 0, 1, 2 are magnitudes 8, 25, 43.
-DEVICE uint32_t iq2_codes(uint32_t entry, uint32_t eight, uint32_t odd) {
+DEVICE uint32_t iq2_quants(uint32_t entry, uint32_t eight, uint32_t odd) {
     const uint32_t levels = crumbs_to_bytes(entry >> odd * 8 & 0xff);
-    return signed_codes(levels * 17 + (levels >> 1 & ONES) + 8 * ONES, eight >> odd * 4);
+    return signed_quants(levels * 17 + (levels >> 1 & ONES) + 8 * ONES, eight >> odd * 4);
 }
 DEVICE float iq2_scale(float scale, uint32_t nibble) { return scale * (0.5f + float(nibble)) * 0.25f; }
 
 struct IQ2_XXS : GridBlocks<66, 256, GRID_IQ2_XXS> {
     static constexpr int OFFSET = 64;
     static DEVICE uint32_t aux(const uint8_t* block, uint32_t g) { return word_at<2>(block + 6 + g * 8); }
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t g = q / 8, v = q / 2 % 4;
-        return iq2_codes(grid[block[2 + 8 * g + v]], eight_signs(aux(block, g) >> v * 7 & 127), q % 2);
+        return iq2_quants(grid[block[2 + 8 * g + v]], eight_signs(aux(block, g) >> v * 7 & 127), q % 2);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return iq2_scale(half_at(block), aux(block, g) >> 28);
@@ -244,9 +244,9 @@ struct IQ2_XXS : GridBlocks<66, 256, GRID_IQ2_XXS> {
 
 struct IQ2_XS : GridBlocks<74, 512, GRID_IQ2_XS> {
     static constexpr int GROUP = 16, OFFSET = 64;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t code = short_at(block + 2 + q / 2 * 2);
-        return iq2_codes(grid[code & 511], eight_signs(code >> 9), q % 2);
+        return iq2_quants(grid[code & 511], eight_signs(code >> 9), q % 2);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return iq2_scale(half_at(block), block[66 + g / 2] >> g % 2 * 4 & 15);
@@ -255,9 +255,9 @@ struct IQ2_XS : GridBlocks<74, 512, GRID_IQ2_XS> {
 
 struct IQ2_S : GridBlocks<82, 1024, GRID_IQ2_S> {
     static constexpr int GROUP = 16, OFFSET = 64;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t v = q / 2, index = block[2 + v] | (uint32_t(block[66 + v / 4]) << (8 - v % 4 * 2) & 0x300);
-        return iq2_codes(grid[index], block[34 + v], q % 2);
+        return iq2_quants(grid[index], block[34 + v], q % 2);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return iq2_scale(half_at(block), block[74 + g / 2] >> g % 2 * 4 & 15);
@@ -267,11 +267,11 @@ struct IQ2_S : GridBlocks<82, 1024, GRID_IQ2_S> {
 struct IQ3_XXS : GridBlocks<98, 256, GRID_IQ3_XXS> {
     static constexpr int OFFSET = 64;
     static DEVICE uint32_t aux(const uint8_t* block, uint32_t g) { return word_at<2>(block + 66 + g * 4); }
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         // Level l is magnitude 4 + 8 l, except level 7, which is 62.
         const uint32_t levels = nibbles_to_bytes(grid[block[2 + q]]);
         const uint32_t magnitudes = levels * 8 + 4 * ONES + ((levels + ONES) >> 2 & 2 * ONES);
-        return signed_codes(magnitudes, eight_signs(aux(block, q / 8) >> q / 2 % 4 * 7 & 127) >> q % 2 * 4);
+        return signed_quants(magnitudes, eight_signs(aux(block, q / 8) >> q / 2 % 4 * 7 & 127) >> q % 2 * 4);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return half_at(block) * (0.5f + float(aux(block, g) >> 28)) * 0.5f;
@@ -280,9 +280,9 @@ struct IQ3_XXS : GridBlocks<98, 256, GRID_IQ3_XXS> {
 
 struct IQ3_S : GridBlocks<110, 512, GRID_IQ3_S> {
     static constexpr int OFFSET = 64;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t index = block[2 + q] | (uint32_t(block[66 + q / 8]) << (8 - q % 8) & 256);
-        return signed_codes(nibbles_to_bytes(grid[index]) * 2 + ONES, block[74 + q / 2] >> q % 2 * 4);
+        return signed_quants(nibbles_to_bytes(grid[index]) * 2 + ONES, block[74 + q / 2] >> q % 2 * 4);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return half_at(block) * float(1 + 2 * (block[106 + g / 2] >> g % 2 * 4 & 15));
@@ -290,15 +290,15 @@ struct IQ3_S : GridBlocks<110, 512, GRID_IQ3_S> {
 };
 
 // The IQ1 types: an element is its level - 1 + 1/8, or - 1/8 if `lower`; quants count eighths.
-DEVICE uint32_t iq1_codes(uint32_t entry, uint32_t odd, bool lower) {
+DEVICE uint32_t iq1_quants(uint32_t entry, uint32_t odd, bool lower) {
     return crumbs_to_bytes(entry >> odd * 8 & 0xff) * 8 + (lower ? 0 : 2 * ONES);
 }
 
 struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
     static constexpr int OFFSET = 9, LARGEST = 31;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t v = q / 2, high = short_at(block + 34 + v / 4 * 2);
-        return iq1_codes(grid[block[2 + v] | (high >> v % 4 * 3 & 7) << 8], q % 2, high & 0x8000);
+        return iq1_quants(grid[block[2 + v] | (high >> v % 4 * 3 & 7) << 8], q % 2, high & 0x8000);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return half_at(block) * float(2 * (short_at(block + 34 + g * 2) >> 12 & 7) + 1) * 0.125f;
@@ -307,9 +307,9 @@ struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
 
 struct IQ1_M : GridBlocks<56, 2048, GRID_IQ1> {
     static constexpr int GROUP = 16, OFFSET = 9, LARGEST = 31;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    static DEVICE uint32_t quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t v = q / 2, high = block[32 + v / 2] >> v % 2 * 4;
-        return iq1_codes(grid[block[v] | (high & 7) << 8], q % 2, high & 8);
+        return iq1_quants(grid[block[v] | (high & 7) << 8], q % 2, high & 8);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         // The high nibbles of four 16-bit words form the scale of the block; their low bits are the scales of the

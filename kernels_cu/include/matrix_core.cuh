@@ -11,7 +11,7 @@
 // K_LANES lanes share a row of an operand, and each holds a run of its K. The order of K does not matter if both
 // operands have the same order. So a run is a lane's adjacent bytes, whatever elements of K the instruction assigns to
 // them, and its words feed as many instructions as they fill. The tables come from AMD's matrix instruction calculator
-// and ISA documents; tests/core/test_matrix_cores.py holds them.
+// and ISA documents; tests/host/test_matrix_cores.py holds them.
 //
 // WMMA of gfx11 takes all of K in each lane, in both half-waves, and its accumulator i is column 2 * i + l / 16 of d.
 // matrix_row() permutes the rows of b that the lanes load, so that accumulator i is column 8 * (l / 16) + i here, too.
@@ -33,9 +33,9 @@ constexpr MatrixCore MATRIX_CORE = WMMA_12;
 #else
 constexpr MatrixCore MATRIX_CORE = NO_MATRIX_CORE;
 #endif
-constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // of a lane
+constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // accumulators of a lane
 constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;          // lanes that share a row
-constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 16-bit elements of K
+constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 elements of 16 bits
 
 // Whether the matrix cores take elements of T. Other fp8 formats are converted to float16, which represents every fp8
 // value.

@@ -8,14 +8,31 @@
 #include "cluster.cuh"
 #include "tma.cuh"
 
+// Loads a box for all BLOCKS CTAs of a cluster.
+template <int BLOCKS>
+DEVICE void load_box(uint8_t* to, const TensorMap* map, uint64_t* barrier, int x, int y) {
+    if constexpr (BLOCKS > 1) tma_load_multicast(to, map, barrier, (1 << BLOCKS) - 1, x, y);
+    else tma_load(to, map, barrier, x, y);
+}
+
 // Loads ROWS rows of a tile that all BLOCKS CTAs of a cluster need. CTA `rank` loads ROWS / BLOCKS rows and multicasts
 // them to all CTAs; the boxes of the tensor map have that size. x and y are the coordinates of the whole tile.
 template <int BLOCKS, int ROWS, int ROW_BYTES>
 DEVICE void load_rows(uint8_t* to, const TensorMap* map, uint64_t* barrier, int rank, int x, int y) {
     constexpr int PART = ROWS / BLOCKS;
-    uint8_t* const part = to + rank * PART * ROW_BYTES;
-    if constexpr (BLOCKS > 1) tma_load_multicast(part, map, barrier, (1 << BLOCKS) - 1, x, y + rank * PART);
-    else tma_load(to, map, barrier, x, y);
+    load_box<BLOCKS>(to + rank * PART * ROW_BYTES, map, barrier, x, y + rank * PART);
+}
+
+// Zeroes bytes [begin, end) of each stage, multiples of 16, that no load fills but WGMMAs read. All `threads` threads
+// call; start_cluster() or __syncthreads() follows.
+template <int STAGES, int STAGE_BYTES>
+DEVICE void zero_stages(uint8_t* shared, int begin, int end, int threads) {
+    const int vectors = max(0, end - begin) / 16;
+    for (int i = threadIdx.x; i < STAGES * vectors; i += threads) {
+        const int stage = i / vectors;
+        *reinterpret_cast<uint4*>(shared + stage * STAGE_BYTES + begin + (i - stage * vectors) * 16) = {0, 0, 0, 0};
+    }
+    fence_proxy_async();
 }
 
 template <int STAGES>

@@ -39,7 +39,7 @@ DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x 
 // the quantized value. The residual corrects the product with the reciprocal (Markstein 1990).
 struct Quotient {
     float divisor, reciprocal;
-    bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
+    bool ordinary;  // the reciprocal, and every residual that can change a quantized value, are normal numbers
 
     explicit DEVICE Quotient(float divisor)
         : divisor(divisor),

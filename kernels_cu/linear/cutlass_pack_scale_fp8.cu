@@ -1,8 +1,8 @@
-// cutlass_pack_scale_fp8: the products of scales and negative codes of 4 bits.
+// cutlass_pack_scale_fp8: lookup tables of W4A8: the products of each scale with the quants -8 ... -1.
 //
 //     packed[8 i + j] = e4m3((j - 8) * scales[i]), saturating
 //
-// A thread has one scale.
+// A thread takes one scale.
 //
 // Constants
 //     ACCESS        elements of one access to packed

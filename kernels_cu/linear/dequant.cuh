@@ -32,7 +32,7 @@ DEVICE Vec<T, 2> word_pair(uint32_t word) {
 }
 
 template <typename T, int BITS, int EXPONENT>
-struct Codes {
+struct Quants {
     using pair_t = Vec<T, 2>;
     static constexpr int PAIRS = 16 / BITS;  // pairs of a word
     static constexpr bool IS_FLOAT = EXPONENT > 0, IS_HALF = is_same<T, half_t>;
@@ -71,14 +71,14 @@ struct Codes {
 
     DEVICE pair_t pair(uint32_t word, int i, const Zero& zero) const {
         constexpr uint32_t MASK = ((1 << BITS) - 1) * 0x10001, SIGN = (1 << (BITS - 1)) * 0x10001;
-        const uint32_t codes = word >> BITS * i;
+        const uint32_t quants = word >> BITS * i;
         if constexpr (IS_FLOAT) {
             constexpr int SHIFT =
                 (IS_HALF ? 10 : 7) - (BITS - 1 - EXPONENT);  // difference of the mantissa widths, in bits
-            return word_pair<T>((codes & SIGN) << (16 - BITS) | (codes & (MASK - SIGN)) << SHIFT);
+            return word_pair<T>((quants & SIGN) << (16 - BITS) | (quants & (MASK - SIGN)) << SHIFT);
         } else if constexpr (BY_NIBBLES) {
-            const pair_t low = word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
-            const pair_t high = word_pair<T>(raised(codes >> 4 & mask)) - word_pair<T>(zero.high);
+            const pair_t low = word_pair<T>(raised(quants & mask)) - word_pair<T>(zero.low);
+            const pair_t high = word_pair<T>(raised(quants >> 4 & mask)) - word_pair<T>(zero.high);
             const pair_t sixteen = word_pair<T>(0x41804180);
             return multiply_add(high, sixteen, low);
         } else if (ODD_IN_PLACE && i % 2 == 1) {
@@ -88,7 +88,7 @@ struct Codes {
             const pair_t raised_or_not = word_pair<T>(IS_HALF ? in_place | RAISED : in_place);
             return multiply_add(raised_or_not, power_of_two_pair(IS_HALF ? -4 : 127), word_pair<T>(zero.high));
         } else {
-            return word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
+            return word_pair<T>(raised(quants & mask)) - word_pair<T>(zero.low);
         }
     }
 
@@ -106,15 +106,15 @@ struct Codes {
             if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
             return number.template word<2>(0);
         } else {
-            constexpr int CODE_BITS = BY_NIBBLES ? 4 : BITS, IN_PLACE = (IS_HALF ? 11 : 8) / CODE_BITS;  // quants
-            constexpr uint32_t MASK = ((1 << CODE_BITS) - 1) * 0x10001;
-            const int number = BY_NIBBLES ? 2 * i + term : i, bit = number % IN_PLACE * CODE_BITS;
-            const uint32_t codes = word >> number / IN_PLACE * IN_PLACE * CODE_BITS & MASK << bit;
-            if (bit == 0) return codes | raw_raised;
-            if constexpr (IS_HALF) return (word_pair<T>(codes) * power_of_two_pair(-bit)).template word<2>(0);
+            constexpr int QUANT_BITS = BY_NIBBLES ? 4 : BITS, IN_PLACE = (IS_HALF ? 11 : 8) / QUANT_BITS;  // quants
+            constexpr uint32_t MASK = ((1 << QUANT_BITS) - 1) * 0x10001;
+            const int number = BY_NIBBLES ? 2 * i + term : i, bit = number % IN_PLACE * QUANT_BITS;
+            const uint32_t quants = word >> number / IN_PLACE * IN_PLACE * QUANT_BITS & MASK << bit;
+            if (bit == 0) return quants | raw_raised;
+            if constexpr (IS_HALF) return (word_pair<T>(quants) * power_of_two_pair(-bit)).template word<2>(0);
             // Bit 0 of a bfloat16 is worth 2^-133. The higher nibbles of bytes stay 16 times as large.
             const pair_t factor = power_of_two_pair(133 - RAW_PLACES - (BY_NIBBLES ? 0 : bit));
-            return multiply_add(word_pair<T>(codes), factor, word_pair<T>(raw_raised)).template word<2>(0);
+            return multiply_add(word_pair<T>(quants), factor, word_pair<T>(raw_raised)).template word<2>(0);
         }
     }
     // Pair i, 0 or 1, of 4-bit integers as float16, without a shift: the result is 16^i times as large.
@@ -132,5 +132,5 @@ private:
     static DEVICE pair_t power_of_two_pair(int exponent) {
         return word_pair<T>(IS_HALF ? (15 + exponent) * 0x04000400 : (127 + exponent) * 0x00800080);
     }
-    static DEVICE uint32_t raised(uint32_t codes) { return codes | RAISED; }
+    static DEVICE uint32_t raised(uint32_t quants) { return quants | RAISED; }
 };

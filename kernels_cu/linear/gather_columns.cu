@@ -1,17 +1,18 @@
-// gather_columns: activations as a product with a packed weight takes them: their columns in the order of the weight's
-// rows, 8 bits as 16.
+// gather_columns: permutes the columns of activations to the order of a packed weight's rows, and converts 8 bits to
+// 16.
 //
-//     gathered[m, k] = T(a[m, perm[k]]), or 0 if there is no such column; without PERMUTED, T(a[m, k])
+//     gathered[m, k] = T(a[m, perm[k]]), or 0 if perm[k] is out of range; without PERMUTED, T(a[m, k])
 //     IN_FOURS:        T(a[m, 16 (k / 16) + 4 t + q + 2 e]) for k % 16 = 2 t + 8 q + e, t < 4, q < 2, e < 2
 //
-// A thread has VEC_SIZE neighbours of a row.
+// A thread takes VEC_SIZE adjacent elements of a row.
 //
 // Constants
 //     scalar_t      T
-//     a_t           element type of a, each of whose numbers T holds
-//     PERMUTED      columns are permuted by perm
-//     IN_FOURS      a thread of a product has four neighbours, as packed_weight.cuh wants them; K is a multiple of 16
-//     ACCESS        elements of one access to gathered: VEC_SIZE, or 1 where it does not divide K
+//     a_t           element type of a; T represents all its values
+//     PERMUTED      whether perm permutes the columns
+//     IN_FOURS      whether the columns are permuted for layout_marlin_8, where an MMA lane has four adjacent rows of
+//                   the weight (packed_weight.cuh); K is a multiple of 16
+//     ACCESS        elements of one access to gathered: VEC_SIZE, or 1 if VEC_SIZE does not divide K
 
 #include "vec.cuh"
 
@@ -19,7 +20,7 @@ static_assert(!IN_FOURS || (VEC_SIZE == 8 && !PERMUTED));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gather_columns(scalar_t* gathered,   // [M, K]
                                                                         const a_t* a,         // [M, K]
-                                                                        const int32_t* perm,  // [K], any numbers
+                                                                        const int32_t* perm,  // [K]; not trusted
                                                                         int64_t m, int64_t k, int64_t a_stride) {
     await_previous_kernel();
     const int64_t pieces = ceil_div(k, int64_t(VEC_SIZE)), i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;

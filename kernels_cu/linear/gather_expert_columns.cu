@@ -1,32 +1,32 @@
-// gather_expert_columns: rows of activations as the packed weights of their experts take them: columns in the order of the
-// weight's rows, rows in the order of places.
+// gather_expert_columns: gathers activations for a grouped GEMM with packed weights: columns in the order of the
+// weight's rows and, with BY_PLACE, rows in the order of the slots.
 //
-//     x[t, k] = a[t / top_k, perm[e, k]], or 0 if there is no such column; e is the expert of row t
+//     x[t, k] = a[t / top_k, perm[e, k]], or 0 if perm[e, k] is out of range; e is the expert of row t
 //     gathered[t, k] = x[t, k]; BY_PLACE: gathered[p, k] = x[sorted_token_ids[p], k]
 //     LANE_STEP > 0: gathered[.., i + 8 j + 2 t + s] = x[.., i + LANE_STEP / 4 * t + j + j / 4 * 4 + 4 s],
 //                    for multiples i of LANE_STEP, j < LANE_STEP / 8, t < 4, s < 2
 //
-// Places of lists hold rows, as grouped.cuh says; rows that they do not name, or whose expert does not exist, are left as
-// they are. A thread has VEC_SIZE neighbours of a row.
+// Slots of the lists hold rows (grouped.cuh). Rows without a slot, or with an invalid expert, are not written. A thread
+// takes VEC_SIZE adjacent elements of a row.
 //
 // Constants
-//     scalar_t      element type of both
-//     PERMUTED      columns are permuted by perm
-//     BY_PLACE      a row of gathered for each place
-//     LANE_STEP     0, or elements of K of a step of wq_grouped_gemm_sm90.cu, whose columns lie in the order in which
-//                   it multiplies them; K is a multiple of them, VEC_SIZE is 8, and there is no perm
-//     VEC_SIZE      elements of a thread, and without PERMUTED of one access
+//     scalar_t      element type of a and gathered
+//     PERMUTED      whether perm permutes the columns
+//     BY_PLACE      whether gathered has a row for each slot
+//     LANE_STEP     0, or the k-tile of wq_grouped_gemm_sm90.cu: the columns are then in the order in which that kernel
+//                   multiplies them; K is a multiple of LANE_STEP, VEC_SIZE is 8, and there is no perm
+//     VEC_SIZE      elements of a thread; without PERMUTED, elements of one access
 
 #include "vec.cuh"
 
 static_assert(LANE_STEP == 0 || (VEC_SIZE == 8 && !PERMUTED));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]; BY_PLACE: [places, K]
+gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]; BY_PLACE: [slots, K]
                       const scalar_t* a,                   // [num_rows / top_k, K]
-                      const int32_t* perm,                 // [num_experts, K], any numbers
-                      const int32_t* sorted_token_ids,     // [places], any numbers
-                      const int32_t* expert_ids,           // [places / block_size]
+                      const int32_t* perm,                 // [num_experts, K]; values are not trusted
+                      const int32_t* sorted_token_ids,     // [slots]; values are not trusted
+                      const int32_t* expert_ids,           // [slots / block_size]
                       const int32_t* num_tokens_post_pad,  // [1]
                       int64_t places, int64_t num_rows, int64_t num_experts, int64_t block_size, int64_t top_k,
                       int64_t k, int64_t a_stride) {

@@ -63,7 +63,7 @@ gemm_sm80(out_t* out,                 // [M, N]
     const int64_t group = blockIdx.x / (GROUP_ROWS * column_tiles), within = blockIdx.x % (GROUP_ROWS * column_tiles);
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
-    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
+    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // column of out
     // Maps column `local` of the tile to its column of out. GATED: a gate and its up map to the same column.
     const auto column_of = [&](int local) {
         return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);

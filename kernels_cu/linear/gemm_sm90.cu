@@ -8,34 +8,42 @@
 // SUM_BLOCK: the tensor cores accumulate SUM_BLOCK elements of K, then the threads promote the result: they add it to
 // float32 registers (wgmma.cuh describes the precision of fp8 accumulation).
 //
+// GATED: b has 2 N rows, gates and then ups; a tile's b is TILE_N / 2 rows of each, and the epilogue combines them:
+// out[m, n] = ACTIVATION(gate) * up. A thread's accumulators hold both for the same columns.
+//
 // The grid is as many clusters as the device holds at a time; each takes output tiles of 128 x TILE_N, one after
-// another. A cluster is CLUSTER CTAs with tiles that are adjacent along M: each CTA loads its own tile of a, and a part
+// another. STREAM_K: the tiles that would not fill the last wave are divided along K among all clusters (stream_k.cuh).
+// A cluster is CLUSTER CTAs with tiles that are adjacent along M: each CTA loads its own tile of a, and a part
 // of the tile of b that it multicasts to the cluster. A CTA has three warpgroups. One thread of the last is the
 // producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of each row. The other two are consumers.
 // They share a tile, each with half of its rows, and do not synchronise; or, with PING_PONG, they take alternate whole
 // tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a warp stores 16 rows x
 // STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
 //
-// The tile order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks GROUP clusters down M,
-// then the next column.
+// TMA takes as long for a row past the end of a tensor as for another one. So a's tile is loaded in boxes of
+// `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
+//
+// The tile order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks `group_rows` clusters down
+// M, then the next column.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
-//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
-//     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
-//                   with SUM_BLOCK 128
+//     TILE_N        rows of b of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
+//                   with SUM_BLOCK 128. GATED: a multiple of 32, without SCALE_BLOCK
 //     PING_PONG     whether the two consumer warpgroups take alternate tiles; not with SUM_BLOCK
-//     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of TILE_N
+//     STREAM_K      whether the last wave is divided along K; not with PING_PONG
+//     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of the columns of out that a tile has
 //     STAGES        k-tiles of the ring in shared memory
 //     CLUSTER       CTAs of a cluster; TILE_N is a multiple of 8 * CLUSTER
-//     GROUP         clusters along M that the tile order takes before the next column
 
 #include "cluster.cuh"
-#include "gemm_epilogue.cuh"
+#include "column_params.cuh"
 #include "pipeline.cuh"
+#include "stream_k.cuh"
 #include "wgmma.cuh"
 
 using accum_t = wgmma_sum_t<scalar_t>;
@@ -44,11 +52,12 @@ constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 128;
 // its part of a tile.
 constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, PING_PONG_WAYS = CONSUMERS / WGS_PER_TILE,
               M_SLICES = TILE_M / 64 / WGS_PER_TILE;
-static_assert(SUM_BLOCK == 0 || !PING_PONG);
+static_assert(!PING_PONG || (SUM_BLOCK == 0 && !STREAM_K));
+// Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of the cluster, or all by the only one.
+constexpr int B_RUNS = GATED ? 2 : CLUSTER, RUN_ROWS = TILE_N / B_RUNS;
+static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER <= B_RUNS));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), MMA_K_BYTES = 32;  // K of one WGMMA
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-// Per-column epilogue operands (scale, bias, zero point): each is an array of TILE_N elements in shared memory.
-constexpr int COLUMN_PARAMS = B_SCALES + BIAS + (AZP > 0), COLUMN_PARAM_BYTES = COLUMN_PARAMS * TILE_N * 4;
 constexpr int STORE_BYTES = 16 * STORE_COLUMNS * sizeof(out_t);
 constexpr int STORE_STAGES = 2;  // store buffers of a warp: one is filled while TMA reads the other
 // Columns of a tile that share a block scale of b. A tile that begins in the middle of a SCALE_BLOCK also ends in the
@@ -62,48 +71,6 @@ static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K &
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-static_assert(!GATED);
-
-using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
-
-// Epilogue operands of a tile's columns. A warpgroup loads them before its main loop and keeps them in registers, then
-// writes them to shared memory for its epilogue.
-struct ColumnParams {
-    static constexpr int COLUMNS = ceil_div(TILE_N, 128);  // columns that a thread loads
-    typename epilogue_t::Column loaded[COLUMNS];
-    float* memory;
-
-    DEVICE void load(const epilogue_t& epilogue, int64_t first_column, int64_t n) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            loaded[i] = epilogue.column(min(first_column + threadIdx.x % 128 + i * 128, n - 1));
-        }
-    }
-    DEVICE void store() {
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            const int column = threadIdx.x % 128 + i * 128;
-            if (TILE_N % 128 != 0 && column >= TILE_N) continue;
-            if constexpr (B_SCALES) memory[column] = loaded[i].scale;
-            if constexpr (BIAS) memory[B_SCALES * TILE_N + column] = loaded[i].bias;
-            if constexpr (AZP > 0) zero_points()[column] = loaded[i].azp;
-        }
-    }
-    // The operands of `column` and the next.
-    DEVICE void get(int column, typename epilogue_t::Column (&pair)[2]) const {
-        Vec<float, 2> scale, bias;
-        Vec<int32_t, 2> azp;
-        if constexpr (B_SCALES) scale = Vec<float, 2>::load(memory + column);
-        if constexpr (BIAS) bias = Vec<float, 2>::load(memory + B_SCALES * TILE_N + column);
-        if constexpr (AZP > 0) azp = Vec<int32_t, 2>::load(zero_points() + column);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            pair[i] = {0, B_SCALES ? scale.data[i] : 1.0f, BIAS ? bias.data[i] : 0.0f, AZP > 0 ? azp.data[i] : 0};
-        }
-    }
-    DEVICE int32_t* zero_points() const { return reinterpret_cast<int32_t*>(memory) + (B_SCALES + BIAS) * TILE_N; }
-};
-
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of STORE_COLUMNS columns, in TMA's swizzle.
 DEVICE int stored_at(int row, int chunk) {
     constexpr int BYTES = STORE_COLUMNS * sizeof(out_t);
@@ -113,27 +80,34 @@ DEVICE int stored_at(int row, int chunk) {
 // Named barriers: one per warpgroup for its own threads, and one per warpgroup for the ping-pong order.
 constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
 
-// The tile scheduler: the row and column, counted in tiles, of tile number `index`.
-DEVICE void locate(int index, int rows, int columns, int& row, int& column) {
-    const int group = index / (GROUP * columns), first = group * GROUP, size = min(GROUP, rows - first);
-    const int within = index - group * GROUP * columns;
+// The row and column, counted in tiles, of tile number `index`.
+DEVICE void locate(int index, int rows, int columns, int group_rows, int& row, int& column) {
+    const int group = index / (group_rows * columns), first = group * group_rows, size = min(group_rows, rows - first);
+    const int within = index - group * group_rows * columns;
     row = first + within % size;
     column = within / size;
 }
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TILE_K, swizzled
-          const __grid_constant__ TensorMap b_map,    // [N, K], boxes of TILE_N / CLUSTER x TILE_K, swizzled
+gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_rows x TILE_K, swizzled
+          const __grid_constant__ TensorMap b_map,    // [N, K], GATED [2 N, K], boxes of RUN_ROWS x TILE_K, swizzled
           const __grid_constant__ TensorMap out_map,  // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
           const a_scale_t* a_scales,                  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
           const b_scale_t* b_scales,                  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
           const int32_t* azp_adj,                     // [N]
           const int32_t* azp,                         // [M]
-          const out_t* bias,                          // [N]
-          int64_t m, int64_t n, int64_t k, int64_t a_scale_step, int64_t b_scale_step, int64_t a_scale_block_step,
-          int64_t b_scale_block_step) {
+          const out_t* bias,                          // [N], GATED [2 N]
+          float* partial,                             // STREAM_K: the workspace of stream_k.cuh, and its counters
+          uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t a_scale_step, int64_t b_scale_step,
+          int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows, int64_t group_rows,
+          int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
+    // Rows of the last tile that are not loaded; with a cluster it may have none.
+    const int last_rows = CLUSTER > 1 ? 0 : int((m % TILE_M + a_box_rows - 1) / a_box_rows * a_box_rows);
+    if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
+        zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
+    }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * STORE_STAGES * STORE_BYTES;
     Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
@@ -141,8 +115,12 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
     start_cluster<CLUSTER>();
 
     const int rank = CLUSTER > 1 ? blockIdx.y : 0;
-    const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + TILE_N - 1) / TILE_N);
+    const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + OUT_N - 1) / OUT_N);
     const int tiles = rows * columns, num_k_tiles = int((k + TILE_K - 1) / TILE_K);
+    CutTile<STREAM_K> tile(tiles, 0, num_k_tiles, int(sharers));
+    const int64_t rest = tiles - tile.whole;  // each CTA of a cluster has its own workspace
+    partial += rank * (sharers + rest - 1) * (TILE_M * TILE_N);
+    arrived += rank * rest * CONSUMERS * 4;
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     int row, column;
@@ -150,16 +128,27 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0 && elect_one()) {
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                locate(tile, rows, columns, row, column);
-                const int first_row = (row * CLUSTER + rank) * TILE_M, first_column = column * TILE_N;
-                for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile, ring.advance()) {
+            // From each run of b's rows to the next.
+            const int run_stride = GATED ? int(n) : RUN_ROWS;
+            for (; tile.exists(); tile.advance()) {
+                locate(tile.number, rows, columns, int(group_rows), row, column);
+                const int first_row = (row * CLUSTER + rank) * TILE_M, first_column = column * OUT_N;
+                const int box_rows = int(a_box_rows), exist = max(0, min(TILE_M, int(m) - first_row));
+                const int boxes = (exist + box_rows - 1) / box_rows;
+                for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                     ring.acquire();
                     uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                    mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
-                    tma_load(to, &a_map, ring.full(), k_tile * TILE_K, first_row);
-                    load_rows<CLUSTER, TILE_N, ROW_BYTES>(to + A_BYTES, &b_map, ring.full(), rank, k_tile * TILE_K,
-                                                          first_column);
+                    mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
+                    for (int i = 0; i < boxes; ++i) {
+                        tma_load(to + i * box_rows * ROW_BYTES, &a_map, ring.full(), k_tile * TILE_K,
+                                 first_row + i * box_rows);
+                    }
+#pragma unroll
+                    for (int i = 0; i < B_RUNS / CLUSTER; ++i) {
+                        const int run = CLUSTER > 1 ? rank : i;
+                        load_box<CLUSTER>(to + A_BYTES + run * RUN_ROWS * ROW_BYTES, &b_map, ring.full(),
+                                          k_tile * TILE_K, first_column + run * run_stride);
+                    }
                 }
             }
             ring.drain();
@@ -173,9 +162,10 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
         // The warpgroup's index in the ping-pong order, and its first row within a tile.
         const int ping_pong_index = PING_PONG ? warpgroup : 0, own_row = PING_PONG ? 0 : warpgroup * 64 * M_SLICES;
         ring.skip(ping_pong_index * num_k_tiles);
-        for (int tile = blockIdx.x + ping_pong_index * gridDim.x; tile < tiles; tile += PING_PONG_WAYS * gridDim.x) {
-            locate(tile, rows, columns, row, column);
-            const int64_t first_column = int64_t(column) * TILE_N;
+        if (ping_pong_index > 0) tile.advance();
+        for (; tile.exists(); tile.advance()) {
+            locate(tile.number, rows, columns, int(group_rows), row, column);
+            const int64_t first_column = int64_t(column) * OUT_N;
             const int64_t warp_row = int64_t(row * CLUSTER + rank) * TILE_M + own_row + warp * 16;
             // Rows of the thread's accumulator elements in each slice. Rows past M are clamped; the TMA store drops
             // them.
@@ -192,7 +182,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
             column_params.load(epilogue, first_column, n);
             // An mbarrier's phase is one parity bit, so a waiter must be less than one lap of the ring behind. Hence a
             // ping-pong main loop begins only after the other warpgroup has waited for all of its k-tiles.
-            if (PING_PONG && tile != blockIdx.x)
+            if (PING_PONG && tile.number != blockIdx.x)
                 named_barrier_sync(PING_PONG_BARRIER + ping_pong_index, 128 * CONSUMERS);
 
             accum_t accums[BUFFERS][M_SLICES][TILE_N / 2];
@@ -218,14 +208,17 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
 #pragma unroll
                 for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accum[slice]);
             };
-            const auto store_tile = [&](const auto(&accum)[M_SLICES][TILE_N / 2]) {
+            // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one of
+            // its rows, so the barriers of the warpgroup come before.
+            const auto store_tile = [&](auto(&accum)[M_SLICES][TILE_N / 2]) {
                 if constexpr (COLUMN_PARAMS > 0) {
                     named_barrier_sync(OWN_BARRIER + warpgroup, 128);  // all have read the previous tile's operands
                     column_params.store();
                     named_barrier_sync(OWN_BARRIER + warpgroup, 128);
                 }
+                if (!tile.template complete<CONSUMERS * 4>(accum, partial, arrived)) return;
 #pragma unroll
-                for (int number = 0; number < M_SLICES * TILE_N / STORE_COLUMNS; ++number) {
+                for (int number = 0; number < M_SLICES * OUT_N / STORE_COLUMNS; ++number) {
                     const int slice = number % M_SLICES, chunk = number / M_SLICES;
                     uint8_t* to = own_stores + store * STORE_BYTES;
                     store = (store + 1) % STORE_STAGES;
@@ -237,13 +230,19 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
 #pragma unroll
                         for (int j = 0; j < 4; ++j) {
                             const int at = chunk * STORE_COLUMNS + i * 16 + j / 2 * 8;
-                            typename epilogue_t::Column params[2];
+                            typename epilogue_t::Column params[2], up_params[2];
                             column_params.get(at + lane % 4 * 2, params);
+                            if constexpr (GATED) column_params.get(OUT_N + at + lane % 4 * 2, up_params);
                             float x[2];
 #pragma unroll
                             for (int l = 0; l < 2; ++l) {
-                                const auto sum = accum[slice][at / 2 + j % 2 * 2 + l];
-                                x[l] = ACTIVATION<out_t>(epilogue.value(row_params[slice][j % 2], params[l], sum));
+                                const auto& of_row = row_params[slice][j % 2];
+                                const int own = at / 2 + j % 2 * 2 + l;
+                                x[l] = ACTIVATION<out_t>(epilogue.value(of_row, params[l], accum[slice][own]));
+                                if constexpr (GATED) {
+                                    const auto up = accum[slice][OUT_N / 2 + own];
+                                    x[l] *= epilogue.value(of_row, up_params[l], up);
+                                }
                             }
                             pairs[j] = pack_pair<out_t>(x[0], x[1]);
                         }
@@ -260,13 +259,13 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
 
             if constexpr (SUM_BLOCK == 0) {
                 int previous = 0;  // stage of the previous k-tile
-                for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile, ring.advance()) {
-                    issue_wgmma(accums[0], k_tile > 0);
+                for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
+                    issue_wgmma(accums[0], k_tile > tile.first);
                     warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
-                    if (k_tile > 0) ring.template release<CLUSTER>(previous);
+                    if (k_tile > tile.first) ring.template release<CLUSTER>(previous);
                     previous = ring.stage;
                 }
-                if (PING_PONG && tile + gridDim.x < tiles) {
+                if (PING_PONG && tile.number + int(gridDim.x) < tiles) {
                     named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
                 }
                 warpgroup_wait<0>();
@@ -321,13 +320,13 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
                     if (now % PIECES == 0) ring.template release<CLUSTER>(before);
                     promote(accums[1 - now], block_scales[1 - now]);
                 };
-                start(0, 0);
-                int piece = 1;
-                for (; piece + 1 < num_k_tiles * PIECES; piece += 2) {
+                int piece = tile.first * PIECES;
+                start(piece++, 0);
+                for (; piece + 1 < tile.last * PIECES; piece += 2) {
                     next(piece, 1);
                     next(piece + 1, 0);
                 }
-                if (piece < num_k_tiles * PIECES) {
+                if (piece < tile.last * PIECES) {
                     next(piece, 1);
                     warpgroup_wait<0>();
                     promote(accums[1], block_scales[1]);
@@ -339,7 +338,10 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
                 ring.advance();
                 store_tile(promoted);
             }
-            ring.skip((PING_PONG_WAYS - 1) * num_k_tiles);
+            if (PING_PONG) {
+                ring.skip(num_k_tiles);
+                tile.advance();
+            }
         }
         if (lane == 0) tma_store_wait<0>();
     }

@@ -4,7 +4,7 @@
 #include "product.cuh"
 
 // A quant becomes an exact number by OR-ing it into the mantissa of 128.0 (bfloat16) or 1024.0 (float16), where the ulp
-// is 1. With RAISE, `pairs_of_codes` leaves bfloat16 values raised by RAISED = 128 + OFFSET. RAISED is 0, and the bias
+// is 1. With RAISE, `pairs_of_quants` leaves bfloat16 values raised by RAISED = 128 + OFFSET. RAISED is 0, and the bias
 // is always subtracted, for float16, where 1024 is too large compared with the quants, and for bfloat16 quants of 8
 // bits.
 template <typename FORMAT_T, typename T>
@@ -12,9 +12,9 @@ constexpr int RAISED = is_same<T, bf16_t> && FORMAT_T::LARGEST < 128 ? 128 + FOR
 
 // Converts four quants to two pairs of T, exactly: quant - OFFSET, plus RAISED if RAISE.
 template <typename FORMAT_T, typename T, bool RAISE>
-DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
+DEVICE void pairs_of_quants(uint32_t quants, uint32_t& low, uint32_t& high) {
     constexpr bool IS_HALF = is_same<T, half_t>, IS_WIDE = !IS_HALF && FORMAT_T::LARGEST > 127;
-    const uint32_t places = IS_WIDE ? codes & 127 * ONES : codes;  // the low bits of the mantissa
+    const uint32_t places = IS_WIDE ? quants & 127 * ONES : quants;  // the low bits of the mantissa
     low = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4140);
     high = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4342);
     if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
@@ -23,7 +23,7 @@ DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
     pairs[1].template word<2>(0) = high;
     if constexpr (IS_WIDE) {  // bit 7 of a quant does not fit: subtract 128 if it is set, else 256
         static_assert(FORMAT_T::OFFSET == 128);
-        const uint32_t exponents = ~codes & 128 * ONES;
+        const uint32_t exponents = ~quants & 128 * ONES;
         offsets[0].template word<2>(0) = byte_perm(exponents, 0x43, 0x4140);
         offsets[1].template word<2>(0) = byte_perm(exponents, 0x43, 0x4342);
     } else {

@@ -18,9 +18,9 @@
 // one stage, and registers hold the next k-tile during the MMAs.
 //
 // Fragments: row r of the A fragment is row r of W. The order of K within an MMA is free, so a lane's columns are 4 *
-// CODE_WORDS adjacent elements, whole words of quants. Further MMAs sum X per group and multiply the sums by the minima
-// (GroupSums). Padding rows of X are zeros in shared memory; on matrix cores they repeat a valid row, and the results
-// are not written. On matrix cores one `product` covers a whole group, with several instructions if needed.
+// QUANT_WORDS adjacent elements, whole words of quants. Further MMAs sum X per group and multiply the sums by the
+// minima (GroupSums). Padding rows of X are zeros in shared memory; on matrix cores they repeat a valid row, and the
+// results are not written. On matrix cores one `product` covers a whole group, with several instructions if needed.
 //
 // ggml_rows.cuh maps blocks to rows of X, out and W.
 //
@@ -47,8 +47,8 @@ constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
 constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
 constexpr int PRODUCT_K = ON_MATRIX_CORES ? GROUP : 16, PRODUCTS = GROUP / PRODUCT_K;  // MMAs per group
 // 32-bit words per lane and MMA: of a fragment, of the quants of one row, of X.
-constexpr int WORDS = PRODUCT_K / 16 * SHORT_WORDS, CODE_WORDS = ON_MATRIX_CORES ? WORDS / 2 : 1;
-constexpr int X_WORDS = 2 * CODE_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
+constexpr int WORDS = PRODUCT_K / 16 * SHORT_WORDS, QUANT_WORDS = ON_MATRIX_CORES ? WORDS / 2 : 1;
+constexpr int X_WORDS = 2 * QUANT_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
 constexpr int PARTS = WORDS / X_WORDS;  // MMAs that share one fragment of X
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
@@ -178,7 +178,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
-                                  k_warp * UNIT + 4 * CODE_WORDS * t;
+                                  k_warp * UNIT + 4 * QUANT_WORDS * t;
         // Groups of the unit that lie within the row.
         const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const auto block_of = [&](int half, int group) {
@@ -214,11 +214,12 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
                     for (int u = 0; u < PRODUCTS; ++u) {
 #pragma unroll
-                        for (int i = 0; i < CODE_WORDS; ++i) {
-                            const int word = of_block / 4 + PRODUCT_K / 4 * u + CODE_WORDS * t + i;
-                            const uint32_t codes = FORMAT::codes(block, word, grid);
+                        for (int i = 0; i < QUANT_WORDS; ++i) {
+                            const int word = of_block / 4 + PRODUCT_K / 4 * u + QUANT_WORDS * t + i;
+                            const uint32_t quants = FORMAT::quants(block, word, grid);
                             uint32_t& high = a[u][ON_MATRIX_CORES ? 2 * i + 1 : half + 2];
-                            pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][ON_MATRIX_CORES ? 2 * i : half], high);
+                            pairs_of_quants<FORMAT, scalar_t, RAISES>(quants, a[u][ON_MATRIX_CORES ? 2 * i : half],
+                                                                      high);
                         }
                     }
                 }

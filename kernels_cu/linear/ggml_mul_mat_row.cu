@@ -44,11 +44,11 @@ constexpr int GROUPS = UNIT / GROUP, SETS = GROUPS / 2;  // groups of a unit; se
 // Quants of up to 255 become signed bytes when their OFFSET, 128, is subtracted.
 constexpr bool IS_SIGNED = FORMAT::OFFSET == 128;
 constexpr int OFFSET = IS_SIGNED ? 0 : FORMAT::OFFSET;
-using code_t = conditional_t<IS_SIGNED, int8_t, uint8_t>;
+using quant_t = conditional_t<IS_SIGNED, int8_t, uint8_t>;
 template <typename FORMAT_T>
-DEVICE uint32_t bytes_of_codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
-    if constexpr (FORMAT_T::ODD_FACTOR > 1) return FORMAT_T::codes_in_place(block, q, grid);
-    else return FORMAT_T::codes(block, q, grid) ^ (IS_SIGNED ? 128 * ONES : 0);
+DEVICE uint32_t bytes_of_quants(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+    if constexpr (FORMAT_T::ODD_FACTOR > 1) return FORMAT_T::quants_in_place(block, q, grid);
+    else return FORMAT_T::quants(block, q, grid) ^ (IS_SIGNED ? 128 * ONES : 0);
 }
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr bool HAS_SUMS = FORMAT::HAS_MINIMUM || OFFSET != 0;
@@ -160,9 +160,9 @@ ggml_mul_mat_row(scalar_t* out,       // [M, N]
                     const int from = element + i / 2 * (UNIT / 2);
                     const bool exists = WHOLE || set + i / 2 * SETS < groups;
                     const uint8_t* const block = tile.block(i % 2 * 8 + g, warp, from);
-                    a[i] = exists ? bytes_of_codes<FORMAT>(block, from % LENGTH / 4 + t, grid) : 0;
+                    a[i] = exists ? bytes_of_quants<FORMAT>(block, from % LENGTH / 4 + t, grid) : 0;
                 }
-                mma_m16n8k32<int8_t, code_t>(products, a, b);
+                mma_m16n8k32<int8_t, quant_t>(products, a, b);
             }
             const int of_first = products[0] * 256 + products[1], of_second = products[2] * 256 + products[3];  // rows
             const float kept = float(is_first ? of_first : of_second);

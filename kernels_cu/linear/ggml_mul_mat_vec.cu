@@ -146,8 +146,8 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const uint8_t* const block = tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
-                    const uint32_t codes = FORMAT::codes(block, group * GROUP % LENGTH / 4 + 4 * u + t, grid);
-                    pairs_of_codes<FORMAT, scalar_t, true>(codes, a[half], a[half + 2]);
+                    const uint32_t quants = FORMAT::quants(block, group * GROUP % LENGTH / 4 + 4 * u + t, grid);
+                    pairs_of_quants<FORMAT, scalar_t, true>(quants, a[half], a[half + 2]);
                 }
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token) {

@@ -1,19 +1,19 @@
-// group_rows: the rows of each expert from offsets and problem sizes, sorted as moe_align_block_size sorts rows.
+// group_rows: sorts rows by expert, as moe_align_block_size does, given the offset and the problem size of each expert.
 //
-//     sorted_token_ids    of each expert e in turn: expert_offsets[e] + i for i < rows, then num_rows up to a multiple of
-//                         block_size
-//     expert_ids          of each block of block_size places: its expert
-//     num_tokens_post_pad places that experts take
-//     scale_rows[row]     HAS_SCALE_ROWS: sf_offsets[e] + i, where the scales of the row lie
+//     sorted_token_ids    for each expert e in order: expert_offsets[e] + i for i < rows, then num_rows (padding) up to
+//                         a multiple of block_size
+//     expert_ids          the expert of each block of block_size slots
+//     num_tokens_post_pad slots in use
+//     scale_rows[row]     HAS_SCALE_ROWS: sf_offsets[e] + i, the row of the scales
 //
-// A problem's sizes are (rows, n, k) or, where the second is not n, (n, rows, k). Rows that do not exist become num_rows;
-// places and blocks that do not exist are not written.
+// A problem size is (rows, n, k) or, if the second number is not n, (n, rows, k). A row out of range becomes num_rows.
+// Slots and blocks beyond the capacity of the lists are not written.
 //
-// Threads: a block has an expert. It adds up what the experts before its own take.
+// Mapping: one block per expert. It counts the blocks of slots of the experts before its own.
 //
 // Constants
 //     offset_t      element type of expert_offsets
-//     HAS_SCALE_ROWS    scale_rows are written
+//     HAS_SCALE_ROWS    whether scale_rows is written
 
 #include "radix_select.cuh"
 
@@ -46,7 +46,7 @@ group_rows(const offset_t* expert_offsets,  // [num_experts]
     const int64_t rows = rows_of(expert), first_row = expert_offsets[expert];
     const int64_t own_blocks = min((rows + block_size - 1) / block_size, num_blocks - first_block);
     for (int64_t i = threadIdx.x; i < own_blocks * block_size; i += NUM_THREADS) {
-        // A sum with an offset near the ends of 64 bits would overflow.
+        // Written without first_row + i, which could overflow: offsets are not trusted.
         const bool exists = i < rows && first_row >= 0 && first_row < num_rows - i;
         const int32_t row = exists ? int32_t(first_row + i) : int32_t(num_rows);
         sorted_token_ids[first_block * block_size + i] = row;

@@ -18,8 +18,8 @@ template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
 template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
     return float(reinterpret_cast<const int16_t*>(scales)[i]);
 }
-// scale * code for a signed 4-bit quant `code`, from a table of scale * -8 ... scale * -1.
-template <typename T> DEVICE float scale_product(const T* products, int64_t i, int code) {
-    if (code == 0) return 0.0f;
-    return code < 0 ? to_float(products[i * 8 + code + 8]) : -to_float(products[i * 8 + 8 - code]);
+// scale * quant for a signed 4-bit quant `quant`, from a table of scale * -8 ... scale * -1.
+template <typename T> DEVICE float scale_product(const T* products, int64_t i, int quant) {
+    if (quant == 0) return 0.0f;
+    return quant < 0 ? to_float(products[i * 8 + quant + 8]) : -to_float(products[i * 8 + 8 - quant]);
 }

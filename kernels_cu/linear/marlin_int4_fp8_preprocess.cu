@@ -1,11 +1,11 @@
-// marlin_int4_fp8_preprocess: codes of 4 bits, recoded so that few operations make e4m3 of code - zero.
+// marlin_int4_fp8_preprocess: re-encodes 4-bit quants so that few instructions convert quant - zero to e4m3.
 //
-//     recoded = code - zero where that is not negative, else 15 - code;   zero = 8, or that of the group
+//     recoded = quant - zero if that is not negative, else 15 - quant;   zero = 8, or the zero point of the group
 //
-// A thread has one word; codes and zero points have the same place in a word.
+// A thread takes one word. A zero point is at the same bit of its word as the quants it belongs to.
 //
 // Constants
-//     HAS_ZEROS     zero points are those of groups
+//     HAS_ZEROS     whether groups have zero points
 
 #include "platform.cuh"
 
@@ -22,8 +22,8 @@ marlin_int4_fp8_preprocess(uint32_t* recoded,        // [num_rows, columns]
     uint32_t result = 0;
 #pragma unroll
     for (int bit = 0; bit < 32; bit += 4) {
-        const uint32_t code = word >> bit & 15, zero = zeros >> bit & 15;
-        result |= (code >= zero ? code - zero : 15 - code) << bit;
+        const uint32_t quant = word >> bit & 15, zero = zeros >> bit & 15;
+        result |= (quant >= zero ? quant - zero : 15 - quant) << bit;
     }
     recoded[i] = result;
 }

@@ -1,8 +1,8 @@
-// order_columns: entries of columns, where a permuted row has them.
+// order_columns: permutes a value per column (a bias) to the order of permuted columns.
 //
 //     ordered[COLUMN_ORDER(n)] = entries[n], or 0 for n >= N
 //
-// A thread has one column.
+// A thread takes one column.
 //
 // Constants
 //     COLUMN_ORDER  a name of column_permutation.cuh

@@ -1,6 +1,6 @@
 // packed_layout.cuh: the index arithmetic of the layouts of packed weights, for quants and for zero points.
 //
-// pyops/ops/_shared/packed_layouts.py describes the layouts under the same names. packed_...::code reads the quant at
+// pyops/ops/_shared/packed_layouts.py describes the layouts under the same names. packed_...::quant reads the quant at
 // row k and column n of a weight. The layouts that the library packs into also have the inverse, ::element: the row and
 // column of a field of a word. It combines disjoint bits by `|`, from which the compiler sees which fields come from
 // one word of the layout that is read. Rows and columns are 32-bit, offsets 64-bit.
@@ -17,16 +17,16 @@ struct PackedSize {
 };
 struct Element { uint32_t k, n; };
 
-template <int BITS> constexpr uint32_t CODE_MASK = (1u << BITS) - 1;
+template <int BITS> constexpr uint32_t QUANT_MASK = (1u << BITS) - 1;
 
 // The quant that begins at bit `bit` of a bit string, stored in words with stride `stride`.
 template <int BITS>
-DEVICE uint32_t code_of_string(const uint32_t* words, uint64_t bit, int64_t stride) {
+DEVICE uint32_t quant_of_string(const uint32_t* words, uint64_t bit, int64_t stride) {
     const uint32_t* word = words + int64_t(bit / 32) * stride;
     const int shift = int(bit % 32);
-    uint32_t code = *word >> shift;
-    if (32 % BITS != 0 && shift + BITS > 32) code |= word[stride] << (32 - shift);
-    return code & CODE_MASK<BITS>;
+    uint32_t quant = *word >> shift;
+    if (32 % BITS != 0 && shift + BITS > 32) quant |= word[stride] << (32 - shift);
+    return quant & QUANT_MASK<BITS>;
 }
 
 // The field index of column n in words of FIELDS columns that store even columns first.
@@ -35,19 +35,19 @@ template <int FIELDS> DEVICE constexpr uint32_t even_first(uint32_t n) {
 }
 
 template <int BITS> struct packed_awq {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
-        return code_of_string<BITS>(words, (uint64_t(k) * size.columns + even_first<32 / BITS>(n)) * BITS, 1);
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+        return quant_of_string<BITS>(words, (uint64_t(k) * size.columns + even_first<32 / BITS>(n)) * BITS, 1);
     }
 };
 
 template <int BITS> struct packed_gptq {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
-        return code_of_string<BITS>(words + n * size.word_step, uint64_t(k) * BITS, size.word_stride);
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+        return quant_of_string<BITS>(words + n * size.word_step, uint64_t(k) * BITS, size.word_stride);
     }
 };
 
 template <int BITS> struct packed_exllama {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         constexpr int FIELDS = BITS == 3 ? 32 : 32 / BITS, UNIT_WORDS = BITS == 3 ? 3 : 1;
         const uint32_t* unit = words + int64_t(k / FIELDS) * UNIT_WORDS * size.columns + n;
         const int field = int(k % FIELDS), half = field % 2 * 16;
@@ -55,12 +55,12 @@ template <int BITS> struct packed_exllama {
             return *unit >> field * 8 & 255;
         } else if constexpr (BITS == 3) {  // a word has ten quants, and at the top of its halves a bit of the last two
             if (field < 30) return unit[int64_t(field / 10) * size.columns] >> (half + field % 10 / 2 * 3) & 7;
-            uint32_t code = 0;
+            uint32_t quant = 0;
 #pragma unroll
-            for (int j = 0; j < 3; ++j) code |= (unit[int64_t(j) * size.columns] >> (half + 15) & 1) << j;
-            return code;
+            for (int j = 0; j < 3; ++j) quant |= (unit[int64_t(j) * size.columns] >> (half + 15) & 1) << j;
+            return quant;
         } else {
-            return *unit >> (half + field / 2 * BITS) & CODE_MASK<BITS>;
+            return *unit >> (half + field / 2 * BITS) & QUANT_MASK<BITS>;
         }
     }
 };
@@ -68,17 +68,17 @@ template <int BITS> struct packed_exllama {
 // A lane has four words of a Marlin tile with 4-bit quants, four pairs of words with 8-bit quants.
 template <int BITS> constexpr int MARLIN_TILE_WORDS = 32 * BITS;
 template <int BITS>
-DEVICE uint32_t code_of_tile(const uint32_t* words, int64_t tile, int lane, int word, int half, int field) {
+DEVICE uint32_t quant_of_tile(const uint32_t* words, int64_t tile, int lane, int word, int half, int field) {
     const int at = lane * BITS + (BITS == 4 ? word : word * 2 + half);
-    return words[tile * MARLIN_TILE_WORDS<BITS> + at] >> field * BITS & CODE_MASK<BITS>;
+    return words[tile * MARLIN_TILE_WORDS<BITS> + at] >> field * BITS & QUANT_MASK<BITS>;
 }
 
 template <int BITS> struct packed_marlin {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const int row = int(k % 16), column = int(n % 64), half = column % 16 / 8;
         const int field = BITS == 4 ? row % 2 * 4 + half * 2 + row / 8 : row % 2 * 2 + row / 8;
         const int64_t tile = int64_t(k / 16) * (size.columns / 64) + n / 64;
-        return code_of_tile<BITS>(words, tile, column % 8 * 4 + row % 8 / 2, column / 16, half, field);
+        return quant_of_tile<BITS>(words, tile, column % 8 * 4 + row % 8 / 2, column / 16, half, field);
     }
     static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
         const uint32_t tiles = size.columns / 64, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
@@ -90,11 +90,11 @@ template <int BITS> struct packed_marlin {
 };
 
 template <int BITS> struct packed_marlin_8 {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const int row = int(k % 32), column = int(n % 32), half = row / 16;
         const int64_t tile = int64_t(k / 32) * (size.columns / 32) + n / 32;
         const int field = BITS == 4 ? row % 4 * 2 + half : row % 4;
-        return code_of_tile<BITS>(words, tile, column % 8 * 4 + row % 16 / 4, column / 8, half, field);
+        return quant_of_tile<BITS>(words, tile, column % 8 * 4 + row % 16 / 4, column / 8, half, field);
     }
     static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
         const uint32_t tiles = size.columns / 32, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
@@ -107,11 +107,11 @@ template <int BITS> struct packed_marlin_8 {
 
 // If the columns are an odd multiple of 16, the last 16 are half a tile, with two words per lane.
 template <int BITS> struct packed_w4a8 {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const uint32_t row = k % 32, column = n % 32, lane = column % 8 * 4 + row % 16 / 4;
         const int64_t tile = int64_t(k / 32) * size.columns * BITS + n / 32 * MARLIN_TILE_WORDS<BITS>;
         const uint32_t word = words[tile + lane * lane_words(size, n / 32) + column / 8];
-        return word >> (row / 16 * 4 + row % 4) * BITS & CODE_MASK<BITS>;
+        return word >> (row / 16 * 4 + row % 4) * BITS & QUANT_MASK<BITS>;
     }
     static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
         const uint32_t row_words = size.columns * BITS, row_tile = uint32_t(word / row_words);
@@ -126,11 +126,11 @@ template <int BITS> struct packed_w4a8 {
 
 // 2:4 sparsity: k counts the stored (non-zero) rows.
 template <int BITS> struct packed_marlin_24 {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const int row = int(k % 16), column = int(n % 64), half = column % 8 / 4;
         const int field = BITS == 4 ? row % 2 * 4 + half * 2 + row / 8 : row % 2 * 2 + row / 8;
         const int64_t tile = int64_t(k / 16) * (size.columns / 64) + n / 64;
-        return code_of_tile<BITS>(words, tile, column / 8 * 4 + row % 8 / 2, column % 4, half, field);
+        return quant_of_tile<BITS>(words, tile, column / 8 * 4 + row % 8 / 2, column % 4, half, field);
     }
 };
 
@@ -145,13 +145,13 @@ DEVICE uint32_t places_of_quad(const uint16_t* places, uint32_t columns, uint32_
 }
 
 template <int BITS> struct packed_bytes {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         return reinterpret_cast<const uint8_t*>(words)[int64_t(k) * size.columns + n];
     }
 };
 
 template <int BITS> struct packed_n32k16 {
-    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+    static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const int row = int(k % 16), column = int(n % 32);
         const int at = row % 8 / 2 * 16 + column / 8 * 4 + row / 8 * 2 + row % 2;
         const int64_t line = int64_t(n / 32) * 8 + column % 8;

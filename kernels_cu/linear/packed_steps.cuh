@@ -1,13 +1,16 @@
-// packed_steps.cuh: the steps of K that a block takes of a product with a weight of packed codes.
+// packed_steps.cuh: the main loop of a GEMM with a packed weight, by product.cuh, on devices without cp.async
+// (HOLDS_COPIES).
 //
-// DEPTH steps are on their way to registers while one is multiplied: rows of a, and codes. A step is stored to the other of
-// two stages behind the products of the one before it, and makes room for another.
+// Registers hold DEPTH k-tiles in flight, rows of a and packed words of the weight, while one k-tile is multiplied.
+// After the MMAs of a k-tile, the next one is dequantized to the other of two stages in shared memory, and its
+// registers take the loads of the k-tile DEPTH further on.
 //
-// Loads are issued whatever there is to load, from places that exist, so that those to wait for can be counted: sums of rows
-// and columns that do not exist are stored by nobody, and elements of K that do not exist are 0 in a.
+// Every load is issued, from a clamped address if there is nothing to load, so that the loads to wait for can be
+// counted. Accumulators of rows and columns out of range are never stored, and elements of a past the end of K are
+// zeros.
 //
 // Constants
-//     DEPTH         steps that are on their way, an even number
+//     DEPTH         k-tiles in flight, an even number
 #pragma once
 #include "packed_tile.cuh"
 
@@ -21,14 +24,15 @@ struct PackedSteps {
     };
 
     PackedMatrix weight;
-    int64_t first;  // step
+    int64_t first;  // k-tile
     int count, thread;
-    uint16_t* memory;                       // of the stages
-    const scalar_t* rows[chunks_t::COUNT];  // of a, of the thread's chunks
-    uint32_t columns[PIECES];               // of the weight, the first of each piece
+    uint16_t* memory;                       // two stages
+    const scalar_t* rows[chunks_t::COUNT];  // the row of a of each of the thread's chunks
+    uint32_t columns[PIECES];               // the column of the weight where each piece begins
     Slot held[DEPTH];
 
-    // a_row(local) is a row of a for row `local` of the tile, column(local) a column of the weight for one of the tile.
+    // a_row(local) points to the row of a for row `local` of the tile; column(local) is the column of the weight for
+    // column `local` of the tile.
     template <typename ARow, typename Column>
     DEVICE PackedSteps(const PackedMatrix& weight, int64_t first, int64_t last, uint4* memory, const ARow& a_row,
                        const Column& column)
@@ -46,11 +50,12 @@ struct PackedSteps {
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i) {
             load(i, i);
-            keep_loads_of_warp();  // in the order in which the loop waits for them
+            keep_loads_of_warp();  // in the order in which the main loop waits for them
         }
     }
 
-    // Adds the products of all steps for the warp, from row `row` of the tile and row `column` of the weight's on.
+    // Adds the MMAs of all k-tiles to the warp's accumulators. The warp's rows of a begin at row `row` of the tile, its
+    // columns of the weight at column `column`.
     DEVICE void multiply(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], int row, int column) {
         store(0, 0);
         for (int step = 0; step < count; step += DEPTH) {
@@ -74,10 +79,10 @@ private:
         }
     }
     DEVICE tile_t stage_of(int slot) const { return tile_t{memory + slot % 2 * (STAGE_BYTES / 2)}; }
-    // Whether the thread's chunks of a step exist.
+    // Whether the thread's chunks of a k-tile lie within K.
     DEVICE bool has_chunk(int64_t first_k) const { return WHOLE_STEPS || first_k + thread % 8 * CHUNK < weight.k; }
 
-    // Loads step number `step`, or the last one anew: its number modulo DEPTH is `slot`.
+    // Loads k-tile `step`, past the end the last one again. `slot` is `step` modulo DEPTH.
     DEVICE void load(int slot, int step) {
         const int64_t first_k = (first + min(step, count - 1)) * STEP;
         each_piece(
@@ -88,7 +93,7 @@ private:
                      true);
         }
     }
-    // Stores a step, and loads the one that takes its registers.
+    // Stores k-tile `step` to its stage, and loads k-tile `step` + DEPTH into the registers that this frees.
     DEVICE void store(int slot, int step) {
         chunks_t& chunks = held[slot].chunks;
 #pragma unroll

@@ -1,56 +1,58 @@
-// packed_table.cuh: how wq_gemm_sm90.cu reads a step of a weight of W4A8, whose signed codes of 4 bits stand for entries of tables.
+// packed_table.cuh: how wq_gemm_sm90.cu reads a k-tile of a W4A8 weight: signed 4-bit quants select e4m3 values from
+// lookup tables.
 //
-// A column has a table in each group: the e4m3 products of its scale with -8 ... -1. The product with a positive code is
-// that with the negative one, its sign changed; 0 stands for 0.
+// Each column has a table per group: the e4m3 products of its scale with -8 ... -1. A positive quant takes the entry of
+// the negative one with the sign flipped; quant 0 gives 0.
 //
-// In a product of 32 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and of each the four rows
-// 4t + 16q ... (q: 0, 1), as wgmma's fragment of 8-bit elements. Half q of the lane's word of a column holds their codes
-// (`w4a8` of packed_layouts.py): a half word selects four bytes of eight, which a table is, in one instruction.
+// In a WGMMA of 32 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and in each the four rows from
+// 4t + 16q on (q: 0, 1): the A fragment of an 8-bit WGMMA. Half q of the lane's word of a column holds their quants
+// (`w4a8` of packed_layouts.py): one byte permutation, with a half word as its selector, takes four bytes from the
+// eight of a table.
 //
-// The tensor's map of codes is, from the fastest dimension on, [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 4.
+// The tensor map of the quants has dimensions, innermost first, [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 4.
 // Constants are the kernel's.
 #pragma once
 #include "arith.cuh"
 #include "packed_weight.cuh"
 
-// The codes of a lane in a product: a word of each of its columns.
-struct TableCode {
+// The quants of a lane for one WGMMA: a word for each of its columns.
+struct TableQuants {
     uint32_t words[2];
 
     static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
         tma_load(to, map, barrier, 0, first_column / 32, step * 4);
     }
 
-    // Of the products side by side of warp `warp`, and of slice number `slice` of 32 rows.
+    // Reads the lane's quants in k-slice `slice` (32 rows), for the PRODUCTS adjacent WGMMAs of warp `warp`.
     template <int PRODUCTS>
-    static DEVICE void read(TableCode (&code)[PRODUCTS], const uint8_t* step, int slice, int warp) {
-        const int lane = threadIdx.x % 32, first = warp * PRODUCTS * 16;  // column
+    static DEVICE void read(TableQuants (&quants)[PRODUCTS], const uint8_t* step, int slice, int warp) {
+        const int lane = threadIdx.x % 32, first = warp * PRODUCTS * 16;  // the warp's first column
         const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
         const auto run = Vec<uint32_t, 2 * PRODUCTS>::load(
             from + ((slice * (TILE_N / 32) + first / 32) * 32 + lane) * 4 + first % 32 / 8);
 #pragma unroll
-        for (int i = 0; i < 2 * PRODUCTS; ++i) code[i / 2].words[i % 2] = run.data[i];
+        for (int i = 0; i < 2 * PRODUCTS; ++i) quants[i / 2].words[i % 2] = run.data[i];
     }
 };
 
-// The table of a column: products with -8 ... -1, and with 0 ... 7.
+// The table of a column: the products of its scale with -8 ... -1, and with 0 ... 7.
 struct TableTerms {
     uint32_t negative[2], positive[2];
 
-    // Of the column with this place, in group number `group` of the step.
+    // Loads the table of the column at `place`, group `group` of the k-tile.
     DEVICE void load(const uint8_t* groups, int, int group, const Place& place) {
         const auto eight = reinterpret_cast<const uint2*>(groups)[group * TILE_N + place.entry];
         negative[0] = eight.x;
         negative[1] = eight.y;
-        // In the opposite order, from that with -8 on, for which 0 stands.
+        // Byte q of `positive` is the entry of -q with the sign flipped, byte 0 is 0.
         positive[0] = __byte_perm(eight.y, 0, 0x1234) ^ 0x80808000u;
         positive[1] = __byte_perm(eight.x, eight.y, 0x1234) ^ 0x80808080u;
     }
 
-    // The rows of half q of column h.
-    DEVICE uint32_t weight(const codes_t&, const TableCode& code, int h, int q) const {
-        const uint32_t word = code.words[h], selector = (word & 0x77777777u) >> 16 * q;
-        // A byte for each code: all bits are those of its sign.
+    // The four rows of half q of column h.
+    DEVICE uint32_t weight(const quants_t&, const TableQuants& quants, int h, int q) const {
+        const uint32_t word = quants.words[h], selector = (word & 0x77777777u) >> 16 * q;
+        // One byte per quant: all ones if it is negative, else zeros.
         const uint32_t is_negative =
             q == 0 ? signs_of_bytes<0x5140>(word << 4, word) : signs_of_bytes<0x7362>(word << 4, word);
         return (__byte_perm(negative[0], negative[1], selector) & is_negative) |

@@ -1,47 +1,50 @@
-// packed_tile.cuh: codes of a packed weight become rows of a tile in shared memory, as gemm_step.cuh multiplies them.
+// packed_tile.cuh: dequantizes a packed weight to rows of a tile in shared memory, as gemm_step.cuh multiplies them.
 //
-//     w[k, n] = T(scale * number(code[k, n]) + shift)    shift: -scale * zero, or a number (ADDED)    T: scalar_t
+//     w[k, n] = T(scale * quant[k, n] + shift)    shift: -scale * zero; ADDED: zeros - scale * zero    T: scalar_t
 //
-// A piece is four words of codes: of a lane of layouts in tiles one after another, else of neighbouring lines of a column
-// or of eight. A thread holds the same PIECES pieces of every step, with scales and zero points of their columns, from
-// when they are loaded until the step is next. A piece has PIECE_COLUMNS columns, and for each of them runs of RUN pairs
-// of neighbouring rows, a run in one store. The rows of a piece are of one group.
+// A piece is four packed words. With GPTQ and AWQ it takes one word from each of four consecutive lines of the weight;
+// in the other layouts it is 16 contiguous bytes. Each thread holds the same PIECES pieces of every k-tile in
+// registers, with the scales and zero points of their columns, from their load until their k-tile is next. A piece has
+// PIECE_COLUMNS columns, and in each of them runs of RUN pairs of adjacent rows; a run is one store. All rows of a
+// piece are in one group.
 //
-// Scales and their products with zero points have 24 bits together, so that a product and a sum are rounded once.
+// The product of a scale and a zero point fits the 24 bits of a float32 mantissa, so that -scale * zero is exact, and
+// one fmaf rounds product and sum together.
 //
 // Constants
-//     BITS, EXPONENT    of a code: dequant.cuh
-//     LAYOUT        of the codes: a PackedLayout, but layout_w4a8
-//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
+//     BITS, EXPONENT    type of a quant: dequant.cuh
+//     LAYOUT        layout of the quants: a PackedLayout other than layout_w4a8
+//     RECODED       whether `marlin_int4_fp8_preprocess` has re-encoded the quants
 //     HAS_SCALES    whether groups have scales
-//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
-//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
-//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are numbers
-//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
-//     ZERO_FLOATS   zero points of groups are numbers of scalar_t, to which ZERO_POINT is added
-//     ADDED         `zeros` are numbers of scalar_t
-//     GROUP_SIZE    rows of a group, a multiple or a divisor of a step; 0: all rows are one group
-//     IN_PAIRS      whether differences of codes and zero points, and scales, are numbers of scalar_t, float16, whose
-//                   products are rounded once, two at a time
-//     WHOLE_STEPS   whether a step divides K
+//     scale_t, SCALE    storage type of a scale, and the function that decodes it: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is the stored value times 2^GROUP_SCALE_EXPONENT
+//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros of type scalar_t
+//     ZERO_CODES    groups have packed integer zero points, to which ZERO_POINT is added; otherwise ZERO_POINT is
+//                   the zero point of every group
+//     ZERO_FLOATS   groups have zero points of type scalar_t, to which ZERO_POINT is added
+//     ADDED         groups have `zeros` of type scalar_t, which are added after scaling
+//     GROUP_SIZE    rows of a group: a multiple or a divisor of the k-tile; 0: all rows are one group
+//     IN_PAIRS      whether pairs are dequantized in float16: scales, and differences of quants and zero points, are
+//                   exact in scalar_t, float16, and their products are rounded once
+//     WHOLE_STEPS   whether K is a multiple of the k-tile
 #pragma once
 #include "dequant.cuh"
 #include "group_scale.cuh"
 #include "tile_shape.cuh"
 
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama, IS_AWQ = LAYOUT == layout_awq;
-constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;                  // whether the words of a piece are of four lines
-constexpr bool OF_COLUMN = IS_GPTQ || LAYOUT == layout_rows;  // whether the codes of a piece are of one column
+constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;                  // whether a piece takes words of four lines
+constexpr bool OF_COLUMN = IS_GPTQ || LAYOUT == layout_rows;  // whether a piece has quants of one column
 constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = OF_COLUMN ? 1 : IS_AWQ ? 8 : LAYOUT == layout_marlin ? 32 / BITS : 4;
 constexpr int PIECE_ROWS = PIECE_WORDS * 32 / BITS / PIECE_COLUMNS;
 constexpr int RUN = OF_COLUMN ? 4 : IS_AWQ || LAYOUT == layout_marlin_8 ? 2 : 1;
 constexpr int RUNS_OF_PIECE = PIECE_WORDS * 16 / BITS / RUN;
 constexpr int TILE_PIECES = TILE_N * STEP * BITS / 128, PIECES = ceil_div(TILE_PIECES, NUM_THREADS);
-// Rows that a piece's codes are among: those of a tile of its layout.
+// Rows among which the rows of a piece lie: those of a tile of the layout.
 constexpr int SPAN = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 ? 16
                      : LAYOUT == layout_marlin_8                        ? 32
                                                                         : PIECE_ROWS;
-// Integers of 8 bits that are two's complement count plus 128, the zero point that is then theirs.
+// 8-bit two's complement integers are raised by 128, which is then their zero point.
 constexpr bool IS_SIGNED = LAYOUT == layout_rows && BITS == 8 && !HAS_SCALES;
 static_assert(sizeof(scalar_t) == 2 && STEP == 64 && (TILE_N == 64 || TILE_N == 128));
 static_assert(LAYOUT != layout_w4a8 && (BITS == 4 || (BITS == 8 && !IS_AWQ) || (BITS == 2 && IS_GPTQ)));
@@ -52,14 +55,14 @@ static_assert(!IN_PAIRS || (EXPONENT == 0 && is_same<scalar_t, half_t>));
 static_assert(!RECODED || LAYOUT == layout_marlin_8);
 
 using pair_t = Vec<scalar_t, 2>;
-constexpr int PAIRS = 16 / BITS;  // of a word
-constexpr uint32_t CODE_BITS = (1 << BITS) - 1;
+constexpr int PAIRS = 16 / BITS;  // pairs of quants in a word
+constexpr uint32_t QUANT_MASK = (1 << BITS) - 1;
 
-// Column number `c` of a piece, from its first.
+// The offset of column `c` of a piece from its first column.
 DEVICE constexpr int piece_column(int c) {
     return IS_AWQ ? c : LAYOUT == layout_marlin ? c / 2 * 16 + c % 2 * 8 : c * 8;
 }
-// Whether the entries of a piece's columns lie one after another, in some order.
+// Whether the stored values (scales) of a piece's columns are adjacent, in any order.
 DEVICE constexpr bool entries_are_neighbours() {
     for (int c = 0; c < PIECE_COLUMNS; ++c) {
         if (SCALE_ORDER(piece_column(c)) / PIECE_COLUMNS != SCALE_ORDER(0) / PIECE_COLUMNS) return false;
@@ -67,13 +70,13 @@ DEVICE constexpr bool entries_are_neighbours() {
     return true;
 }
 
-// Where a piece lies in a tile: its first column, and its first row of the step.
+// The position of a piece in a tile: its first column, and its first row of the k-tile.
 struct PiecePlace {
     int column, row;
 
     DEVICE explicit PiecePlace(int piece) {
         if constexpr (LAYOUT == layout_marlin) {
-            constexpr int LANE_PIECES = BITS / 4, ACROSS = TILE_N * BITS / 8;  // of a lane, and of 16 rows
+            constexpr int LANE_PIECES = BITS / 4, ACROSS = TILE_N * BITS / 8;  // pieces of a lane, of 16 rows
             const int lane = piece / LANE_PIECES % 32;
             column = piece % ACROSS / (32 * LANE_PIECES) * 64 + piece % LANE_PIECES * 32 + lane / 4;
             row = piece / ACROSS * 16 + lane % 4 * 2;
@@ -96,44 +99,44 @@ struct PiecePlace {
         }
     }
 
-    // The piece's first word, of a step that begins at row first_k, a multiple of a step; `c` is its first column of the
-    // weight.
-    DEVICE const uint32_t* in(const uint32_t* codes, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
+    // The piece's first word in the k-tile that begins at row first_k. `c` is the column of the weight where the piece
+    // begins.
+    DEVICE const uint32_t* in(const uint32_t* quants, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
         const int64_t r = first_k + row;
         if constexpr (LAYOUT == layout_marlin) {
             const int64_t tile = r / 16 * (n / 64) + c / 64;
-            return codes + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
+            return quants + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
         } else if constexpr (LAYOUT == layout_marlin_8) {
-            return codes + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
+            return quants + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
         } else if constexpr (LAYOUT == layout_n32k16) {
-            return codes + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
+            return quants + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
         } else if constexpr (IS_GPTQ) {
-            return codes + r * BITS / 32 * n + c;
+            return quants + r * BITS / 32 * n + c;
         } else if constexpr (LAYOUT == layout_rows) {
-            return codes + (c * k + r) * BITS / 32;
+            return quants + (c * k + r) * BITS / 32;
         } else {
-            return codes + (r * n + c) / 8;
+            return quants + (r * n + c) / 8;
         }
     }
-    // Words from a line to the next.
+    // Words between consecutive lines.
     static DEVICE int64_t line_words(int64_t n) { return IS_AWQ ? n / 8 : n; }
 };
 
-// A weight, of the block's expert where there are experts; zeros as ZERO_CODES, ZERO_FLOATS and ADDED say.
+// A weight; in a grouped GEMM, that of the block's expert. ZERO_CODES, ZERO_FLOATS and ADDED say what `zeros` are.
 struct PackedMatrix {
-    const uint32_t* codes;
+    const uint32_t* quants;
     const scale_t* scales;
     const void* zeros;
     int64_t n, k, groups;
 };
 
-// A piece that is on its way, and the terms of its columns.
+// A piece in registers, and the scales and zero points of its columns.
 struct HeldPiece {
     uint32_t words[PIECE_WORDS], points;
     scale_t scales[PIECE_COLUMNS];
     scalar_t zeros[PIECE_COLUMNS];
 
-    // The entries of the piece's columns, from a row of them on; `column` is its first.
+    // Loads the values of the piece's columns from a row of scales or zeros; `column` is its first column.
     template <typename T>
     static DEVICE void load_entries(T (&to)[PIECE_COLUMNS], const T* row, uint32_t column) {
         if constexpr (entries_are_neighbours()) {
@@ -147,21 +150,21 @@ struct HeldPiece {
         }
     }
 
-    // Loads the piece of a step that begins at row first_k, whose first column of the weight is `column`; rows that do not
-    // exist, from places that do.
+    // Loads the piece of the k-tile that begins at row first_k; `column` is the column of the weight where it begins.
+    // For rows past the end of K it loads from a valid address.
     DEVICE void load(const PackedMatrix& w, const PiecePlace& place, int64_t first_k, uint32_t column) {
-        const uint32_t* const from = place.in(w.codes, first_k, column, w.n, w.k);
+        const uint32_t* const from = place.in(w.quants, first_k, column, w.n, w.k);
         const int64_t row = first_k + place.row;
         if constexpr (BY_LINES) {
 #pragma unroll
             for (int i = 0; i < PIECE_WORDS; ++i) {
                 const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < w.k;
-                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.codes, true);
+                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.quants, true);
             }
         } else {
-            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.codes, true);
+            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.quants, true);
         }
-        // Where a step has one group, all lanes have it.
+        // If the k-tile lies in one group, the index is the same in all lanes.
         int64_t group = 0;
         if constexpr (GROUP_SIZE >= STEP) group = first_k / GROUP_SIZE;
         else if constexpr (GROUP_SIZE > 0) group = first_k / GROUP_SIZE + place.row / GROUP_SIZE;
@@ -176,21 +179,21 @@ struct HeldPiece {
                 load_entries(zeros, static_cast<const scalar_t*>(w.zeros) + group * w.n, column);
             }
             if constexpr (ZERO_CODES) {
-                // Of Marlin, the columns of a piece have a word, n % 8 its number among those of 64 columns.
+                // layout_marlin: the zero points of a piece's columns share a word, word n % 8 of the 64 columns.
                 const uint32_t at = LAYOUT == layout_marlin ? (column & -64) + column % 8 * 8 : column;
                 points = (static_cast<const uint32_t*>(w.zeros) + group * (w.n * BITS / 32))[at * BITS / 32];
             }
         }
     }
 
-    // The zero point of column `c`, but what is added of `zeros`; `column` is the piece's first.
+    // The integer zero point of column `c`, without ADDED or ZERO_FLOATS; `column` is the piece's first column.
     DEVICE int zero_of(int c, uint32_t column) const {
-        constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of neighbouring columns
-        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & CODE_BITS);
+        constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of adjacent columns
+        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & QUANT_MASK);
         if constexpr (ZERO_CODES) return ZERO_POINT + int(points >> (c / 2 + c % 2 * 4) * 4 & 15);
         return ZERO_POINT;
     }
-    // Scale and shift of column `c`, likewise.
+    // The scale and shift of column `c`; `column` is the piece's first column.
     DEVICE void terms(float& scale, float& shift, int c, uint32_t column) const {
         constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
         scale = 1.0f;
@@ -199,7 +202,7 @@ struct HeldPiece {
         shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
     }
 
-    // Which word, and which of its fields of BITS bits, has row 2 * j + odd of a run.
+    // The word with row 2 * j + odd of a run, and the field of BITS bits in that word.
     static DEVICE constexpr int word_of(int run, int j, int odd) {
         if (IS_AWQ) return 2 * j + odd;
         if (OF_COLUMN) return (run * RUN + j) / PAIRS;
@@ -210,36 +213,36 @@ struct HeldPiece {
         if (LAYOUT == layout_marlin_8) return run % 2 + 2 * odd + PAIRS * j;
         if (LAYOUT == layout_n32k16) return run % 2 * 2 + odd;
         if (IS_AWQ) return run / 2 + run % 2 * PAIRS;
-        const int number = (run * RUN + j) % PAIRS;  // of a pair of a word
+        const int number = (run * RUN + j) % PAIRS;  // index of the pair in its word
         return LAYOUT == layout_exllama ? number + odd * PAIRS : 2 * number + odd;
     }
-    // Two codes in the lower bits of a word's halves.
-    DEVICE uint32_t codes_of(int run, int j) const {
+    // Pair j of a run: two quants, in the low bits of the halves of a word.
+    DEVICE uint32_t quants_of(int run, int j) const {
         const uint32_t low = words[word_of(run, j, 0)], high = words[word_of(run, j, 1)];
         const int shift = field_of(run, j, 0) * BITS, high_shift = field_of(run, j, 1) * BITS;
-        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & CODE_BITS * 0x10001;
-        return pack_halves<false>(low >> shift, high >> high_shift) & CODE_BITS * 0x10001;
+        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & QUANT_MASK * 0x10001;
+        return pack_halves<false>(low >> shift, high >> high_shift) & QUANT_MASK * 0x10001;
     }
-    // Row and column of a run, from the piece's first.
+    // Offsets of a run's row and column from the piece's first.
     static DEVICE constexpr int run_row(int run) {
         return OF_COLUMN ? run * 8 : IS_AWQ ? 0 : run % 2 * (LAYOUT == layout_marlin_8 ? 16 : 8);
     }
     static DEVICE constexpr int run_column(int run) { return OF_COLUMN ? 0 : IS_AWQ ? run : run / 2; }
 
-    // Stores the piece's numbers to the rows of a stage from TILE_M on. `column` is its first of the weight.
+    // Dequantizes the piece and stores it to the rows of a stage from TILE_M on. `column` is its first column.
     DEVICE void store(const tile_t& stage, const PiecePlace& place, uint32_t column) {
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS; ++i) {
             if constexpr (RECODED) words[i] = recoded_plus_8(words[i]);
             if constexpr (IS_SIGNED) words[i] ^= 0x80808080u;
         }
-        // Fields of a word by bytes, of which an instruction makes a float.
+        // Spreads the fields of a word over bytes: one instruction converts a byte to float.
         constexpr int PLANES = 8 / BITS;
         uint32_t planes[PIECE_WORDS][PLANES];
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS * PLANES && BITS < 8; ++i) {
             planes[i / PLANES][i % PLANES] =
-                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & CODE_BITS * 0x01010101u);
+                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & QUANT_MASK * 0x01010101u);
         }
         const auto number = [&](int run, int j, int odd) {
             const int word = word_of(run, j, odd), field = field_of(run, j, odd);
@@ -264,13 +267,13 @@ struct HeldPiece {
             for (int j = 0; j < RUN; ++j) {
                 uint32_t& word = words_of_run.data[j];
                 if constexpr (IN_PAIRS) {
-                    pair_t pair = word_pair<scalar_t>(codes_of(run, j) | RAISED_PAIR<scalar_t>) - zero_pair;
+                    pair_t pair = word_pair<scalar_t>(quants_of(run, j) | RAISED_PAIR<scalar_t>) - zero_pair;
                     if constexpr (HAS_SCALES) pair = pair * scale_pair;
                     word = pair.template word<2>(0);
                 } else if constexpr (EXPONENT > 0) {
-                    using half_codes_t = Codes<half_t, BITS, EXPONENT>;
+                    using half_quants_t = Quants<half_t, BITS, EXPONENT>;
                     const auto halves =
-                        half_codes_t{}.pair(codes_of(run, j), 0, {}) * Vec<half_t, 2>::full(half_codes_t::FACTOR);
+                        half_quants_t{}.pair(quants_of(run, j), 0, {}) * Vec<half_t, 2>::full(half_quants_t::FACTOR);
                     float low, high;
                     load_pair<half_t>(halves.data, low, high);
                     word = pack_pair_of_plain_nan<scalar_t>(fmaf(low, scale, shift), fmaf(high, scale, shift));

@@ -39,13 +39,13 @@
 
 constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether weights come from the lookup table of packed_table.cuh
 using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
-using codes_t = Codes<number_t, BITS, EXPONENT>;
+using quants_t = Quants<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
 
 // The quants of a lane for one WGMMA.
-struct Code {
+struct LaneQuants {
     static constexpr int WORDS = LAYOUT == layout_awq ? 8 : IS_GPTQ ? 4 : LAYOUT == layout_marlin_8 ? 2 : BITS / 4;
     uint32_t words[WORDS];
 
@@ -59,7 +59,7 @@ struct Code {
 
     // Reads the lane's quants in k-slice `slice` (16 rows), for the PRODUCTS adjacent WGMMAs of warp `warp`.
     template <int PRODUCTS>
-    static DEVICE void read(Code (&code)[PRODUCTS], const uint8_t* step, int slice, int warp) {
+    static DEVICE void read(LaneQuants (&quants)[PRODUCTS], const uint8_t* step, int slice, int warp) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = warp * PRODUCTS;
         const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
         constexpr int COLUMNS = 128 * PRODUCTS;
@@ -69,7 +69,7 @@ struct Code {
             const auto run = run_t::load(from + ((slice * (COLUMNS / 64) + first / 4) * 32 + lane) * (4 * WORDS) +
                                          first % 4 * WORDS);
 #pragma unroll
-            for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
+            for (int i = 0; i < PRODUCTS * WORDS; ++i) quants[i / WORDS].words[i % WORDS] = run.data[i];
         } else if constexpr (LAYOUT == layout_marlin_8) {
             // A tile of 32 columns and 32 rows has, lane by lane, that lane's words, in order of the 8-column blocks.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
@@ -78,20 +78,20 @@ struct Code {
 #pragma unroll
             for (int i = 0; i < PRODUCTS * WORDS; ++i) {
                 const uint32_t word = RECODED ? recoded_plus_8(run.data[i]) : run.data[i];
-                code[i / WORDS].words[i % WORDS] = word >> slice % 2 * BITS;  // rows of a word: 0 16 1 17 2 18 3 19
+                quants[i / WORDS].words[i % WORDS] = word >> slice % 2 * BITS;  // rows of a word: 0 16 1 17 2 18 3 19
             }
         } else if constexpr (LAYOUT == layout_n32k16) {
             // The lane's words for 32 columns are adjacent, in order of the 8-column blocks.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
             const auto run = run_t::load(from + (first / 2 * 8 + g) * 64 + slice * 16 + t * 4 + first % 2 * WORDS);
 #pragma unroll
-            for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
+            for (int i = 0; i < PRODUCTS * WORDS; ++i) quants[i / WORDS].words[i % WORDS] = run.data[i];
         } else if constexpr (IS_GPTQ) {
 #pragma unroll
             for (int i = 0; i < PRODUCTS * 4; ++i) {
                 const int q = i / 2 % 2, h = i % 2, row = slice * 16 + 8 * q + 2 * t;
                 const uint32_t word = from[row * BITS / 32 * COLUMNS + (first + i / 4) * 16 + 8 * h + g];
-                code[i / 4].words[i % 4] =
+                quants[i / 4].words[i % 4] =
                     word >> (LAYOUT == layout_exllama ? row % (32 / BITS) / 2 : row % (32 / BITS)) * BITS;
             }
         } else {
@@ -107,14 +107,14 @@ struct Code {
 #pragma unroll
                 for (int j = 0; j < 2 * PRODUCTS; ++j) {
                     // Column order of the nibbles of a word: 0 2 4 6 1 3 5 7.
-                    code[j / 2].words[i * 2 + j % 2] = run.data[j] >> (g / 2 * 4 + g % 2 * 16);
+                    quants[j / 2].words[i * 2 + j % 2] = run.data[j] >> (g / 2 * 4 + g % 2 * 16);
                 }
             }
         }
     }
 
     // Row pair q of column h: quant - zero point, not yet scaled.
-    DEVICE pair_t pair(const codes_t& decode, int h, int q, const codes_t::Zero& zero) const {
+    DEVICE pair_t pair(const quants_t& decode, int h, int q, const quants_t::Zero& zero) const {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
             else return decode.pair(words[h], q, zero);
@@ -147,7 +147,7 @@ DEVICE Place place_of(int column) {
 // The scale and the zero point of a column, each in both halves of a pair.
 struct Terms {
     pair_t scale, added;
-    codes_t::Zero zero;
+    quants_t::Zero zero;
 
     // Loads them for the column at `place`, group `group` of the k-tile. Zero points begin `scale_bytes` after the
     // scales.
@@ -156,22 +156,22 @@ struct Terms {
         const int entry = group * TILE_N + place.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
         if constexpr (ADDED || ZERO_FLOATS) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
-        if constexpr ((ADDED || ZERO_FLOATS) && codes_t::SUM_FACTOR != 1.0f) {
-            added = added * pair_t::full(1.0f / codes_t::SUM_FACTOR);
+        if constexpr ((ADDED || ZERO_FLOATS) && quants_t::SUM_FACTOR != 1.0f) {
+            added = added * pair_t::full(1.0f / quants_t::SUM_FACTOR);
         }
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
             const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
             point += word >> place.shift & ((1 << BITS) - 1);
         }
-        zero = codes_t::zero(point);
+        zero = quants_t::zero(point);
     }
 
     // Row pair q of column h, dequantized.
-    DEVICE uint32_t weight(const codes_t& decode, const Code& code, int h, int q) const {
-        pair_t pair = code.pair(decode, h, q, zero);
+    DEVICE uint32_t weight(const quants_t& decode, const LaneQuants& quants, int h, int q) const {
+        pair_t pair = quants.pair(decode, h, q, zero);
         // The two factors are separate only to stay in range; together they often cancel to 1.
-        constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
+        constexpr float FACTOR = quants_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
         if constexpr (ZERO_FLOATS) pair = pair - added;
         if constexpr (ADDED) multiply_add_pair<number_t>(pair.data, pair.data, scale.data, added.data);

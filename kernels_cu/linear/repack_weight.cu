@@ -1,25 +1,25 @@
-// repack_weight: packs the codes of weights in another layout.
+// repack_weight: repacks weights from one layout to another.
 //
-//     code of (k, n) in packed = code of (perm[k], n) in codes; 0 where codes has no such row or column
+//     quant (k, n) of packed = quant (perm[k], n) of quants, or 0 if that row or column is out of range
 //
-// A thread makes WORDS neighbouring words of a weight; blockIdx.y counts weights. What threads read is not in order, but
-// fields of one word, and threads of one warp, often read the same words.
+// A thread writes WORDS adjacent words of a weight; blockIdx.y counts weights. Its reads are scattered, but the fields
+// of one word, and the threads of one warp, often read the same words.
 //
 // Constants
-//     SOURCE        layout of codes: a name of packed_layout.cuh
+//     SOURCE        layout of quants: a struct of packed_layout.cuh
 //     LAYOUT        layout of packed
-//     BITS          of a code
-//     PERMUTED      rows are permuted by perm
-//     PADDED        packed has columns that codes has not
-//     WORDS         of a thread; divides num_words
+//     BITS          bits of a quant
+//     PERMUTED      whether perm permutes the rows
+//     PADDED        whether packed has more columns than quants
+//     WORDS         words of a thread; divides num_words
 //     ACCESS        bytes of one access to packed
 
 #include "packed_layout.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-repack_weight(uint8_t* packed,        // [experts, num_words] words, a weight [K, columns padded to the tiles]
-              const uint32_t* codes,  // [experts, expert_words], a weight [K, N]
-              const int32_t* perm,    // [experts, K], any numbers
+repack_weight(uint8_t* packed,         // [experts, num_words] words, a weight [K, columns padded to the tiles]
+              const uint32_t* quants,  // [experts, expert_words], a weight [K, N]
+              const int32_t* perm,     // [experts, K]; values are not trusted
               int64_t k, int64_t n, int64_t columns, int64_t num_words, int64_t expert_words, int64_t word_stride,
               int64_t word_step) {
     await_previous_kernel();
@@ -27,7 +27,7 @@ repack_weight(uint8_t* packed,        // [experts, num_words] words, a weight [K
     if (first >= num_words) return;
     const PackedSize source{uint32_t(k), uint32_t(n), word_stride, word_step};
     const PackedSize size{uint32_t(k), uint32_t(columns), columns, 1};
-    codes += expert * expert_words;
+    quants += expert * expert_words;
     Vec<uint8_t, 4 * WORDS> bytes;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
@@ -36,9 +36,9 @@ repack_weight(uint8_t* packed,        // [experts, num_words] words, a weight [K
         for (int field = 0; field < 32 / BITS; ++field) {
             const Element at = LAYOUT<BITS>::element(uint64_t(first) | i, field, size);
             uint32_t row = at.k;
-            if constexpr (PERMUTED) row = uint32_t(perm[expert * k + at.k]);  // numbers below 0 are beyond k
+            if constexpr (PERMUTED) row = uint32_t(perm[expert * k + at.k]);  // negative: more than k
             if ((PERMUTED && row >= k) || (PADDED && at.n >= n)) continue;
-            word |= SOURCE<BITS>::code(codes, source, row, at.n) << field * BITS;
+            word |= SOURCE<BITS>::quant(quants, source, row, at.n) << field * BITS;
         }
         bytes.template word<4>(4 * i) = word;
     }

@@ -51,15 +51,15 @@ struct Places {
     }
     // Expands pairs[0] and pairs[1], the stored quants of the lane's quad in columns (tile, 0) and (tile, 1): pairs[j]
     // becomes rows 2q and 2q + 1 of column (tile, j % 2), q = j / 2.
-    DEVICE void spread(uint32_t (&pairs)[4], const codes_t& decode, const uint32_t* selectors, int product, int tile,
+    DEVICE void spread(uint32_t (&pairs)[4], const quants_t& decode, const uint32_t* selectors, int product, int tile,
                        int term) const {
         const uint32_t zeros = decode.raw(ZERO_POINT * 0x10001, 0, term);
         const uint32_t of_quad = words[2 * tile + product % 2] >> threadIdx.x % 4 * 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint32_t selector = selectors[of_quad >> 16 * h & 15], codes = pairs[h];
-            pairs[h] = __byte_perm(codes, zeros, selector);
-            pairs[h + 2] = __byte_perm(codes, zeros, selector >> 16);
+            const uint32_t selector = selectors[of_quad >> 16 * h & 15], quants = pairs[h];
+            pairs[h] = __byte_perm(quants, zeros, selector);
+            pairs[h + 2] = __byte_perm(quants, zeros, selector >> 16);
         }
     }
 };

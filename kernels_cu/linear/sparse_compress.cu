@@ -1,10 +1,10 @@
-// sparse_compress: what is not zero of a matrix that is 2:4 sparse, and where it was.
+// sparse_compress: compresses a 2:4 sparse matrix to its non-zero elements and the metadata, their positions.
 //
-//     of a[m, 4 g] ... a[m, 4 g + 3], two elements are kept, in their order:
-//     nzs[m, 2 g + i] = a[m, 4 g + p],   bits 2 i and 2 i + 1 of half g % 2 of byte meta[m, g / 2] are p
+//     each group a[m, 4 g] ... a[m, 4 g + 3] keeps two elements, in order:
+//     nzs[m, 2 g + i] = a[m, 4 g + p]    p: bits 2 i and 2 i + 1 of half g % 2 of byte meta[m, g / 2]
 //
-// Of more than two elements that are not zero, the first two are kept; of fewer, zeros fill up. A thread takes two
-// groups of four.
+// If a group has more than two non-zero elements, the first two are kept; if it has fewer, zeros fill up. A thread
+// takes two groups.
 //
 // Constants
 //     scalar_t      element type of a and nzs

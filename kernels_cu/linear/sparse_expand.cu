@@ -1,8 +1,8 @@
-// sparse_expand: the matrix that sparse_compress has compressed.
+// sparse_expand: expands the output of sparse_compress to the dense matrix.
 //
-//     dense[m, 4 g + p] = nzs[m, 2 g + i] for the place p that meta has for it, 0 elsewhere
+//     dense[m, 4 g + p] = nzs[m, 2 g + i] if meta has position p for element i of group g, else 0
 //
-// If meta names one place for both elements of a group, the second is there. A thread takes two groups of four.
+// If meta has one position for both elements of a group, the second is used. A thread takes two groups of four.
 //
 // Constants
 //     scalar_t      element type of nzs and dense

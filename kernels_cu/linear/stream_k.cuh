@@ -40,10 +40,10 @@ struct CutTile {
 
     // The fix-up. Returns whether `sums` of the calling warp now holds the accumulators over all of K; if not, another
     // CTA finishes the tile. All lanes of the NUM_WARPS warps call. `partial` is the workspace: NUM_WARPS * 32 * ROWS *
-    // SUMS floats per part, and capacity for sharers + tiles of the rest - 1 parts. `arrived` has NUM_WARPS counters
+    // SUMS elements of 4 bytes per part, and capacity for sharers + tiles of the rest - 1 parts. `arrived` has NUM_WARPS counters
     // per tile of the rest, which are 0 before and after.
-    template <int NUM_WARPS, int ROWS, int SUMS>
-    DEVICE bool complete(float (&sums)[ROWS][SUMS], float* partial, uint32_t* arrived) const {
+    template <int NUM_WARPS, typename Sum, int ROWS, int SUMS>
+    DEVICE bool complete(Sum (&sums)[ROWS][SUMS], float* partial, uint32_t* arrived) const {
         if (!CUT || number < whole) return true;
         const int64_t begin = int64_t(number - whole) * steps;
         const int first_sharer = sharer_of(begin), parts = sharer_of(begin + steps - 1) - first_sharer + 1;
@@ -52,35 +52,35 @@ struct CutTile {
         static_assert(SUMS % 4 == 0 && FOURS % AT_ONCE == 0);
         const int own = int(blockIdx.x) - first_sharer, warp = threadIdx.x / 32;
         // The index of a part is its sharer + its tile: from each part to the next, one of the two increases by 1.
-        float4* const fours =
-            reinterpret_cast<float4*>(partial) + int64_t(first_sharer + number - whole) * PART + threadIdx.x;
+        using four_t = decltype(four_of(sums[0]));
+        four_t* const fours =
+            reinterpret_cast<four_t*>(partial) + int64_t(first_sharer + number - whole) * PART + threadIdx.x;
         uint32_t* const counter = arrived + (number - whole) * NUM_WARPS + warp;
         // Addition of two parts commutes, so the last CTA to arrive keeps its own part in registers.
         bool is_last = parts == 2 && arrivals(counter, 0) == 1;
         if (!is_last) {
-            float4* const to = fours + int64_t(own) * PART;
+            four_t* const to = fours + int64_t(own) * PART;
 #pragma unroll
             for (int i = 0; i < FOURS; ++i) {
-                const float* four = sums[i * 4 / SUMS] + i * 4 % SUMS;
-                to[i * (NUM_WARPS * 32)] = {four[0], four[1], four[2], four[3]};
+                to[i * (NUM_WARPS * 32)] = four_of(sums[i * 4 / SUMS] + i * 4 % SUMS);
             }
             is_last = arrivals(counter, 1) + 1 == uint32_t(parts);
         }
         if (!is_last) return false;
         if (threadIdx.x % 32 == 0) atomicExch(counter, 0u);
 #pragma unroll
-        for (int i = 0; i < ROWS * SUMS && parts > 2; ++i) sums[i / SUMS][i % SUMS] = 0.0f;
+        for (int i = 0; i < ROWS * SUMS && parts > 2; ++i) sums[i / SUMS][i % SUMS] = 0;
         for (int part = parts == 2 ? 1 - own : 0, end = parts == 2 ? 2 - own : parts; part < end; ++part) {
-            const float4* const from = fours + int64_t(part) * PART;
+            const four_t* const from = fours + int64_t(part) * PART;
 #pragma unroll
             for (int first = 0; first < FOURS; first += AT_ONCE) {
-                float4 loaded[AT_ONCE];
+                four_t loaded[AT_ONCE];
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) loaded[i] = load_fresh(from + (first + i) * (NUM_WARPS * 32));
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    float* const four = sums[(first + i) * 4 / SUMS] + (first + i) * 4 % SUMS;
-                    const float terms[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+                    Sum* const four = sums[(first + i) * 4 / SUMS] + (first + i) * 4 % SUMS;
+                    const Sum terms[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) four[j] += terms[j];
                 }
@@ -91,6 +91,9 @@ struct CutTile {
     }
 
 private:
+    static DEVICE float4 four_of(const float* sums) { return {sums[0], sums[1], sums[2], sums[3]}; }
+    static DEVICE int4 four_of(const int32_t* sums) { return {sums[0], sums[1], sums[2], sums[3]}; }
+
     // The k-tiles of the rest are numbered 0 ... rest_steps() - 1.
     DEVICE int64_t rest_steps() const { return int64_t(tiles - whole) * steps; }
     // The first k-tile of sharer `block`.

@@ -1,16 +1,17 @@
-// untile_scales: the scales of the weights of experts row by row, from tiles of 128 rows and 4 columns.
+// untile_scales: converts the scales of expert weights from tiles of 128 rows and 4 columns to row-major order.
 //
-//     scales[e, r, g] = tiled[e, t(r, g)]    t(r, g) = (r / 128 * (columns / 4) + g / 4) * 512 + r % 32 * 16 + r / 32 % 4 * 4 + g % 4
+//     scales[e, r, g] = tiled[e, t(r, g)]
+//     t(r, g) = (r / 128 * (columns / 4) + g / 4) * 512 + r % 32 * 16 + r / 32 % 4 * 4 + g % 4
 //
-// Expert e is left out if problem_sizes[e] = (rows, n, K) or (n, rows, K) has no rows. A thread has the four columns of a
-// row of a tile, which are neighbours there, too.
+// Expert e is skipped if problem_sizes[e], (rows, n, K) or (n, rows, K), has no rows. A thread takes the four columns
+// of a row of a tile, which are adjacent in both.
 //
 // Constants
-//     ACCESS    scales in one memory access, at most 4
+//     ACCESS    scales in one access to tiled, at most 4
 
 #include "vec.cuh"
 
-constexpr int COLUMNS = 4;  // of a tile
+constexpr int COLUMNS = 4;  // columns of a tile
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 untile_scales(uint8_t* scales,               // [num_experts, n, groups]

@@ -12,7 +12,7 @@
 #include "group_scale.cuh"
 #include "mma.cuh"
 
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
 constexpr bool IS_THREE = BITS == 3;  // 3-bit quants: 32 of a column share three words
 constexpr bool IS_SPARSE = LAYOUT == layout_marlin_24;
@@ -23,21 +23,21 @@ constexpr int AWQ_WORDS = TILE_N / 64;  // adjacent words of an AWQ row that a l
 // Rows of the weight per stored row: 2 with 2:4 sparsity, where metadata gives the rows (sparse_24_metadata.cuh).
 constexpr int SPREAD = IS_SPARSE ? 2 : 1;
 constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
-constexpr int PRODUCTS = UNIT_K / 16;                                                      // of 16 rows, for a unit
-constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // of 8 rows of a
-constexpr int A_CHUNKS = STEP_K / 8;                                                       // of 16 bytes, of a row of a
-constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // of a step
+constexpr int PRODUCTS = UNIT_K / 16;                                                      // MMAs along K of a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // blocks of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                       // 16-byte chunks of a row
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // groups of a k-tile
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
-constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // of a warp
-constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // of a step
+constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // bytes of a unit of a warp
+constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // bytes of a k-tile
 // A stage in shared memory: rows of a, scales of the groups, zero points, quants (unless HELD in registers), 2:4
 // metadata.
-constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
+constexpr int QUANTS_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
 constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // bytes of one cp.async of scales or zero points
-constexpr int PLACES_AT = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
+constexpr int PLACES_AT = QUANTS_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
 // Whether the epilogue needs the sum of each row of a over K, to apply zero points or offsets.
-constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
+constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || quants_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 constexpr bool IS_MARLIN = LAYOUT == layout_marlin || IS_SPARSE;
 // Whether quants are stored in tiles, so that the columns of a fragment are adjacent.
@@ -154,11 +154,11 @@ struct Unit {
         }
     }
 
-    // Row pair q of column (tile, h) in MMA `product`: codes_t::raw, times `factor` of the tile. IS_SPARSE: the pair of
-    // stored quants, independent of q.
-    static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
+    // Row pair q of column (tile, h) in MMA `product`: quants_t::raw, times `factor` of the tile. IS_SPARSE: the pair
+    // of stored quants, independent of q.
+    static constexpr bool IN_PLACE = LAYOUT == layout_awq && quants_t::IS_HALF;
     static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
-    DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
+    DEVICE uint32_t pair(const quants_t& decode, int product, int tile, int h, int q, int term) const {
         if constexpr (IS_SPARSE) {
             if constexpr (BITS == 4) return decode.raw(words[product / 2 * 4 + tile], 2 * h + product % 2, term);
             else return decode.raw(words[2 * tile + h], product % 2, term);
@@ -235,7 +235,7 @@ struct Rows {
 #pragma unroll
             for (int j = 0; j < 4; ++j) b[j / 2 % PRODUCTS][0][j % 2] = words[j];
         } else {
-            constexpr int PAIRS = UNIT_K / 8;  // words of a of a lane
+            constexpr int PAIRS = UNIT_K / 8;  // words of a that a lane holds
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 uint32_t words[PAIRS];
@@ -268,7 +268,7 @@ struct Rows {
 };
 
 // Per-column factors of a group, for a lane's columns: `scales` multiply the accumulators over the group, `shifts`
-// (zero points and offsets, scaled) the sums of the rows of a over it. Both leave out codes_t::RAW_FACTOR.
+// (zero points and offsets, scaled) the sums of the rows of a over it. Both leave out quants_t::RAW_FACTOR.
 struct Terms {
     float scales[TILES][2], shifts[TILES][2];
 
@@ -338,7 +338,7 @@ struct Terms {
                 // The lower half of a word has the even columns.
                 point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
             }
-            const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
+            const float offset = 8388608.0f - ZERO_POINT - quants_t::RAW_OFFSET;
             float zero = __uint_as_float(point) - offset;
             if constexpr (ZERO_FLOATS) zero += shifts[tile][h];
             if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;

@@ -56,10 +56,10 @@ constexpr int CONSUMER_WARPS = 8, ROW_BYTES = 128, TILE_K = BOXES * ROW_BYTES / 
 constexpr int PRODUCT_K = 32 / sizeof(scalar_t);                   // K of one WGMMA, in rows of w
 constexpr int PRODUCTS = TILE_N / 128, PARTS = BOXES * 4 / CHUNK;  // WGMMAs along N of a warpgroup; parts of a k-tile
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < TILE_K ? TILE_K / GROUP_SIZE : 1;  // groups of a k-tile
-constexpr int BOX_BYTES = TILE_M * ROW_BYTES, A_BYTES = BOXES * BOX_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
+constexpr int BOX_BYTES = TILE_M * ROW_BYTES, A_BYTES = BOXES * BOX_BYTES, QUANT_BYTES = TILE_K * TILE_N * BITS / 8;
 constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * (IS_TABLE ? 8 : sizeof(scale_t)) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? GROUPS * TILE_N * 2 : 0;
-constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
+constexpr int LOAD_BYTES = A_BYTES + QUANT_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
 constexpr bool TMA_STORE = TILE_M > 64 && !GROUPED;  // an expert's rows are scattered over out
 // Large accumulators: a whole producer warpgroup is launched, to give its registers to the consumers (setmaxnreg).
@@ -79,14 +79,14 @@ static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 
 static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
 static_assert((SPLITS == 1 || !TMA_STORE) && !GATED && BIAS <= 1 && AZP == 0);
 
-using code_t = conditional_t<IS_TABLE, TableCode, Code>;
+using lane_quants_t = conditional_t<IS_TABLE, TableQuants, LaneQuants>;
 using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
-constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : codes_t::SUM_FACTOR;
+constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : quants_t::SUM_FACTOR;
 using cluster_sums_t = ClusterSums<float, SPLITS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS * NEIGHBOURS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / NEIGHBOURS x TILE_K, swizzled
-             const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a k-tile of TILE_N columns
+             const __grid_constant__ TensorMap quants_map,  // packed_weight.cuh, boxes of a k-tile of TILE_N columns
              const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of GROUPS x TILE_N
              const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of TILE_N columns
              const __grid_constant__ TensorMap out_map,     // [M, N], boxes of 16 x 16 * PRODUCTS, swizzled
@@ -147,13 +147,14 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
-                code_t::load(to + A_BYTES, &codes_map, ring.full(), expert * num_k_tiles + k_tile, first_column);
+                lane_quants_t::load(to + A_BYTES, &quants_map, ring.full(), expert * num_k_tiles + k_tile,
+                                    first_column);
                 for (int i = 0; i < BOXES; ++i) {
                     load_rows<NEIGHBOURS, TILE_M, ROW_BYTES>(to + i * BOX_BYTES, &a_map, ring.full(), cluster_rank,
                                                              k_tile * TILE_K + i * (TILE_K / BOXES), first_row);
                 }
                 const int group = expert * int(groups) + (GROUP_SIZE > 0 ? k_tile * TILE_K / max(1, GROUP_SIZE) : 0);
-                to += A_BYTES + CODE_BYTES;
+                to += A_BYTES + QUANT_BYTES;
                 if constexpr (HAS_SCALES) tma_load(to, &scales_map, ring.full(), first_column, group);
                 to += SCALE_BYTES;
                 if constexpr (ADDED || ZERO_FLOATS) tma_load(to, &zeros_map, ring.full(), first_column, group);
@@ -171,7 +172,7 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
     const auto column_of = [&](int of_warp, int product, int h) {
         return (of_warp * PRODUCTS + product) * 16 + h * 8 + lane / 4;
     };
-    const codes_t decode;
+    const quants_t decode;
     Place places[PRODUCTS][2];
 #pragma unroll
     for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
@@ -193,11 +194,11 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
         for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
             const uint8_t* from = shared + ring.stage * STAGE_BYTES;
             const uint64_t a = make_smem_desc(from);
-            const uint8_t* const codes = from + A_BYTES;
-            code_t code[2][CHUNK][PRODUCTS];
+            const uint8_t* const quants = from + A_BYTES;
+            lane_quants_t words[2][CHUNK][PRODUCTS];
             const auto read = [&](int part) {
 #pragma unroll
-                for (int i = 0; i < CHUNK; ++i) code_t::read(code[part % 2][i], codes, part * CHUNK + i, warp);
+                for (int i = 0; i < CHUNK; ++i) lane_quants_t::read(words[part % 2][i], quants, part * CHUNK + i, warp);
             };
             sync_warp();  // all lanes have read the previous stage, which this k-tile releases
             ring.wait();
@@ -217,7 +218,7 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
                         const int group = slice * GROUPS * PRODUCT_K / TILE_K;
 #pragma unroll
                         for (int j = 0; j < PRODUCTS * 2; ++j) {
-                            group_params[j / 2][j % 2].load(codes + CODE_BYTES, SCALE_BYTES, group,
+                            group_params[j / 2][j % 2].load(quants + QUANT_BYTES, SCALE_BYTES, group,
                                                             places[j / 2][j % 2]);
                         }
                     }
@@ -226,7 +227,7 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
 #pragma unroll
                         for (int l = 0; l < 4; ++l) {
                             operands[i][j][l] =
-                                group_params[j][l % 2].weight(decode, code[part % 2][i][j], l % 2, l / 2);
+                                group_params[j][l % 2].weight(decode, words[part % 2][i][j], l % 2, l / 2);
                         }
                     }
                 }

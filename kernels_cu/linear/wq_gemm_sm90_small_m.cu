@@ -5,7 +5,7 @@
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to sum_k a[m, k] * w[k, n], in float32
 //
 // The kernel is bound by the bandwidth of reading the quants. Operands are swapped (swap-AB): 64 columns of w are the M
-// of a WGMMA, read from registers, and 16 rows of a are its N. The MMAs take raw quants (Codes::raw); scales and zero
+// of a WGMMA, read from registers, and 16 rows of a are its N. The MMAs take raw quants (Quants::raw); scales and zero
 // points are applied to the accumulators of a k-tile and to the sums of the rows of a.
 //
 // A CTA has a tile of 16 rows and 256 columns of out; a k-tile is 128 rows of w. One producer thread runs up to STAGES
@@ -22,9 +22,9 @@
 #include "wgmma.cuh"
 
 constexpr int TURNS = 4, CONSUMER_WARPS = 4 * TURNS, NUM_THREADS = 32 * (CONSUMER_WARPS + 4), BLOCK_N = 4 * TILE_N;
-constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns of a
-constexpr int CODE_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_CODES_AT = BOXES * BOX_BYTES;
-constexpr int SCALES_AT = BLOCK_CODES_AT + CODE_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
+constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // TMA boxes of 64 columns of a
+constexpr int QUANT_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_QUANTS_AT = BOXES * BOX_BYTES;
+constexpr int SCALES_AT = BLOCK_QUANTS_AT + QUANT_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
 constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
 constexpr int SLICES = STEP_K / 16, SUMS = TILE_M / 2;  // WGMMAs along K of a k-tile; accumulators of a lane in one
 constexpr int FOURS = TILES * SUMS / 4;                 // float4s of a lane's accumulators
@@ -41,19 +41,19 @@ static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0),
 struct Step {
     const uint8_t* data;
 
-    // Words of a unit that are of slice number `slice` of 16 rows. Of layout_exllama, those of two products side by
-    // side, from number `first` on: a word has eight rows of a column, of which four lanes have a pair each.
+    // Reads the lane's words of k-slice `slice` (16 rows). layout_exllama: only those of WGMMA `first` and the next;
+    // a word has eight rows of a column, a pair for each of four lanes.
     DEVICE void read(Unit& unit, int slice, int first) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
         uint32_t* const words = unit.words + slice % PRODUCTS * 4;
-        const uint8_t* const codes = data + BLOCK_CODES_AT;
+        const uint8_t* const quants = data + BLOCK_QUANTS_AT;
         if constexpr (LAYOUT == layout_marlin) {
             const auto run = Vec<uint32_t, 4>::load(
-                reinterpret_cast<const uint32_t*>(codes + slice * (4 * 512) + (warp * 32 + lane) * 16));
+                reinterpret_cast<const uint32_t*>(quants + slice * (4 * 512) + (warp * 32 + lane) * 16));
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[i] = run.data[i];
         } else if constexpr (LAYOUT == layout_exllama) {
-            const uint8_t* const columns = codes + slice * (2 * BLOCK_N * 4) + (warp * TILE_N + 4 * g + first) * 4;
+            const uint8_t* const columns = quants + slice * (2 * BLOCK_N * 4) + (warp * TILE_N + 4 * g + first) * 4;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const auto run = Vec<uint32_t, 2>::load(
@@ -62,31 +62,31 @@ struct Step {
                 for (int j = 0; j < 2; ++j) unit.words[i * 2 + j] = run.data[j] >> 4 * t;
             }
         } else {
-            // Rows of the block's columns are 128 bytes, swizzled as long; a lane has the eight columns of a word.
+            // A row of the CTA's columns is 128 bytes, in the 128-byte swizzle; a lane reads a word, eight columns.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i / 2 * 8 + 2 * t + i % 2;
-                words[i] = *reinterpret_cast<const uint32_t*>(codes + slice * (16 * 128) +
+                words[i] = *reinterpret_cast<const uint32_t*>(quants + slice * (16 * 128) +
                                                               swizzle_128b(row, warp * 32 + g * 4));
             }
         }
     }
-    // Pair q of rows of column h of a product.
-    static DEVICE uint32_t pair(const Unit& unit, const codes_t& decode, int slice, int product, int h, int q) {
+    // Row pair q of column h of WGMMA `product`.
+    static DEVICE uint32_t pair(const Unit& unit, const quants_t& decode, int slice, int product, int h, int q) {
         if constexpr (LAYOUT == layout_exllama) return decode.raw(unit.words[(2 * q + h) * 2 + product % 2], 0, 0);
         else return unit.pair(decode, slice % PRODUCTS, product, h, q, 0);
     }
-    // Rows of a that meet a slice, as the first operand of mma.sync.
+    // Reads the rows of a in k-slice `slice` as the A fragment of mma.sync.
     DEVICE void read(uint32_t (&rows)[4], int slice) const {
         const int lane = threadIdx.x % 32;
         ldmatrix<4>(rows, data + slice / 4 * BOX_BYTES + swizzle_128b(lane % 16, slice % 4 * 32 + lane / 16 * 16));
     }
 };
 
-// Where the box of codes of a step is in the tensor.
-struct CodesBox {
+// The coordinates of the TMA box with the quants of a k-tile.
+struct QuantsBox {
     int x, y, z;
-    DEVICE CodesBox(int step, int first_column)
+    DEVICE QuantsBox(int step, int first_column)
         : x(LAYOUT == layout_marlin    ? 0
             : LAYOUT == layout_exllama ? first_column
                                        : first_column / 8),
@@ -96,24 +96,24 @@ struct CodesBox {
           z(LAYOUT == layout_marlin ? step * SLICES : 0) {}
 };
 
-// Of the block's first steps, as many as there are stages.
-DEVICE void prefetch_codes(const TensorMap* codes_map, int64_t m, int64_t k) {
+// Prefetches the quants of the CTA's first STAGES k-tiles.
+DEVICE void prefetch_quants(const TensorMap* quants_map, int64_t m, int64_t k) {
     const int rows = int((m + TILE_M - 1) / TILE_M), step = int(threadIdx.x);
-    const CodesBox box(step, blockIdx.x / rows * BLOCK_N);
-    if (step < STAGES && int64_t(step) * STEP_K < k) tma_prefetch(codes_map, box.x, box.y, box.z);
+    const QuantsBox box(step, blockIdx.x / rows * BLOCK_N);
+    if (step < STAGES && int64_t(step) * STEP_K < k) tma_prefetch(quants_map, box.x, box.y, box.z);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x 64, swizzled
-    const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a step of BLOCK_N columns
+    const __grid_constant__ TensorMap quants_map,  // packed_weight.cuh, boxes of a k-tile of BLOCK_N columns
     const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of 1 x BLOCK_N
-    const __grid_constant__ TensorMap zeros_map,   // [groups, N] or words of codes, boxes of as many columns
+    const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of BLOCK_N columns
     out_t* out,                                    // [M, N]
     const a_scale_t* a_scales,                     // [M] or [1]
     const b_scale_t* b_scales,                     // [N] or [1]
     const out_t* bias,                             // [N]
     int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step) {
-    prefetch_codes(&codes_map, m, k);
+    prefetch_quants(&quants_map, m, k);
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     float4* const exchanged =
@@ -133,14 +133,14 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 uint8_t* const to = shared + ring.stage * BLOCK_STAGE_BYTES;
                 uint64_t* const full = ring.full();
                 mbarrier_arrive_expect_tx(full, LOAD_BYTES);
-                const CodesBox box(step, first_column);
-                tma_load(to + BLOCK_CODES_AT, &codes_map, full, box.x, box.y, box.z);
+                const QuantsBox box(step, first_column);
+                tma_load(to + BLOCK_QUANTS_AT, &quants_map, full, box.x, box.y, box.z);
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
                     tma_load(to + i * BOX_BYTES, &a_map, full, step * STEP_K + i * 64, first_row);
                 }
                 const int group = GROUP_SIZE > 0 ? step * STEP_K / max(1, GROUP_SIZE) : 0;
-                constexpr int ZERO_COLUMNS = ZERO_CODES ? 32 / BITS : 1;  // of an element
+                constexpr int ZERO_COLUMNS = ZERO_CODES ? 32 / BITS : 1;  // columns per tensor element
                 if constexpr (HAS_SCALES) tma_load(to + SCALES_AT, &scales_map, full, first_column, group);
                 if constexpr (ZERO_BYTES > 0) {
                     tma_load(to + ZEROS_AT, &zeros_map, full, first_column / ZERO_COLUMNS, group);
@@ -154,7 +154,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const int turn = warp / 4;
     const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
-    const codes_t decode;
+    const quants_t decode;
     const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[2] = {one, one};
     float totals[TILES][SUMS] = {};
     ring.skip(turn);
@@ -162,7 +162,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         const Step step{shared + ring.stage * BLOCK_STAGE_BYTES};
         float sums[TILES][SUMS];
         uint32_t operands[2][TILES / 2][4], rows_of_a[4];
-        float of_rows[4] = {};  // sums of rows g and g + 8 of a, twice each
+        float of_rows[4] = {};  // sums of rows g and g + 8 of a, each twice
         Unit unit;
         ring.wait();
         if (!BY_HALVES) step.read(unit, 0, 0);
@@ -177,7 +177,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                     operands[half][i / 4][i % 4] =
                         Step::pair(unit, decode, slice, half * (TILES / 2) + i / 4, i % 2, i / 2 % 2);
                 }
-                // On their way beside products.
+                // These loads overlap with the WGMMAs.
                 if (half == 1 && slice + 1 < SLICES && !BY_HALVES) step.read(unit, slice + 1, 0);
                 if (half == 1 && HAS_SHIFTS) step.read(rows_of_a, slice);
 #pragma unroll
@@ -190,17 +190,17 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 }
                 warpgroup_commit_batch();
                 if (half == 1 && HAS_SHIFTS) mma_m16n8k16<scalar_t>(of_rows, rows_of_a, ones);
-                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                warpgroup_wait<1>();  // for the previous WGMMAs: their operands are rewritten next
             }
         }
         const uint8_t* const of_group = step.data + SCALES_AT;
         Terms terms;
         terms.load(of_group + warp % 4 * SCALE_BYTES, of_group + 4 * SCALE_BYTES + warp % 4 * ZERO_BYTES);
-        float row_sums[2][2] = {};  // of the lane's rows 2t and 2t + 1, and those eight rows on
+        float row_sums[2][2] = {};  // for the lane's rows 2t and 2t + 1, and for rows 8 further
 #pragma unroll
         for (int i = 0; i < 4 && HAS_SHIFTS; ++i) {
             row_sums[i / 2][i % 2] =
-                shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4) * (1.0f / codes_t::RAW_FACTOR);
+                shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4) * (1.0f / quants_t::RAW_FACTOR);
         }
         warpgroup_wait<0>();
 #pragma unroll
@@ -216,7 +216,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         }
     }
 
-    // The first warpgroup adds up what the others leave.
+    // The first warpgroup adds the accumulators that the others write.
     if (turn > 0) {
 #pragma unroll
         for (int i = 0; i < FOURS; ++i) {
@@ -236,8 +236,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         to[2] += four.z;
         to[3] += four.w;
     }
-    // A lane has four rows of eight columns, RUN of which lie side by side: number `at` is of product and half
-    // (at / 2, at % 2), of layout_exllama (at % 4, at / 4). What belongs to a run of columns is loaded once.
+    // A lane has four rows of eight columns, and RUN of the columns are adjacent. Column `at` belongs to WGMMA at / 2,
+    // half at % 2; with layout_exllama to WGMMA at % 4, half at / 4. The epilogue operands of a run are loaded once.
     constexpr int RUN = LAYOUT == layout_awq ? 8 : LAYOUT == layout_exllama ? 4 : 1;
     const auto product_of = [](int at) { return LAYOUT == layout_exllama ? at % 4 : at / 2; };
     const auto half_of = [](int at) { return LAYOUT == layout_exllama ? at / 4 : at % 2; };
@@ -257,7 +257,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
 #pragma unroll
             for (int j = 0; j < RUN; ++j) {
                 const float sum = totals[product_of(i + j)][of_row / 2 * 4 + half_of(i + j) * 2 + of_row % 2];
-                const float x = epilogue.value(row_scale, columns[j], sum * codes_t::RAW_FACTOR);
+                const float x = epilogue.value(row_scale, columns[j], sum * quants_t::RAW_FACTOR);
                 run.data[j] = from_float<out_t>(ACTIVATION<out_t>(x));
             }
             if (row < m && column_of(i) < n) run.store(out + row * out_stride + column_of(i));

@@ -1,26 +1,27 @@
-// wq_grouped_gemm_cdna: rows times the weights of their experts, whose codes lie along K and become numbers in shared
-// memory: by product.cuh, on AMD.
+// wq_grouped_gemm_cdna: the weight-only quantized grouped GEMM for MoE on AMD, by product.cuh. Weights are packed along
+// K and dequantized to shared memory.
 //
-//     w[e, r, k] = T(scale[e, r, g] * (code[e, r, k] - zero[e, r, g]))   rounded once; g = k / GROUP_SIZE    T: scalar_t
-//     sum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     w[e, r, k] = T(scale[e, r, g] * (quant[e, r, k] - zero[e, r, g])), rounded once; g: k / GROUP_SIZE; T: scalar_t
+//     accum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// Blocks: a block takes a tile of PLACES places of the lists and TILE_N rows of w. blockIdx.x counts tiles, those of the
-// same rows of w one after another; blocks for tiles that there are not come last, and end at once.
+// Blocks: a block takes a tile of PLACES slots of the lists and TILE_N rows of w. blockIdx.x counts tiles, down the
+// slots for the same rows of w first; blocks past the last tile exit at once.
 //
-// Steps: the block goes through K in steps of 64, whose codes become numbers in shared memory (packed_steps.cuh).
+// K-tiles: the block goes through K in k-tiles of 64 elements, which it dequantizes to shared memory
+// (packed_steps.cuh).
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their ups;
-// GATED 2: a gate and its up. Either way one thread has both.
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their
+// ups; GATED 2: a gate and its up. Either way one thread has both.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm_sm90.cu
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
 //     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, ZERO_CODES, ZERO_POINT, GROUP_SIZE, WHOLE_STEPS, IN_PAIRS    of the
-//                   weights, of layout_rows: packed_tile.cuh
+//                   weights, with layout_rows: packed_tile.cuh
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
-//     PLACES        places of a tile: TILE_M, or less where blocks of the lists have less
-//     DEPTH         steps that are on their way: packed_steps.cuh
+//     PLACES        slots of a tile: TILE_M, or less if blocks of the lists are smaller
+//     DEPTH         k-tiles in flight: packed_steps.cuh
 
 #include "grouped_tile.cuh"
 #include "packed_steps.cuh"
@@ -30,9 +31,9 @@ static_assert(!A_SCALES && PLACES <= TILE_M);
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
                      const scalar_t* a,                   // [num_rows / top_k, K]
-                     const uint32_t* codes,               // [E, b_rows, K * BITS / 32]
+                     const uint32_t* quants,              // [E, b_rows, K * BITS / 32]
                      const scale_t* scales,               // [E, b_rows, groups]
-                     const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; two of 4 bits in a byte
+                     const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; with 4 bits two per byte
                      const int32_t* sorted_token_ids,     // [max_tiles * PLACES] at least
                      const int32_t* expert_ids,           // [max_tiles / block_tiles] at least
                      const int32_t* num_tokens_post_pad,  // one element
@@ -44,7 +45,7 @@ wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
                      int64_t b_scale_expert_step, int64_t b_scale_step) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ int rows_of_tile[TILE_M];  // -1 for none
+    __shared__ int rows_of_tile[TILE_M];  // -1: padding
     const ExpertTiles<PLACES> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                     block_tiles, max_tiles);
     const int b_rows = int(GATED ? 2 * n : n);
@@ -66,7 +67,7 @@ wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
     const auto b_row_of = [&](int local) { return expert_row(first_column, local, int(n), b_rows); };
     const auto a_row = [&](int local) { return a + int64_t(max(rows_of_tile[local], 0) / int(top_k)) * a_stride; };
     const auto existing_row = [&](int local) { return uint32_t(min(b_row_of(local), b_rows - 1)); };
-    const PackedMatrix weight{codes + expert * b_rows * (k * BITS / 32),
+    const PackedMatrix weight{quants + expert * b_rows * (k * BITS / 32),
                               HAS_SCALES ? scales + expert * b_rows * groups : scales,
                               ZERO_CODES ? zeros + expert * b_rows * BITS / 8 * groups : zeros,
                               b_rows,

@@ -1,52 +1,54 @@
-// wq_grouped_gemm_sm80: few rows times the weights of their experts, whose codes lie along K: by mma.sync, sm_80 and later.
+// wq_grouped_gemm_sm80: the weight-only quantized grouped GEMM for MoE with small M, by mma.sync: sm_80 and later.
+// Weights are packed along K.
 //
-//     w[e, r, k] = T(scale[e, r, g] * (code[e, r, k] - zero[e, r, g]))   rounded once; g = k / GROUP_SIZE    T: scalar_t
-//     sum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     w[e, r, k] = T(scale[e, r, g] * (quant[e, r, k] - zero[e, r, g])), rounded once; g: k / GROUP_SIZE; T: scalar_t
+//     accum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// Each code is copied once from global memory, by the lane that multiplies it. Rows of w are the first operand
-// of products, so that a fragment has 16 of them and eight rows of a.
+// Each quant is copied once from global memory, by the lane that multiplies it. Operands are swapped (swap-AB): 16 rows
+// of w are the M of an MMA, 8 rows of a its N.
 //
-// Mapping: a block has TILE_M places of the lists and ROWS rows of w, blockIdx.x counts such tiles, those of the same rows
-// of w one after another. Its WARPS warps share K; their sums are added up in a fixed order. A warp goes through its part
-// in steps of 64 bytes of each row of w, of which lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment.
-// Products take elements of K in any order, so codes are paired as a word has them, and rows of a likewise. Codes and rows
-// of a come to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead; scales and zero points are loaded
-// a step ahead, or, where the four lanes of a row have one group in a step, by each of these lanes for one of four steps,
-// four steps ahead. Warps do not wait for each other before the end.
+// Mapping: a block has TILE_M slots of the lists and ROWS rows of w. blockIdx.x counts such tiles, down the slots for
+// the same rows of w first. The block's WARPS warps share K; their accumulators are reduced in a fixed order. A k-tile
+// of a warp is 64 bytes of each row of w: lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment. The
+// order of K within an MMA is free, so quants are paired as they lie in a word, and elements of a to match. cp.async
+// brings quants and rows of a to the warp's part of shared memory, STAGES - 1 k-tiles ahead. Scales and zero points are
+// loaded to registers a k-tile ahead. If the four lanes of a row have one group in a k-tile (IN_TURN), each of them
+// loads for one of four k-tiles, four k-tiles ahead. Warps do not synchronise before the reduction.
 //
-// With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
+// GATED: rows g of a fragment are gates and rows g + 8 their ups, so that one thread has both.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm_sm90.cu
-//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; GROUP_SIZE is a multiple of
-//                   the elements that a lane has in a step
-//     TILE_M        places of a tile: 8 or 16
-//     WARPS         of a block
-//     WHOLE_STEPS   whether a step divides K
-//     STAGES        steps that are in shared memory or on the way there
-//     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh; GROUP_SIZE is a
+//                   multiple of the elements that a lane has of a row in a k-tile
+//     TILE_M        slots of a tile: 8 or 16
+//     WARPS         warps of a block
+//     WHOLE_STEPS   whether K is a multiple of the k-tile
+//     STAGES        k-tiles in shared memory, those in flight among them
+//     MIN_BLOCKS    blocks per SM that the registers must allow
 
 #include "async.cuh"
-#include "coded_weight.cuh"
+#include "quantized_weight.cuh"
 #include "grouped.cuh"
 #include "mma.cuh"
 
 using four_t = Vec<uint32_t, 4>;
 using sums_t = Vec<float, 4>;
 constexpr int NUM_THREADS = WARPS * 32;
-constexpr int FRAGMENTS = 4, ROWS = FRAGMENTS * 16, OUT_N = GATED ? ROWS / 2 : ROWS;  // of w, and columns of out
-constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K / 4;   // of a row of w
+constexpr int FRAGMENTS = 4, ROWS = FRAGMENTS * 16, OUT_N = GATED ? ROWS / 2 : ROWS;  // rows of w, columns of out
+constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K / 4;   // of a row of w, of a lane
 constexpr int WORDS = 4, PRODUCTS = STEP_K / 16, WORD_PRODUCTS = PRODUCTS / WORDS;    // of a lane's 16 bytes
 constexpr int ROW_TILES = TILE_M / 8;
-constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;  // of 16 bytes, of a row of a
+constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;  // 16-byte chunks of a row of a
 constexpr int A_BYTES = TILE_M * CHUNKS * 16, STAGE_BYTES = A_BYTES + ROWS * STEP_BYTES;
-constexpr int COPIES = TILE_M * CHUNKS / 32;  // of a lane, of rows of a
+constexpr int COPIES = TILE_M * CHUNKS / 32;  // of rows of a, per lane and k-tile
 constexpr int SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
-// Whether lanes load the terms of groups for each other, and of how many steps terms are loaded at once.
+// IN_TURN: whether the four lanes of a row load scales and zero points for each other. TERM_STEPS: k-tiles of one such
+// load.
 constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
 constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
 static_assert(TILE_M == 8 || TILE_M == 16);
@@ -55,7 +57,8 @@ static_assert(!A_SCALES && is_same<scalar_t, out_t>);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
-// Where a chunk of a row of a lies in a stage: the eight chunks that lanes read together are on different banks.
+// The offset of a chunk of a row of a in a stage, swizzled so that the eight chunks that lanes read together are on
+// different banks.
 DEVICE int chunk_place(int row, int chunk) {
     const int of_lane = chunk % LANE_CHUNKS, t = chunk / LANE_CHUNKS;
     return (row * CHUNKS + ((of_lane * 4 + t) ^ (row & 1) << 2)) * 16;
@@ -64,9 +67,9 @@ DEVICE int chunk_place(int row, int chunk) {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                      const scalar_t* a,                   // [num_rows / top_k, K]
-                     const uint8_t* codes,                // [E, b_rows, K * BITS / 8]
+                     const uint8_t* quants,               // [E, b_rows, K * BITS / 8]
                      const scale_t* scales,               // [E, b_rows, groups]
-                     const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; two of 4 bits in a byte
+                     const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; with 4 bits two per byte
                      const int32_t* sorted_token_ids,     // [max_tiles * TILE_M] at least
                      const int32_t* expert_ids,           // [max_tiles / block_tiles] at least
                      const int32_t* num_tokens_post_pad,  // one element
@@ -78,13 +81,13 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                      int64_t b_scale_step) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ int row_ids[TILE_M];  // of out; -1 for none
-    __shared__ int a_rows[TILE_M];   // of a
+    __shared__ int row_ids[TILE_M];  // rows of out; -1: padding
+    __shared__ int a_rows[TILE_M];   // rows of a; -1: padding
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint8_t* const own = reinterpret_cast<uint8_t*>(memory) + warp * WARP_BYTES;
     const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                     block_tiles, max_tiles);
-    // Blocks for tiles that there are not come last, and end at once.
+    // Blocks past the last tile exit at once.
     const int tiles = max(lists.tiles, 1), tile = int(blockIdx.x % tiles);
     const int64_t first_column = int64_t(blockIdx.x / tiles) * OUT_N, b_rows = GATED ? 2 * n : n;
     if (lists.tiles == 0 || first_column >= n) return;
@@ -109,14 +112,14 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     const uint32_t groups = HAS_SCALES ? uint32_t((k + GROUP_SIZE - 1) / GROUP_SIZE) : 1;
     const int first_step = int(steps * warp / WARPS), last_step = int(steps * (warp + 1) / WARPS);
     const int64_t own_row = expert * b_rows + first_b_row;
-    const uint8_t* next = codes + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // of the next step
+    const uint8_t* next = quants + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // next k-tile
     const int64_t half_bytes = half_rows * row_bytes, fragment_bytes = FRAGMENT_ROWS * row_bytes;
     const scale_t* const own_scales = scales + (HAS_SCALES ? own_row * groups : 0);
-    // Zero points of 4 bits: rows that are 2 apart are neighbours.
+    // With 4 bits a byte has the zero points of two adjacent rows.
     constexpr int ZERO_ROWS = BITS == 4 ? 2 : 1;
     const uint8_t* const own_zeros = zeros + (HAS_ZEROS ? own_row / ZERO_ROWS * groups : 0);
 
-    const scalar_t* from[COPIES];  // of rows of a; null for none
+    const scalar_t* from[COPIES];  // rows of a; null: padding
 #pragma unroll
     for (int i = 0; i < COPIES; ++i) {
         const int row = a_rows[(i * 32 + lane) / CHUNKS];
@@ -127,7 +130,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
 #pragma unroll
         for (int i = 0; i < FRAGMENTS * 2; ++i) {
             cp_async_of_line(stage + A_BYTES + (i * 32 + lane) * 16,
-                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
+                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : quants, exists);
         }
         next += STEP_BYTES;
         const int64_t first = int64_t(step) * STEP_K;
@@ -139,7 +142,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                          copied);
         }
     };
-    uint32_t terms[FRAGMENTS][2], now[FRAGMENTS][2];  // of the steps from `step` on, and of those before
+    uint32_t terms[FRAGMENTS][2], now[FRAGMENTS][2];  // of the next k-tiles, and of the current ones
     const auto load_terms = [&](int step) {
         const int64_t first = IN_TURN ? int64_t(min(step + t, last_step - 1)) * STEP_K
                                       : int64_t(min(step, last_step - 1)) * STEP_K + t * LANE_K;
@@ -153,7 +156,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
         }
     };
 
-    const codes_t decode;
+    const quants_t decode;
     if (first_step < last_step) load_terms(first_step);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -165,8 +168,8 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
         cp_async_wait<STAGES - 2>();
-        sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
-        const int filled = stage == own ? STAGES - 1 : -1;  // from `stage` on
+        sync_warp();  // all lanes have copied this stage, and have read the one that is refilled now
+        const int filled = stage == own ? STAGES - 1 : -1;  // the stage to refill, from `stage` on
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, stage + filled * STAGE_BYTES);
         cp_async_commit();
         const int turn = (step - first_step) % TERM_STEPS;
@@ -181,7 +184,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
             const int row = i / LANE_CHUNKS * 8 + g, chunk = i % LANE_CHUNKS;
             const four_t x =
                 four_t::load(reinterpret_cast<const uint32_t*>(stage + chunk_place(row, t * LANE_CHUNKS + chunk)));
-            // Codes of a pair are 16 / BITS apart.
+            // The two quants of a pair are 16 / BITS elements of K apart.
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const uint32_t low = BITS == 4 ? x.data[j / 2] : x.data[j / 2 * 2];
@@ -192,7 +195,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
         }
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f) {
-            codes_t::Zero zero[2];
+            quants_t::Zero zero[2];
             pair_t scale[2];
             four_t words[2];
 #pragma unroll
@@ -200,7 +203,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                 const auto* const at = reinterpret_cast<const uint32_t*>(stage + A_BYTES);
                 words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
                 const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
-                zero[h] = codes_t::zero(own >> 16);
+                zero[h] = quants_t::zero(own >> 16);
                 scale[h].template word<2>(0) = pack_halves<false>(own, own);
             }
 #pragma unroll
@@ -220,13 +223,13 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }
 
-    // Each warp leaves its sums, then a thread adds up those of one lane and a fragment.
+    // Each warp writes its accumulators to shared memory, then a thread adds up those of one lane and one fragment.
     sync_warp();
 #pragma unroll
     for (int i = 0; i < FRAGMENTS * ROW_TILES; ++i) {
         sums_t four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::SUM_FACTOR;
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * quants_t::SUM_FACTOR;
         four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
     }
     __syncthreads();

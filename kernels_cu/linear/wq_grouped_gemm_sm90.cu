@@ -1,48 +1,52 @@
-// wq_grouped_gemm_sm90: rows times the weights of their experts, whose codes lie along K, on Hopper's tensor cores.
+// wq_grouped_gemm_sm90: the weight-only quantized grouped GEMM for MoE on Hopper's tensor cores (WGMMA, swap-AB,
+// weights from registers). Weights are packed along K.
 //
-//     sum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t    w: coded_weight.cuh
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     accum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t    w: quantized_weight.cuh
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// Operands are swapped: rows of w are the 64 rows of a wgmma, which come from registers, and places of the lists its TILE_M
-// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of these for each of eight warps. As many blocks as
-// the device holds take the tiles one after another; those of the same rows of w are neighbours. A step is TILE_K elements
-// of K, which are whole steps. One thread of a block loads, ahead by STAGES steps, codes and rows of a, the latter in the
-// order of places, as gather_expert_columns.cu leaves them. The warpgroups make numbers of the codes of CHUNK products
-// while the products before are computed.
+// Operands are swapped (swap-AB): 64 rows of w are the M of a WGMMA, read from registers, and TILE_M slots of the lists
+// its N. A tile is TILE_M slots and TILE_N rows of w, 16 * PRODUCTS of these for each of eight consumer warps. The
+// kernel is persistent: the grid is as many CTAs as the device holds at a time, and each takes tiles one after another;
+// tiles with the same rows of w are adjacent. A k-tile is TILE_K elements of K, and K is a multiple of it. One producer
+// thread per CTA runs up to STAGES k-tiles ahead: it loads quants, and rows of a in the order of the slots, as
+// gather_expert_columns.cu has written them. The consumers dequantize the operands of one part of a k-tile, CHUNK
+// WGMMAs deep in K, while the WGMMAs of the previous part run.
 //
-// Products take elements of K in any order. Lane 4g + t has the t-th quarter of a step of rows g and g + 8 of a fragment,
-// WORDS words of each, and pairs codes as a word has them, 4 apart; the gathered columns of a lie in that order (LANE_STEP
-// of gather_expert_columns.cu). So all that a lane has of a row in a step lies under one scale. Scales and zero points are
-// loaded ahead of their use: where a step has one group, by each of the four lanes of a row for one of four groups.
+// The order of K within a WGMMA is free. Lane 4g + t has the t-th quarter of a k-tile in rows g and g + 8 of a
+// fragment, WORDS words of each, and pairs quants as they lie in a word, 4 apart; the gathered columns of a are
+// permuted to match (LANE_STEP of gather_expert_columns.cu). So all quants of a lane in one row of a k-tile share a
+// scale. Scales and zero points are loaded ahead of their use; if a k-tile has one group (IN_TURN), each of the four
+// lanes of a row loads one of four groups.
 //
-// With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
+// GATED: rows g of a fragment are gates and rows g + 8 their ups, so that one thread has both.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm_sm90.cu
-//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; BITS is 4, HAS_SCALES true,
-//                   GROUP_SIZE a multiple of a quarter of TILE_K
-//     TILE_M        places of a tile: a multiple of 16, at most 256
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh; BITS is 4,
+//                   HAS_SCALES true, GROUP_SIZE a multiple of a quarter of TILE_K
+//     TILE_M        slots of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of w of a tile: 128 or 256
-//     TILE_K        elements of K of a step: 64 or 128
-//     STAGES        steps of K in shared memory
+//     TILE_K        elements of K of a k-tile: 64 or 128
+//     STAGES        k-tiles of the ring in shared memory
 
-#include "coded_weight.cuh"
+#include "quantized_weight.cuh"
 #include "pipeline.cuh"
 #include "grouped.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPS = 8;                                                 // that multiply
-constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;             // of rows of a, which are 128 bytes in each
-constexpr int CODE_ROW_BYTES = TILE_K / 2, WORDS = CODE_ROW_BYTES / 16;  // of a row of w in a step; of a lane in it
-constexpr int PRODUCTS = TILE_N / (16 * WARPS);                          // fragments of a warp
-constexpr int CHUNK = 2, PARTS = TILE_K / (16 * CHUNK);  // of a step, whose products are started together
+constexpr int WARPS = 8;                                                   // consumer warps
+constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;               // TMA boxes of a: 128 bytes of each row
+constexpr int QUANT_ROW_BYTES = TILE_K / 2, WORDS = QUANT_ROW_BYTES / 16;  // of a row of w in a k-tile; of a lane in it
+constexpr int PRODUCTS = TILE_N / (16 * WARPS);                            // WGMMAs of a warpgroup along the rows of w
+constexpr int CHUNK = 2, PARTS = TILE_K / (16 * CHUNK);  // depth of a part in WGMMAs; parts of a k-tile
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
-constexpr int A_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = A_BYTES + TILE_N * CODE_ROW_BYTES;
-// Where sums take many registers, those of a producing warpgroup go to the others.
+constexpr int A_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = A_BYTES + TILE_N * QUANT_ROW_BYTES;
+// Large accumulators: a whole producer warpgroup is launched, to give its registers to the consumers (setmaxnreg).
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
 constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
-// Whether lanes load the terms of groups for each other; of how many steps a group is, and terms are loaded at once.
+// IN_TURN: whether the four lanes of a row load scales and zero points for each other. GROUP_STEPS: k-tiles of a group;
+// TERM_STEPS: k-tiles of one load.
 constexpr bool IN_TURN = GROUP_SIZE % TILE_K == 0;
 constexpr int GROUP_STEPS = IN_TURN ? GROUP_SIZE / TILE_K : 1, TERM_STEPS = IN_TURN ? 4 * GROUP_STEPS : 1;
 static_assert(BITS == 4 && HAS_SCALES && !A_SCALES && !B_SCALES && is_same<scalar_t, out_t>);
@@ -51,16 +55,16 @@ static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 2
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K], boxes of TILE_M x 64, swizzled
-                     const __grid_constant__ TensorMap codes_map,  // [E * b_rows, K / 2], boxes of BOX_N x TILE_K / 2
-                     out_t* out,                                   // [num_rows, N]
-                     const scale_t* scales,                        // [E, b_rows, groups]
-                     const uint8_t* zeros,                         // [E, b_rows / 2, groups]; two in a byte
-                     const int32_t* sorted_token_ids,              // [max_tiles * TILE_M] at least
-                     const int32_t* expert_ids,                    // [max_tiles / block_tiles] at least
-                     const int32_t* num_tokens_post_pad,           // one element
-                     const float* topk_weights,                    // [num_rows]
-                     const out_t* bias,                            // [E, b_rows]
+wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K], boxes of TILE_M x 64, swizzled
+                     const __grid_constant__ TensorMap quants_map,  // [E * b_rows, K / 2], boxes of BOX_N x TILE_K / 2
+                     out_t* out,                                    // [num_rows, N]
+                     const scale_t* scales,                         // [E, b_rows, groups]
+                     const uint8_t* zeros,                          // [E, b_rows / 2, groups]; two per byte
+                     const int32_t* sorted_token_ids,               // [max_tiles * TILE_M] at least
+                     const int32_t* expert_ids,                     // [max_tiles / block_tiles] at least
+                     const int32_t* num_tokens_post_pad,            // one element
+                     const float* topk_weights,                     // [num_rows]
+                     const out_t* bias,                             // [E, b_rows]
                      int64_t num_rows, int64_t n, int64_t k, int64_t num_experts, int64_t block_tiles,
                      int64_t max_tiles, int64_t out_stride) {
     await_previous_kernel();
@@ -92,8 +96,8 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
                 mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
 #pragma unroll
                 for (int i = 0; i < HALVES; ++i) {
-                    tma_load(to + A_BYTES + i * BOX_N * CODE_ROW_BYTES, &codes_map, ring.full(), step * CODE_ROW_BYTES,
-                             first_b_row + i * int(n));
+                    tma_load(to + A_BYTES + i * BOX_N * QUANT_ROW_BYTES, &quants_map, ring.full(),
+                             step * QUANT_ROW_BYTES, first_b_row + i * int(n));
                 }
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
@@ -105,17 +109,17 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
     }
 
     if constexpr (MANY_SUMS) warpgroup_reg_alloc<232>();
-    // Row h * 8 + g of the warp's fragment f is row `first` + f * FRAGMENT_ROWS + h * half of the tile's in shared memory,
-    // and of the expert's likewise, with a distance of its own between the halves.
+    // Row h * 8 + g of the warp's fragment f is row own_row + f * FRAGMENT_ROWS + h * HALF of the tile in shared
+    // memory. In the expert's weight its distance between the halves is half_rows instead of HALF.
     constexpr int FRAGMENT_ROWS = GATED == 1 ? 8 : 16, HALF = GATED == 0 ? 8 : GATED == 1 ? BOX_N : 1;
     const int own_row = warp * PRODUCTS * FRAGMENT_ROWS + (GATED == 2 ? 2 * g : g);
     const uint32_t half_rows = GATED == 1 ? uint32_t(n) : HALF, groups = uint32_t(k) / GROUP_SIZE;
-    const codes_t decode;
+    const quants_t decode;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int row_tile = tile % lists.tiles, first_column = tile / lists.tiles * OUT_N;
         const int expert = expert_of(row_tile);
         if (expert < 0) continue;
-        // Terms of rows behind the last are those of the last; of a word two rows are neighbours.
+        // Rows past the last one use the scale and zero point of the last. A byte of zeros has two adjacent rows.
         uint32_t rows[PRODUCTS][2], terms[PRODUCTS][2];
         const scale_t* const expert_scales = scales + int64_t(expert) * b_rows * groups;
         const uint8_t* const expert_zeros = zeros + (HAS_ZEROS ? int64_t(expert) * b_rows / 2 * groups : 0);
@@ -139,7 +143,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
 
         float d[PRODUCTS][TILE_M / 2];
         uint32_t weights[2][CHUNK][PRODUCTS][4], now[PRODUCTS][2];
-        codes_t::Zero zero[PRODUCTS][2];
+        quants_t::Zero zero[PRODUCTS][2];
         pair_t scale[PRODUCTS][2];
         int previous = 0;
         for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -155,18 +159,18 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
                 for (int i = 0; i < PRODUCTS * 2; ++i) {
                     const uint32_t one = now[i / 2][i % 2], turn = step / GROUP_STEPS % 4;
                     const uint32_t own = IN_TURN ? shfl<32>(one, lane / 4 * 4 + turn) : one;
-                    zero[i / 2][i % 2] = codes_t::zero(own >> 16);
+                    zero[i / 2][i % 2] = quants_t::zero(own >> 16);
                     scale[i / 2][i % 2].template word<2>(0) = pack_halves<false>(own, own);
                 }
             }
-            sync_warp();  // lanes have read what they need of the stage before, which is released in this step
+            sync_warp();  // all lanes have read the previous stage, which this k-tile releases
             ring.wait();
-            Vec<uint32_t, WORDS> codes[PRODUCTS][2];
+            Vec<uint32_t, WORDS> quants[PRODUCTS][2];
 #pragma unroll
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const int row = own_row + i / 2 * FRAGMENT_ROWS + i % 2 * HALF;
-                codes[i / 2][i % 2] = Vec<uint32_t, WORDS>::load(
-                    reinterpret_cast<const uint32_t*>(from + A_BYTES + row * CODE_ROW_BYTES + t * WORDS * 4));
+                quants[i / 2][i % 2] = Vec<uint32_t, WORDS>::load(
+                    reinterpret_cast<const uint32_t*>(from + A_BYTES + row * QUANT_ROW_BYTES + t * WORDS * 4));
             }
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -174,9 +178,9 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
 #pragma unroll
                 for (int i = 0; i < CHUNK * PRODUCTS * 4; ++i) {
                     const int slice = i / (PRODUCTS * 4), j = i / 4 % PRODUCTS, h = i % 2;
-                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // of those of a lane in a row
+                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // index among the lane's pairs
                     operands[slice][j][i % 4] =
-                        weights_of(decode, codes[j][h].data[pair / 4], pair % 4, zero[j][h], scale[j][h]);
+                        weights_of(decode, quants[j][h].data[pair / 4], pair % 4, zero[j][h], scale[j][h]);
                 }
 #pragma unroll
                 for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
@@ -189,7 +193,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
                                             slice > 0 || step > 0);
                 }
                 warpgroup_commit_batch();
-                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                warpgroup_wait<1>();  // for the previous WGMMAs: their operands are rewritten next
                 if (part == 0) {
                     if (step > 0) ring.release(previous);
                     previous = ring.stage;
@@ -211,8 +215,8 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,      // [places, K
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
                 const int column = first_column + (warp * PRODUCTS + j) * (GATED ? 8 : 16) + g;
-                const float sums[2] = {d[j][i / 2 * 4 + i % 2] * codes_t::SUM_FACTOR,
-                                       d[j][i / 2 * 4 + 2 + i % 2] * codes_t::SUM_FACTOR};
+                const float sums[2] = {d[j][i / 2 * 4 + i % 2] * quants_t::SUM_FACTOR,
+                                       d[j][i / 2 * 4 + 2 + i % 2] * quants_t::SUM_FACTOR};
                 out_t* const to = out + id * out_stride + column;
                 if constexpr (GATED) {
                     if (column >= n) continue;

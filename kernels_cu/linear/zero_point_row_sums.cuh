@@ -8,7 +8,7 @@
 
 struct RowSums {
     static constexpr bool BY_TILES = Rows::BY_PRODUCT && ROW_TILES % 2 == 0;
-    // Not if a group may end between the two MMAs.
+    // Two MMAs of a unit make one sum, unless a group may end between them.
     static constexpr bool BY_PRODUCTS = !Rows::BY_PRODUCT && PRODUCTS % 2 == 0 && STEP_K / GROUPS % 32 == 0;
     static constexpr int COUNT = BY_TILES ? ROW_TILES / 2 : ROW_TILES;
     float sums[COUNT][4] = {};
@@ -41,7 +41,7 @@ struct RowSums {
             }
         }
     }
-    // Of row 2t + i of tile number `tile` of eight rows, for lane 4g + t. All lanes of the warp call.
+    // The sum of row 2t + i of the block `tile` of eight rows, for lane 4g + t. All lanes of the warp call.
     DEVICE float of(int tile, int i) const {
         if constexpr (!BY_TILES && !BY_PRODUCTS) return sums[tile][i];
         const auto& own = sums[BY_TILES ? tile / 2 : tile];

@@ -1,9 +1,10 @@
-// zero_rows: rows[m, n] = 0; and where lists of experts' rows are given whose blocks are to have more places,
+// zero_rows: clears rows, and pads the blocks of an expert's slot list to more slots if padded_ids is given.
 //
-//     padded_ids[b * padded_size + i] = sorted_token_ids[b * block_size + i], for i < block_size, else -1: no row
+//     rows[m, n] = 0
+//     padded_ids[b * padded_size + i] = sorted_token_ids[b * block_size + i], for i < block_size, else -1 (padding)
 //     padded_count = padded_size * (num_tokens_post_pad / block_size)
 //
-// A thread takes eight neighbours of all elements, and a place of the padded blocks.
+// A thread takes eight adjacent elements of rows, and one slot of padded_ids.
 //
 // Constants
 //     scalar_t      element type of rows

@@ -37,7 +37,7 @@ struct Total { float factor, own; };
 struct Channel {
     float rates[STATE_SIZE];        // A
     float h_before[STATE_SIZE];     // the states before the tile
-    Total totals[2][PARTS][GROUP];  // of the parts, and of every other group of states
+    Total totals[2][PARTS][GROUP];  // of every part, double-buffered over groups of states
 };
 
 // Waits for all threads of the channel. All threads of the block call.

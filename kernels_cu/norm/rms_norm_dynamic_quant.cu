@@ -3,7 +3,7 @@
 //     z = input[r, i] (+ residual[r, i]) in float32;  residual[r, i] = T(z)
 //     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight
 //     a = max |y| over the row, or over each group of GROUP_SIZE elements; at most *scale_ub
-//     s = max(a / largest code, smallest scale);  scale = s;  result[r, i] = code(y / s)
+//     s = max(a / largest value of code_t, smallest scale);  scale = s;  result[r, i] = code_t(y / s)
 //
 // ROW_THREADS threads share a row. The row stays in registers: first as z, then as y. A group lies within a warp, so
 // that with groups only the mean needs a barrier.

@@ -1,6 +1,6 @@
-"""What pyops raises. Every message names the op, the argument, what was expected and what came.
+"""The exceptions of pyops. Every message names the op, the argument, what was expected and what was given.
 
-The `args` of an error are those of its constructor, and `__str__` makes the message: so errors can be pickled.
+Errors can be pickled: their `args` are the constructor's arguments, and `__str__` formats the message.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class OpError(ValueError):
         return f"{self.op}: {self.argument}: {self.message}"
 
     def within(self, function: str, names: Mapping[str, str]) -> OpError:
-        """The error of a function that has called the op: `names` are what it calls the op's arguments."""
+        """This error as one of `function`, which called the op; `names` maps the op's argument names to its own."""
         return OpError(function, names.get(self.argument, self.argument), self.message)
 
 
 class MissingDependencyError(ImportError):
-    """A package that this call needs is not installed; the message holds the pip line that mends it."""
+    """A package that this call needs is not installed; the message holds the pip command that installs it."""
 
     def __init__(self, needed_for: str, package: str, extra: str) -> None:
         super().__init__(needed_for, package, extra)
@@ -42,7 +42,7 @@ class MissingDependencyError(ImportError):
 
 
 def pip_line(extra: str) -> str:
-    """The command that installs what the extra `extra` of pyops lists."""
+    """The pip command that installs pyops with the extra `extra`."""
     root = Path(__file__).parents[2]
     if (root / "pyproject.toml").exists():
         return f'pip install -e "{root}[{extra}]"'
@@ -50,11 +50,11 @@ def pip_line(extra: str) -> str:
 
 
 class SwitchError(ValueError):
-    """A switch of the environment holds what it may not."""
+    """An environment variable of pyops has an invalid value."""
 
 
 class CompileError(RuntimeError):
-    """A kernel source that its compiler refused."""
+    """A kernel that does not compile."""
 
     def __init__(self, kernel: str, constants: str, log: str) -> None:
         super().__init__(kernel, constants, log)
@@ -68,11 +68,11 @@ class CompileError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """The driver refuses what a first call needs, because a graph is being captured. `__cause__` is its error.
+    """During a stream capture the driver refused a step of an op's first call. `__cause__` is the driver's error.
 
     Attributes:
         op: the op, or the function, that was called.
-        refused: what the driver did not do, such as ``"load norm/rms_norm.cu"``.
+        refused: the step that the driver refused, such as ``"load norm/rms_norm.cu"``.
     """
 
     def __init__(self, op: str, refused: str) -> None:
@@ -101,7 +101,7 @@ class NotLoadedError(RuntimeError):
 
 
 class DeviceFault(RuntimeError):
-    """With PYOPS_SYNC=1: the op after which the device reported an error."""
+    """With PYOPS_SYNC=1: the device reported an error after this op."""
 
 
 class KernelFault(RuntimeError):
@@ -112,7 +112,7 @@ class KernelFault(RuntimeError):
         kernel: source file; constants: its specialisation.
         places: (file, line) in the sources, innermost first: an inlined function, then its call sites.
         file, line: the innermost of them; "" and 0 if unknown.
-        block, thread: indices (x, y, z); thread is None where no single one is to blame.
+        block, thread: indices (x, y, z); thread is None where the fault belongs to no single thread.
         message: what happened there.
     """
 
@@ -141,7 +141,8 @@ class KernelFault(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Ranks wait for a rank that has ended, does not come, or came to something else. `ranks` has its number."""
+    """Ranks waited for a rank that has ended, did not arrive in time, or arrived at another call. `ranks` has its
+    number."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message, tuple(ranks))
@@ -156,7 +157,7 @@ def called(places: Sequence[tuple[str, int]]) -> str:
     return ", called at ".join(f"{file}:{line}" for file, line in places)
 
 
-# Tracebacks show the public names.
+# Tracebacks show the public module name.
 for _error in (
     OpError,
     MissingDependencyError,

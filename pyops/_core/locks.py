@@ -1,4 +1,4 @@
-"""Locks that a forked child finds open: the threads that held them in the parent do not exist in the child."""
+"""Locks that are free in a forked child, where the threads that held them in the parent do not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _made: WeakSet[threading.Lock] = WeakSet()
 
 
 def new() -> threading.Lock:
-    """A lock that a fork opens in the child. What it guards must allow for work that was left half done."""
+    """A lock that is reset in a forked child. The state that it guards must tolerate a half-finished update."""
     lock = threading.Lock()
     _made.add(lock)
     return lock
@@ -22,7 +22,7 @@ def _open_all() -> None:
 
 
 def waiting() -> threading.RLock:
-    """A lock that a fork waits for: what it guards is whole in the child."""
+    """A lock that fork() acquires before it forks: the state that it guards is consistent in the child."""
     lock = threading.RLock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)

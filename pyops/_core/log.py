@@ -1,4 +1,4 @@
-"""What the library reports by stdlib logging: the logger ``pyops.compile``, below the library's own logger ``pyops``.
+"""Logging of compilation with the stdlib: the logger ``pyops.compile``, a child of the library's logger ``pyops``.
 
 At INFO it reports every kernel made ready, at WARNING a compile that still goes on after a second.
 """
@@ -16,7 +16,7 @@ from . import config
 library = logging.getLogger("pyops")
 compiling = logging.getLogger("pyops.compile")
 
-PATIENCE = 1.0  # seconds that a call may take before its user wonders why
+PATIENCE = 1.0  # seconds of waiting after which a warning says what the call waits for
 _thread = threading.local()
 
 
@@ -49,12 +49,10 @@ def ready(kernel: str, constants: str, target: str, how: str) -> None:
 @contextmanager
 def waiting(for_what: str) -> Iterator[None]:
     """Report `for_what` if the block takes longer than a second, while it goes on. Waits within it are not reported."""
-    if not getattr(_thread, "reports", True):
-        yield
-        return
     timer = threading.Timer(PATIENCE, compiling.warning, ("%s ...", for_what))
     timer.daemon = True
-    timer.start()
+    if getattr(_thread, "reports", True):
+        timer.start()
     try:
         with quietly():
             yield
@@ -74,5 +72,5 @@ def quietly() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Report no wait of this thread: it is part of a wait that another thread reports."""
+    """Suppress `waiting` in this thread: another thread reports the wait that it is part of."""
     _thread.reports = False

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from .._core import config
 from .._core.errors import pip_line
-from .._core.host.toolchain import toolchains
-from .._core.lazy import torch
-from .._core.op import registry
+from .._core.op.op import registry
+from .._core.system.lazy import torch
+from ..host.toolchain import toolchains
 from ..models import Config, Decoder, Engine, Output, Rope, SamplingParams
 from . import progress
 from .generate import run, usable_device

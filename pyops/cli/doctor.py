@@ -1,4 +1,4 @@
-"""What this machine has, what it lacks and how it can run ops. Every probe reports; none of them ends the command."""
+"""A report on this machine's hardware and libraries, and how it can run ops. All probes run, even if some fail."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from typing import Any
 
 import numpy
 
-from .. import __version__, axes
-from .._core import compiler, config, device, hiprtc, offline
+from .. import __version__, axes, offline
+from .._core import config
 from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
-from .._core.host import toolchain
-from .._core.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.op import registry
+from .._core.op.op import registry
+from .._core.system import device
+from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
+from .._core.text import compiler, hiprtc
+from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
-_TOLERANCE = 1e-5  # float32, values around 1
+_TOLERANCE = 1e-5  # tolerance of float32 results of magnitude 1
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok` is None for what is neither good nor bad; `mend` says what may help."""
+    """One line of the report. `ok` is None for plain information; `mend` says how to fix a problem."""
 
     name: str
     ok: bool | None
@@ -79,7 +81,7 @@ def _python() -> Finding:
 def _package(name: str, extra: Callable[[], str]) -> Callable[[], Finding]:
     def probe() -> Finding:
         try:
-            # By way of the lazy module: it makes CuPy's cache folder, or finds another one.
+            # Imported through the lazy proxy, which creates CuPy's cache folder or chooses another one.
             module = cupy if name == "cupy" else importlib.import_module(name)
             return Finding(name, True, module.__version__)
         except (MissingDependencyError, ModuleNotFoundError):
@@ -108,7 +110,7 @@ def _driver() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
+    assert cupy.__version__  # importing CuPy loads the NVRTC that it finds
     from cupy_backends.cuda.libs import nvrtc
 
     major, minor = nvrtc.getVersion()
@@ -133,7 +135,7 @@ def _devices() -> Finding:
     for index in range(count):
         at = device.get(index)
         name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
-        names.append(f"{index}: {name} {at.arch}, {at.multiprocessors} multiprocessors")
+        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs")
     return Finding("devices", True, "; ".join(names))
 
 
@@ -149,13 +151,13 @@ def _cache() -> Finding:
 
 
 def _switches() -> Finding:
-    config.kernels_on_cpu()  # raises where PYOPS_CPU is none of its words
+    config.kernels_on_cpu()  # raises an error for an unknown value of PYOPS_CPU
     names = sorted(name for name in os.environ if name.startswith("PYOPS_") or name in _VARIABLES)
     return Finding("switches", None, " ".join(f"{name}={os.environ[name]}" for name in names) or "none set")
 
 
 def _compile() -> Finding:
-    """NVRTC and hiprtc need no GPU to compile."""
+    """Compile a kernel with NVRTC or hiprtc, which needs no GPU."""
     is_hip = cupy.cuda.runtime.is_hip
     arch = "gfx942" if is_hip else "sm_90"
     (one,) = axes.launches(registry["rms_norm"], {}, device.model(arch))
@@ -192,7 +194,7 @@ def _reference() -> Finding:
 
 
 def _run(name: str, module: Any) -> Finding:
-    """rms_norm on arrays of `module` (numpy or cupy) against float64."""
+    """Run rms_norm on arrays of `module` (numpy or cupy) and compare with float64."""
     x = numpy.random.default_rng(0).standard_normal((16, 4096)).astype(numpy.float32)
     out = module.empty((16, 4096), numpy.float32)
     started = time.perf_counter()
@@ -204,7 +206,7 @@ def _run(name: str, module: Any) -> Finding:
     return Finding(name, error < _TOLERANCE, f"rms_norm, first call {milliseconds:.0f} ms, error {error:.1e}")
 
 
-# In the order of the report. The cache folder is looked at before CuPy is imported, which may choose another one.
+# The probes in the order of the report. The cache folder comes before CuPy, because CuPy's import may change it.
 _PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
     "pyops": _pyops,

@@ -1,4 +1,4 @@
-"""Text from a model in a folder or a GGUF file."""
+"""Generate text with a model from a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .._core.config import kernels_on_cpu
 from .._core.errors import MissingDependencyError
-from .._core.lazy import cupy, optional, torch
+from .._core.system.lazy import cupy, optional, torch
 from ..errors import ModelError
 from ..models import Config, Engine, Output, SamplingParams, check_request, load
 from ..models.gguf_file import GgufFile, is_gguf
@@ -29,9 +29,9 @@ def generate(
 ) -> bool:
     """Print the continuations of the prompts by the model in `folder`, or in a GGUF file.
 
-    One text is printed as it comes, several when all are done.
+    A single continuation is streamed; several are printed when all are complete.
     """
-    kernels_on_cpu()  # a wrong PYOPS_CPU is an error before anything is loaded
+    kernels_on_cpu()  # raises an error for a wrong PYOPS_CPU before anything is loaded
     folder = downloaded(folder)
     config, tokenizer = Config.read(folder), _tokenizer(Path(folder))
     tokens = [_encode(tokenizer, prompt) for prompt in prompts]
@@ -66,7 +66,7 @@ def generate(
 
 
 def downloaded(model: str) -> str:
-    """The folder or file `model`; or the folder of a model of the Hugging Face Hub by its name, ``owner/name``."""
+    """`model` if it is a folder or file; else the local folder of the Hugging Face Hub model ``owner/name``."""
     if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return model
     try:
@@ -76,19 +76,19 @@ def downloaded(model: str) -> str:
         raise ModelError(model, f"is no folder and no file; {how}") from None
     try:
         return str(huggingface_hub.snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # any error of the network, the Hub or its files
+    except Exception as error:  # any error of the network or the Hub
         raise ModelError(model, f"is no folder and no file, and cannot be downloaded: {error}") from None
 
 
 def run(engine: Engine, show: Callable[[Output], Any]) -> str:
-    """Run the engine and show each output as it comes. Returns the speed as text."""
+    """Run the engine and show outputs as they arrive. Returns the speed as text."""
     started = time.perf_counter()
     first, early, count = started, 0, 0
     while engine.busy:
         for output in engine.step():
             count += 1
             show(output)
-        if count and not early:  # the kernels are compiled and loaded by now
+        if count and not early:  # the clock starts after the first step, which compiles and loads kernels
             first, early = time.perf_counter(), count
     later = time.perf_counter() - first
     speed = f", then {(count - early) / later:.1f} tokens/s" if count > early else ""
@@ -96,7 +96,7 @@ def run(engine: Engine, show: Callable[[Output], Any]) -> str:
 
 
 def usable_device() -> str:
-    """The GPU, if there is one and cupy is installed, which compiles kernels; else the CPU."""
+    """The GPU, if there is one and CuPy, which compiles the kernels, is installed; else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     try:
@@ -108,18 +108,18 @@ def usable_device() -> str:
 
 
 class Stream:
-    """Incremental detokenisation: the text that each token adds. Earlier tokens are decoded too, for word boundaries.
+    """Incremental detokenization. Some earlier tokens are decoded again with each token, for word boundaries.
 
-    A character may span several tokens. While the text ends with an incomplete one, nothing is added. Text that was
-    added stays, although some decoders would change it after later tokens.
+    A character may span several tokens; while the text ends with an incomplete character, nothing is emitted. Emitted
+    text is final, although some decoders would change it after later tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
-        self._before, self._shown = 0, len(prompt)  # the first token to decode, and the end of the tokens shown
+        self._before, self._shown = 0, len(prompt)  # first token to decode, and number of tokens shown
 
     def add(self, token: int, last: bool) -> str:
-        """The text that `token` adds, "" while a character is incomplete; the `last` token adds the rest."""
+        """The text that `token` adds; "" while a character is incomplete. The `last` token flushes the rest."""
         self._tokens.append(token)
         tokens = self._tokens[self._before :]
         known = self._tokenizer.decode(tokens[: self._shown - self._before])

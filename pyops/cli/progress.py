@@ -1,4 +1,4 @@
-"""How far a long command has come: on the standard error, where that is a terminal, and nowhere else."""
+"""A progress bar and a status line for long commands, drawn on standard error if that is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ERASE = "\r\033[K"
 
 
 def show(done: float, total: float, text: str) -> None:
-    """Draw the bar of ``done / total`` over the last one; the full one ends its line."""
+    """Redraw the bar at ``done / total``. A full bar ends its line."""
     if sys.stderr.isatty():
         _draw(f"\r[{'#' * int(40 * done / total):40}] {text}" + "\n" * (done >= total))
 

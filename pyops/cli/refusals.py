@@ -1,4 +1,4 @@
-"""What ops of vLLM take and this library refuses, as a page of Markdown."""
+"""The page docs/refusals.md: arguments that vLLM's ops accept and this library refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ this library.
 
 
 def text() -> str:
-    """The page: a row for each refusal."""
+    """The page, with one table row per refusal."""
     rows = [
         f"| `{op}` | `{one.argument}` | {one.what} | {one.why} |"
         for op, refusals in sorted(REFUSALS.items())

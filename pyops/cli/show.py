@@ -1,4 +1,4 @@
-"""One op: its signature and the launches that its example plans; and the source text of a specialisation."""
+"""Show one op: its signature, the launches that its example plans, and the source of a specialisation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import kernels_cu
 import pyops
 
-from .. import axes
-from .._core import device, dtypes, torch_library, tuning, wrapper
-from .._core import source as sources
+from .. import axes, tuning
 from .._core.errors import OpError
-from .._core.op import Op
-from .._core.tensor_map import TensorMap
+from .._core.launch.tensor_map import TensorMap
+from .._core.op import torch_library, wrapper
+from .._core.op.op import Op
+from .._core.system import device
+from .._core.tensors import dtypes
+from .._core.text import source as sources
 from . import table
 
 
@@ -80,7 +82,7 @@ def signature(op: Op) -> str:
 
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
-    """The flat text of every kernel that the op's example with these axes plans on a device of `arch`."""
+    """The source, with includes resolved, of each kernel that the op's example with these axes plans on `arch`."""
     if any(name in names for names in table.functions().values()):
         return _function(name, given)
     op = axes.find(name)
@@ -90,7 +92,7 @@ def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
 
 
 def kernel_source(file: str, constants: Mapping[str, str]) -> str:
-    """The flat text of a kernel file for constants as a CompileError prints them: dtype names, integers, 0 or 1."""
+    """The source of a kernel file, with includes resolved, for constants as a CompileError prints them."""
     if file not in kernels_cu.names():
         raise OpError("pyops", file, "is no kernel file")
     return sources.flatten(file, {name: _constant(text) for name, text in constants.items()})

@@ -10,8 +10,8 @@ from typing import Any
 import pyops
 
 from .. import axes
-from .._core import device
-from .._core.op import Op, registry
+from .._core.op.op import Op, registry
+from .._core.system import device
 
 # Functions built on ops of several families: {module: the family that lists them}.
 ABOVE_FAMILIES = dict.fromkeys(
@@ -20,7 +20,7 @@ ABOVE_FAMILIES = dict.fromkeys(
 
 
 def summary(op: Op) -> str:
-    """First line of the op's docstring."""
+    """The first line of the op's docstring."""
     return (op.reference.__doc__ or "").strip().splitlines()[0]
 
 
@@ -34,7 +34,7 @@ def element_types(op: Op) -> list[str]:
 
 
 def text() -> str:
-    """One line per op: name, element types, what it does; then one per function, without element types."""
+    """One line per op with name, element types and summary; then one per function, without element types."""
     rows = [(op.name, "; ".join(element_types(op)), summary(op)) for op in registry.values()]
     rows += [(name, "", _first_sentence(name)) for names in functions().values() for name in names]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
@@ -51,7 +51,7 @@ def families() -> dict[str, list[Op]]:
 
 
 def functions() -> dict[str, list[str]]:
-    """{family: the public functions of `pyops` that belong to it and are no ops}, both in alphabetical order."""
+    """{family: public functions of `pyops` that are not ops}, both in alphabetical order."""
     found: dict[str, list[str]] = {}
     for name, one in sorted(vars(pyops).items()):
         if name[0] != "_" and name not in registry and inspect.isfunction(one):
@@ -62,7 +62,7 @@ def functions() -> dict[str, list[str]]:
 
 
 def family(op: Op) -> str:
-    """The module or package that declares `op`, without the packages around it: ``"norm"`` of pyops.ops.norm.rms."""
+    """The family of `op`, such as ``"norm"`` for pyops.ops.norm.rms; the module's name for other packages."""
     return op.reference.__module__.removeprefix("pyops.").removeprefix("ops.").partition(".")[0]
 
 

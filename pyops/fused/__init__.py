@@ -1,8 +1,8 @@
-"""Functions that call ops of several families: the experts of a layer, and projections of quantized weights.
+"""Functions that call ops of several families: mixtures of experts, and projections with quantized weights.
 
-The ops know none of them; models, layers and integrations share them. A file imports only files listed before it:
+Models, layers and integrations share them. A file imports only files listed before it:
 
-expert_products experts            the two grouped GEMMs of a mixture of experts; all of it, from routing to the sum
+expert_products experts            the two grouped GEMMs of a mixture of experts; a whole mixture with its routing
 marlin_experts parallel_experts    experts in Marlin's layout; expert parallelism
-quantized_linear packed_linear     projections of 8-bit weights; those of AWQ's and GPTQ's packed weights
+quantized_linear packed_linear     projections with 8-bit weights; with packed AWQ or GPTQ weights
 """

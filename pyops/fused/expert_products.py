@@ -1,6 +1,7 @@
-"""The two grouped GEMMs of a mixture of experts and the activation between them: from tokens to a row per choice.
+"""The two grouped GEMMs of a mixture of experts with the activation: one output row per (token, expert) pair.
 
-`fused_experts` and vLLM's experts share it; each allocates the results and reduces over choices by itself.
+`fused_experts` and vLLM's modular experts share it. Callers allocate the result and reduce it over each token's
+experts.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.activation.gated import silu_and_mul_with_clamp
 from ..ops.linear.coded_plan import block_size_of_codes
 from ..ops.linear.gemm_problem import SCALE_BLOCK
@@ -25,10 +26,10 @@ __all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "s
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
-# {argument of the GEMM ops: argument of `fused_experts` that feeds the first GEMM}; "1" becomes "2" for the second
+# {argument of the GEMM ops: argument of `fused_experts` for the first GEMM}; "1" becomes "2" for the second GEMM
 _NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
 _NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
-_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # constants of "swigluoai"
+_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # the fixed constants of "swigluoai"
 
 
 def multiply_experts(
@@ -47,22 +48,23 @@ def multiply_experts(
     a1_scale: Tensor | None = None,
     lists: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Sort the choices by experts; then a grouped GEMM with the activation in its epilogue, and a second GEMM.
+    """Sort (token, expert) pairs by expert; run a grouped GEMM with the activation in its epilogue, then a second GEMM.
 
-    Rows of choices with an expert that does not exist, or that another device holds, are not written.
+    Rows of pairs with an expert that does not exist, or that another device holds, are not written.
 
     Args:
-        of_choices: [num_tokens * topk, hidden_size], written: a row for each choice of each token, float16, bfloat16 or
-            float32.
+        of_choices: [num_tokens * topk, hidden_size] float16, bfloat16 or float32, written: a row for each (token,
+            expert) pair.
         between: [num_tokens * topk, intermediate_size] of the same dtype, written: the activation's result.
         first: the output of the first GEMM: `between`, or, for a clamped activation (`clamp_limit_of`),
             [num_tokens * topk, 2 * intermediate_size].
-        hidden_states: [num_tokens, hidden_size] of the dtype of of_choices; or, with `a1_scale`, quantised already.
+        hidden_states: [num_tokens, hidden_size] of the dtype of of_choices; or, with `a1_scale`, already quantised.
         w1, w2, topk_ids, activation, global_num_experts, expert_map: as in `fused_experts`.
-        weights: router weights, [num_tokens, topk] float32, that scale rows of the first and the second GEMM; or None.
+        weights: (for the first GEMM, for the second GEMM): router weights [num_tokens, topk] float32 that multiply the
+            rows of its result; or None.
         config: a `FusedMoEQuantConfig`, this library's or vLLM's.
         a1_scale: scales of quantised hidden_states, as `a_scales` of `grouped_gemm`.
-        lists: what `moe_align` would return, in blocks of `block_size_of`; None to sort.
+        lists: the result of `moe_align` with blocks of `block_size_of`, if the caller has it; None to sort here.
 
     Raises:
         OpError: the GEMM ops refuse the arguments; the error has the argument names of `fused_experts`.
@@ -91,7 +93,7 @@ def multiply_experts(
             raise error.within("fused_experts", names) from None
 
     if scale_is_of_all(config) and config.a2_scale is None:
-        first[...] = 0  # rows of experts on other ranks are not written, but the per-tensor absmax reads them
+        first[...] = 0  # rows of experts on other devices are not written, but the per-tensor absmax reads them
     of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
     of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
     top_k, function = topk_ids.shape[1], activation if limit is None else "none"
@@ -112,7 +114,7 @@ def sorted_choices(
 
 
 def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:
-    """Slots of a block of sorted_token_ids in `multiply_experts`, for `num_rows` choices."""
+    """The block size of sorted_token_ids in `multiply_experts`, for `num_rows` (token, expert) pairs."""
     codes = codes_of(config)
     if codes is None:
         return block_size_for(num_rows, num_experts, bool(config.block_shape))
@@ -125,9 +127,9 @@ def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def codes_of(config: Any) -> str | None:
-    """The type of weight-only quants, for `grouped_gemm_packed`; None for `grouped_gemm`.
+    """The type of the weights for `grouped_gemm_packed` (weight-only quantization); None for `grouped_gemm`.
 
-    Objects of vLLM's class set weight_quant_dtype also when activations are quantised.
+    vLLM's class also sets weight_quant_dtype if activations are quantised.
     """
 
     def refuse(expected: str, got: Any) -> OpError:
@@ -152,7 +154,7 @@ def codes_of(config: Any) -> str | None:
 
 
 def clamp_limit_of(config: Any, activation: str) -> float | None:
-    """The clamp limit of gate and up with "silu", or None. "swigluoai" has a fixed clamp of its own."""
+    """The clamp limit of gate and up with "silu", or None. "swigluoai" always has the same clamp."""
     limit: float | None = getattr(config, "gemm1_clamp_limit", None)
     served: dict[str, tuple[float | None, ...]] = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
     if activation not in ("silu", "swigluoai"):

@@ -1,8 +1,8 @@
-"""Mixtures of experts end to end: routing, grouped GEMMs with the experts' weights, and the sum over a token's choices.
+"""Mixtures of experts end to end: routing, the grouped GEMMs, and the sum over each token's experts.
 
-A call with 16-bit weights is four launches: `moe_align` sorts rows by expert; a grouped GEMM with the activation in its
-epilogue; a grouped GEMM that scales by the router's weights; the sum. No input is permuted, and the activation's input
-never goes to global memory. A clamped activation is a launch of its own.
+A call with 16-bit weights is four launches: `moe_align`, which sorts rows by expert; a grouped GEMM with the activation
+in its epilogue; a grouped GEMM that multiplies by the router weights; and the sum. Inputs are not permuted, and gate
+and up are not written to global memory. A clamped activation takes one more launch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.linear.grouped_problem import ACTIVATIONS
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from ..ops.moe.rows import moe_sum_experts
@@ -25,23 +25,23 @@ __all__ = ["FusedMoEQuantConfig", "fused_experts", "fused_moe"]
 
 @dataclass(frozen=True)
 class FusedMoEQuantConfig:
-    """How `fused_experts` takes its weights, by vLLM's names; an object of vLLM's class of this name does as well.
+    """The quantization of experts for `fused_experts`, with vLLM's names. vLLM's class of this name works, too.
 
     Attributes:
         quant_dtype: dtype of activations and weights: None, float8_e4m3fn or int8, as a dtype or by its name.
-        per_act_token_quant: whether activations have a scale per token, not one per tensor.
-        block_shape: [128, 128] for blockwise scaling, with groups of 128 elements of activations; [0, group size] for
-            weight-only quantisation with a scale per group of a row; or None.
+        per_act_token_quant: whether activations have per-token scales instead of one per-tensor scale.
+        block_shape: [128, 128] for block scales of weights and scales per 128 elements of activations; [0, group size]
+            for weight-only quantization with a scale per group of a row; or None.
         w1_scale, w2_scale: scales of the weights, as `b_scales` of `grouped_gemm` or of `grouped_gemm_packed`; or None.
-        a1_scale, a2_scale: one float32, the scale of all activations; None to find scales.
+        a1_scale, a2_scale: one float32, the static scale of the activations; None for dynamic scales.
         w1_bias, w2_bias: [num_experts, rows of a weight] of the dtype of hidden_states; or None.
         weight_quant_dtype: weight-only quantisation, by `grouped_gemm_packed`: "int4" and, with a block_shape, "int8"
             for uint4 and uint8 in groups of a row, "int8" for int8 with a scale for each row, "mxfp4" for
             float4_e2m1f; or None.
         w1_zp, w2_zp: zero points of groups, as `b_zeros` of `grouped_gemm_packed`; or None.
         gemm1_alpha, gemm1_beta: None, or the constants of "swigluoai": 1.702 and 1.
-        gemm1_clamp_limit: with "silu" the largest gate and the largest magnitude of an up projection, or None; with
-            "swigluoai" None, or its constant 7.
+        gemm1_clamp_limit: with "silu", the upper bound of the gate and of the magnitude of the up projection, or None;
+            with "swigluoai", None or its constant 7.
     """
 
     quant_dtype: Any = None
@@ -79,9 +79,9 @@ def fused_experts(
 ) -> Tensor:
     """The experts of a layer: ``out[t] = sum_j weight[t, j] * (f(x[t] @ w1[e].T) @ w2[e].T)``, e the j-th of token t.
 
-    After vLLM's function of this name. Sums are float32; the activation and the result of each choice are rounded once
-    to the dtype of hidden_states, or quantised. Choices with an expert that does not exist, or that another device
-    holds, add nothing.
+    After vLLM's function of this name. Accumulation is float32; the activation and each expert's result are rounded
+    once to the dtype of hidden_states, or quantised. Experts that do not exist, or that another device holds, add
+    nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
@@ -122,11 +122,12 @@ def experts_into(
     expert_map: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
 ) -> None:
-    """`fused_experts` into `out`, which may lie on `hidden_states`.
+    """`fused_experts` into `out`, which may share the memory of `hidden_states`.
 
     Args:
         out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
-        hidden_states, a1_scale: of the dtype of `out` and None, or quantized and with scales, as in `multiply_experts`.
+        hidden_states, a1_scale: of the dtype of `out`, and None; or quantized, and its scales, as in
+            `multiply_experts`.
     """
     config = _PLAIN if quant_config is None else quant_config
     per_byte = 2 if codes_of(config) in ("uint4", "float4_e2m1f") else 1
@@ -160,7 +161,7 @@ def _check(
     activation: str,
     per_byte: int,
 ) -> tuple[int, int, int, int]:
-    """(num_tokens, hidden_size, topk, num_experts), for weights with this many quants to a byte."""
+    """Check the shapes for weights with `per_byte` quants per byte; (num_tokens, hidden_size, topk, num_experts)."""
     for name, tensor, rank in (
         ("hidden_states", hidden_states, 2),
         ("w1", w1, 3),
@@ -203,12 +204,12 @@ def fused_moe(
     expert_map: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
-    """A layer of experts: the `topk` experts of each token by its logits, and `fused_experts` of them.
+    """A layer of experts: routes each token to `topk` experts by its logits, then runs `fused_experts`.
 
     Args:
         hidden_states, w1, w2, inplace, activation, global_num_experts, expert_map, quant_config: as in `fused_experts`.
-        gating_output: [num_tokens, global_num_experts], logits, torch tensors.
-        topk: experts of a token.
+        gating_output: [num_tokens, global_num_experts], the router logits.
+        topk: experts per token.
         renormalize: whether the weights of a token are divided by their sum.
         use_grouped_topk: whether experts are chosen by `fused_grouped_topk`, from the `topk_group` best of
             `num_expert_group` groups.

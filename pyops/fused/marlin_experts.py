@@ -1,4 +1,4 @@
-"""A mixture of experts whose weights are in Marlin's layout, end to end."""
+"""A mixture of experts with weights in Marlin's layout, end to end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.activation.elementwise import gelu, relu2, silu
 from ..ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_no_mul": gelu,
     "relu2_no_mul": relu2,
 }
-# {argument of the GEMM op: argument of `fused_marlin_moe` that feeds the first GEMM}; "1" becomes "2" for the second
+# {argument of the GEMM op: argument of `fused_marlin_moe` for the first GEMM}; "1" becomes "2" for the second GEMM
 _NAMES = {
     "a": "hidden_states",
     "c": "hidden_states",
@@ -40,7 +40,7 @@ _NAMES = {
 }
 _NAMES |= {"global_scale": "global_scale1", "b_zeros": "w1_zeros", "perm": "sort_indices1", "top_k": "topk_ids"}
 _NAMES |= {"b_type_id": "quant_type_id", "size_n": "w1", "size_k": "w1"}
-_MOST_IN_FULL = 64  # most slots of a block for GEMMs with dequantised weights: the M of wgmma
+_MOST_IN_FULL = 64  # largest block size of GEMMs with dequantised weights: M of WGMMA
 
 
 def fused_marlin_moe(
@@ -78,35 +78,35 @@ def fused_marlin_moe(
     input_dtype: Any = None,
     inplace: bool = False,
 ) -> Tensor:
-    """The experts of a layer, `fused_experts` with weights that `moe_wna16_marlin_gemm` takes.
+    """The experts of a layer: `fused_experts` with weights in Marlin's layout, by `moe_wna16_marlin_gemm`.
 
-    After vLLM's function of this name. Choices with an expert that does not exist, or that another device holds, add
-    nothing.
+    After vLLM's function of this name. Experts that do not exist, or that another device holds, add nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
         w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, then ups (interleaved for
             "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
-        bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
+        bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2; sort_indices1 and sort_indices2 are its perm.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether router weights scale the first GEMM; then topk is 1.
         global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
         activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul" or
             "relu2_no_mul".
-        activation_func: ``(activation, out, input)`` instead of these, without gates if the name ends in "_no_mul";
-            moe_sum: ``(input, out)`` instead of the sum over the choices of a token.
+        activation_func: a function ``(activation, out, input)`` that replaces the activation; it has no gate if the
+            name ends in "_no_mul". moe_sum: a function ``(input, out)`` that replaces the sum over each token's
+            experts.
         expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
             it; or None.
-        input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs row by row, for weights as
-            `moe_wna16_marlin_gemm` takes them with 8-bit activations; or None, for inputs as they are.
-        input_global_scale1, input_global_scale2: one float32 each, a factor of the row scales of int8; or None.
-        workspace: vLLM's; it has no effect.
-        intermediate_cache13, intermediate_cache2: memory of the dtype of hidden_states, overwritten: num_tokens * topk
-            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
-            `output` may lie in the second.
+        input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs per row, with weights for 8-bit
+            activations, see `moe_wna16_marlin_gemm`; or None for 16-bit inputs.
+        input_global_scale1, input_global_scale2: one float32 each, multiplies the row scales of int8; or None.
+        workspace: accepted because vLLM has it; it has no effect.
+        intermediate_cache13, intermediate_cache2: workspaces of the dtype of hidden_states: num_tokens * topk rows of
+            the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None. `output` may
+            share the memory of the second.
         is_k_full: as in `moe_wna16_marlin_gemm`.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
 
@@ -147,7 +147,7 @@ def fused_marlin_moe(
         routing = *lists, topk_weights if weighted else None, block_size, top_k, weighted
         c = _room(intermediate_cache13, "intermediate_cache13", hidden_states, (num_rows, n))
         if expert_map is not None and moe_sum is not None:
-            c[...] = 0  # the sum over choices reads rows of absent experts, too
+            c[...] = 0  # the sum over a token's experts reads rows of absent experts, too
         bias, scales, factor, *others = of_weight
         try:
             x, a_scales = (a, None) if quantised is None else _quantised(a, quantised, factor)
@@ -177,7 +177,7 @@ def fused_marlin_moe(
 
 
 def _room(cache: Tensor | None, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The first elements of the memory that the caller gives, or new memory."""
+    """A matrix of `shape` at the start of the caller's workspace, or a new one."""
     if cache is None:
         return new(like, shape)
     flat, count = cache.reshape(-1), shape[0] * shape[1]
@@ -188,7 +188,7 @@ def _room(cache: Tensor | None, name: str, like: Tensor, shape: tuple[int, int])
 
 
 def _quantised(x: Tensor, dtype: str, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(codes, scales of rows, times a factor)."""
+    """(quantized values, per-row scales times the factor)."""
     if dtype == "int8":
         codes, scales, _ = scaled_int8_quant(x)
         return codes, scales if factor is None else scales * factor

@@ -1,6 +1,6 @@
-"""A projection of packed weights, as checkpoints of AWQ and GPTQ have them.
+"""A projection with packed weights in the layout of AWQ or GPTQ checkpoints.
 
-torch.compile traces it: it uses no proxy of `_core/lazy.py`.
+torch.compile can trace it, because it uses no lazy proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class PackedProduct(NamedTuple):
-    """``x @ ((code - zero) * scale)``, by `awq_gemm` or `gptq_gemm`.
+    """``x @ ((quant - zero) * scale)``, by `awq_gemm` or `gptq_gemm`.
 
     Attributes:
         qweight: int32 words of packed weights: AWQ [in, out / 8], GPTQ [in * bits / 32, out].
         qzeros: int32 words of zero points, [groups, out * bits / 32].
         scales: [groups, out] of the dtype of x.
         g_idx: GPTQ: [in] int32, the group of each row, if groups are not consecutive.
-        bits: GPTQ: bits of a quantized weight; 0: the weight is AWQ's.
+        bits: bits of a GPTQ weight; 0 for AWQ.
         is_v2: GPTQ: zero points are used as they are stored; otherwise 1 is added.
     """
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts that are divided among the GPUs of a node."""
+"""Expert parallelism: a mixture with its experts divided among the GPUs of a node."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def parallel_fused_experts(
     most_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`fused_experts` of this rank's tokens with the experts of all ranks; every rank calls.
+    """`fused_experts` for this rank's tokens with the experts of all ranks. Every rank must call it.
 
     Each rank's result for a token is rounded to the dtype of hidden_states; the sum over ranks is float32, in rank
     order, and rounded once.
 
     Args:
-        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
-            quant_config has it, too, and blocks of 128 x 128.
-        hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
-        w1, w2, activation, quant_config: as in `fused_experts`, of the experts of this rank. A per-tensor scale of the
-            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
+        parallel: created for the total number of experts, and the dtype and row size of hidden_states. If it has a
+            quant_dtype, quant_config must have the same, and blocks of 128 x 128.
+        hidden_states: [num_tokens, hidden_size], contiguous; the tokens of this rank, possibly none.
+        w1, w2, activation, quant_config: as in `fused_experts`, for the experts of this rank. A per-tensor activation
+            scale must be static (`a1_scale`), because a dynamic one would include rows without a token.
         topk_weights: [num_tokens, top_k] float32, contiguous.
-        topk_ids: [num_tokens, top_k] int32 or int64, contiguous, of experts of all ranks; others add nothing.
-        most_tokens: as of `ExpertParallel.dispatch`.
+        topk_ids: [num_tokens, top_k] int32 or int64, contiguous, indices among the experts of all ranks. Other ids add
+            nothing.
+        most_tokens: as in `ExpertParallel.dispatch`.
         out: [num_tokens, hidden_size], contiguous, written; None for a new tensor. It may be hidden_states.
 
     Returns:

@@ -1,13 +1,13 @@
-"""A projection of 8-bit weights and activations: for the models of this library, and for those of transformers.
+"""A projection with 8-bit weights and activations, for this library's models and for transformers'.
 
-torch.compile traces it: it uses no proxy of `_core/lazy.py`.
+torch.compile can trace it, because it uses no lazy proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.scaled_mm import cutlass_scaled_mm
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 
 class QuantisedLinear(NamedTuple):
-    """``x @ (weight * weight_scale).T + bias`` of x that is quantised as the weight is, by `cutlass_scaled_mm`.
+    """``x @ (weight * weight_scale).T + bias``, with x quantised to the weight's dtype, by `cutlass_scaled_mm`.
 
-    The activation is quantised with `input_scale` if it is given, else with dynamic scales: one per group of 128
-    elements of a row if the weight has block scales, else one per row.
+    The activation is quantised with `input_scale` if given, else with dynamic scales: one per group of 128 elements of
+    a row if the weight has block scales, else one per row.
 
     Attributes:
         weight: [out, in] float8_e4m3fn or int8.
         weight_scale: float32, contiguous: [out, 1] or one element, or scales of 128 x 128 blocks.
         input_scale: one float32, or None.
         bias: [out] of the dtype of x, or None.
-        block_rows: with block scales, the rows of each merged weight, in order; each has a GEMM of its own. Blocks
-            start at its first row: `weight_scale` is [sum of ceil(rows / 128), ceil(in / 128)]. () without blocks.
+        block_rows: with block scales, the rows of each merged weight, in order; () without. Each merged weight has its
+            own GEMM, and its blocks start at its first row: `weight_scale` is [sum of ceil(rows / 128), ceil(in /
+                128)].
     """
 
     weight: Tensor
@@ -54,7 +55,7 @@ class QuantisedLinear(NamedTuple):
         return out
 
     def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantised rows of `x`, and their scales or the given `input_scale`."""
+        """`x` quantised, and its scales: `input_scale`, or dynamic ones."""
         if self.weight.is_floating_point():
             codes = new(x, tuple(x.shape), "float8_e4m3fn")
             codes, scales = scaled_fp8_quant(x, self.input_scale, use_per_token_if_dynamic=True, output=codes)
@@ -64,7 +65,7 @@ class QuantisedLinear(NamedTuple):
 
 
 def num_blocks(size: int) -> int:
-    """Blocks of scales along `size` rows or columns of a weight."""
+    """The number of scale blocks along `size` rows or columns of a weight."""
     return -(-size // SCALE_BLOCK)
 
 

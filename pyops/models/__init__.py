@@ -10,13 +10,13 @@ families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 hybrid_families       decoders with attention and layers that keep states
-quantization          quantised weights as config.json describes them
-kv_scheme             what is said of a paged cache there
+quantization          the quantization of weights, as config.json describes it
+kv_scheme             the dtype of a paged cache, as config.json describes it
 gguf_families         GGUF files: the metadata of each architecture
 gguf_header           the header of a GGUF file
 gguf_keys             which keys of its metadata are read, and which change nothing
 gguf_names            names of the tensors of a Hugging Face folder in a GGUF file
-gguf_file             GGUF files: metadata as config.json would have it, tensors
+gguf_file             GGUF files: their tensors, and their metadata as an equivalent config.json
 gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
 kv_cache              the dtype of a paged cache, and the scales of its fp8 values
@@ -35,10 +35,10 @@ mamba                 state-space layers, with states in slots
 decoder               the model
 tensor_parallel       the model divided among processes
 kv_scales             scales of fp8 caches, from a checkpoint or a caller
-checkpoint hooks      weights from a folder; what changes logits before a token is chosen
+checkpoint hooks      weights from a folder; functions that change logits before a token is chosen
 params                SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
-kernels scheduler     kernels that serving a model launches; which requests run, with which blocks and slots
+kernels scheduler     all kernels that serving a model launches; which requests run, with which blocks and slots
 logprobs              hooks, `min_tokens` and log-probabilities of a step
 engine                continuous batching
 calibration           scales of fp8 caches, from prompts

@@ -1,11 +1,11 @@
-"""What the layers of a dense decoder are made of: attention over a paged cache, MLPs."""
+"""The parts of the layers of a dense decoder: attention over a paged cache, and MLPs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Grouped-query attention, optionally with a rotary embedding. It keeps keys and values, in blocks of tokens.
+    """Grouped-query attention over a paged cache of keys and values, optionally with a rotary embedding.
 
     An fp8 cache holds quantized keys and values; the attention kernels multiply them by `scales`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from .decoder import Decoder
 from .engine import Engine
@@ -58,7 +58,7 @@ def calibrate_kv_scales(
 
 def _largest_of_heads(written: Tensor) -> Tensor:
     """[num_heads] float32: the largest magnitude of keys or values [num_blocks, block_size, num_heads, head_dim]."""
-    by_head = written.flatten(0, 1) if written.ndim == 4 else written.flatten(0, 1).unsqueeze(1)  # of latent entries
+    by_head = written.flatten(0, 1) if written.ndim == 4 else written.flatten(0, 1).unsqueeze(1)  # latent KV
     return torch.maximum(by_head.amax((0, 2)), -by_head.amin((0, 2))).float()
 
 

@@ -1,4 +1,4 @@
-"""A model from a Hugging Face folder (``config.json``, safetensors) or a GGUF file, checked before memory is taken."""
+"""Load a model from a Hugging Face folder (``config.json``, safetensors) or a GGUF file; check it before allocating."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._core.lazy import optional, torch
+from .._core.system.lazy import optional, torch
 from ..errors import ModelError
 from .config import DTYPES, Config
 from .config_values import MAX_JSON, check_file, read_json
@@ -25,25 +25,25 @@ from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack")
-_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # zeros, because caches are symmetric
+_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # must be zero: the cache is symmetric
 _FLOATS = {"F32", "F16", "BF16"}
-# Names in safetensors of the dtypes of quantised weights.
+# Dtypes of quantised weights: {torch's name: the name in safetensors headers}.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
-# Redundant tensors: tables that are computed from the config, masks, the sizes of a packed weight. And scales of
-# queries, because no attention of these models quantizes queries.
+# Tensors that are not read: tables that are computed from the config, masks and the shapes of packed weights are
+# redundant; scales of queries have no use, because the models keep queries in 16 bits.
 _NOT_READ = (".q_scale", "rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
-# Alternative names of some formats: {end of a name: the end that `Decoder.tensors` has}.
+# Suffixes of tensor names in some formats: {suffix: the suffix in `Decoder.tensors`}.
 _ALIASES = {
     ".weight_scale_inv": ".weight_scale",
     ".activation_scale": ".input_scale",
     "embed_out.weight": "lm_head.weight",
-    # scales of an fp8 cache: of ModelOpt, of early llm-compressor, and by names of vLLM's modules
+    # scales of an fp8 cache, as ModelOpt, early llm-compressor and vLLM's module names spell them
     **{f".{kind}_proj.{kind}_scale": f".{kind}_scale" for kind in "kv"},
     **{f".{module}.{kind}_scale": f".{kind}_scale" for kind in "kv" for module in ("qkv_proj", "attn")},
     **{f".{kind}_proj.output_scale": f".{kind}_scale" for kind in "kv"},
     **{f".{kind}_cache.scale": f".{kind}_scale" for kind in "kv"},
 }
-# Likewise for beginnings of names: those of a decoder inside a multimodal model, in any version of transformers.
+# Prefixes of the decoder of a multimodal model, in all versions of transformers: {prefix: the prefix here}.
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -53,7 +53,7 @@ _Progress = Callable[[int, int], None]
 
 
 class _Header(NamedTuple):
-    """The entry of a tensor in the header of a shard, under the name that the tensor has there."""
+    """The entry of a tensor in the header of a shard; `name` is its name in the shard."""
 
     shard: Path
     name: str
@@ -88,7 +88,7 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
     headers = {name: header for name, header in _headers(folder).items() if not name.startswith(config.not_read)}
-    if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
+    if "lm_head.weight" in headers:  # the file has an lm_head: use it even if the config ties the embeddings
         config = replace(config, tie_word_embeddings=False)
     config = _with_joined_experts(config, headers)
     least, of_what = _least_tensors(config)
@@ -126,7 +126,7 @@ def load(
 
 
 def _with_joined_experts(config: Config, headers: dict[str, _Header]) -> Config:
-    """The config of a file that has the experts of a layer in two tensors where others have tensors for each expert."""
+    """`config`, or a copy for a checkpoint that stacks the experts of each layer in two tensors."""
     mixture = config.mixture
     is_named = mixture is not None and not (mixture.is_stacked or mixture.joined or config.quantization)
     if mixture is None or not is_named or not any(name.endswith(STACKED[0]) for name in headers):
@@ -135,7 +135,7 @@ def _with_joined_experts(config: Config, headers: dict[str, _Header]) -> Config:
 
 
 def _least_tensors(config: Config) -> tuple[int, str]:
-    """A lower bound of the number of tensors, and its reason. It is checked before memory is allocated for each."""
+    """A lower bound of the number of tensors that the config implies, and its reason as text."""
     layers, mixture = config.num_hidden_layers, config.mixture
     if mixture is not None and not (mixture.is_stacked or mixture.joined):
         return sum(mixture.layers) * mixture.num_experts, f"{layers} layers of {mixture.num_experts} experts"
@@ -147,9 +147,9 @@ def _least_tensors(config: Config) -> tuple[int, str]:
 def _say_what_is_not_finite(folder: Path, tensors: dict[str, Any]) -> None:
     """Warn of the first weight with NaN or infinity, including one that overflowed when it was converted."""
     found = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
-    ends = {name: torch.aminmax(tensor) for name, tensor in found.items() if tensor.dtype.itemsize > 1}  # of fp8: none
+    ends = {name: torch.aminmax(tensor) for name, tensor in found.items() if tensor.dtype.itemsize > 1}  # not fp8
     if ends:
-        sums = torch.stack([(low - low + high - high).float() for low, high in ends.values()])  # 0, or NaN
+        sums = torch.stack([(low - low + high - high).float() for low, high in ends.values()])  # 0 if finite, else NaN
         bad = [name for name, is_bad in zip(ends, sums.isnan().tolist(), strict=True) if is_bad]
         if bad:
             others = f" and {len(bad) - 1} other tensors" if len(bad) > 1 else ""
@@ -196,7 +196,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
 
 
 def _known(name: str) -> str:
-    """The name in `Decoder.tensors` of a tensor that has this one in a file."""
+    """The name in `Decoder.tensors` of a tensor with this name in a file."""
     for start, known in _PREFIXES.items():
         if name.startswith(start):
             name = known + name.removeprefix(start)
@@ -207,7 +207,7 @@ def _known(name: str) -> str:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The single file if there is one, else the files that the index names. A GGUF file is all of a model."""
+    """The single safetensors file if there is one, else the shards that the index names; or the GGUF file itself."""
     index = folder / _INDEX
     if is_gguf(folder):
         return [folder]
@@ -222,7 +222,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """ModelError if a folder has weights only in files that are not read."""
+    """ModelError if a folder has weights only in formats that are not supported."""
     found = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
     if found and not (folder / _SINGLE).exists():
         advice = "save_pretrained of transformers writes model.safetensors"
@@ -230,7 +230,7 @@ def _refuse_other_formats(folder: Path) -> None:
 
 
 def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tuple[dict[str, Any], dict[str, _Header]]:
-    """The scales of fp8 caches, read and checked, and the headers of all other tensors."""
+    """Read and check the scales of fp8 caches; returns them and the headers of all other tensors."""
     found, others, by_module = {}, {}, scales_by_module(model)
     check_names(folder, [name for name in headers if name.endswith(KV_SCALES)], model)
     for known, header in headers.items():
@@ -238,7 +238,7 @@ def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tup
         if not known.endswith((*KV_SCALES, *_ZERO_POINTS)):
             others[known] = header
             continue
-        if prod(shape) > model.config.num_key_value_heads:  # so that no large tensor is read
+        if prod(shape) > model.config.num_key_value_heads:  # checked first, so that no large tensor is read
             expected = f"at most {model.config.num_key_value_heads} elements"
             raise ModelError(shard, f"{name}: expected {expected}, got shape {shape}")
         with _opened(shard) as file:
@@ -253,7 +253,7 @@ def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tup
 
 
 def _without_zero_biases(headers: dict[str, _Header], plan: dict[str, Any]) -> dict[str, _Header]:
-    """The headers without the zero biases that GPTQ may write for an architecture without biases."""
+    """The headers without all-zero biases, which GPTQ may write even if the architecture has no biases."""
     found = {}
     for name, header in headers.items():
         if name not in plan and name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in plan:
@@ -290,7 +290,7 @@ def _check(
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """An open safetensors or GGUF file. Opening reads only the header and compares it with the size of the file."""
+    """Open a safetensors or GGUF file. Opening reads only the header and checks it against the size of the file."""
     if is_gguf(file):
         yield GgufFile(file)
         return

@@ -24,7 +24,7 @@ from .state_space import StateSpace
 
 ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *MAMBAS)
 _GEMMA4 = "heads of one size, where Gemma 4 has two, and no embeddings for each layer"
-_WHY_NOT = {"Gemma4ForCausalLM": _GEMMA4, "Gemma4ForConditionalGeneration": _GEMMA4}  # {architecture: what is served}
+_WHY_NOT = {"Gemma4ForCausalLM": _GEMMA4, "Gemma4ForConditionalGeneration": _GEMMA4}  # {architecture: reason}
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2")
@@ -71,11 +71,11 @@ class Config:
         residual_in_float32: whether the residual stream is float32, whatever the dtype.
         not_read: name prefixes of tensors that a checkpoint may have and text generation does not need: those of
             multi-token prediction layers, and of vision encoders.
-        quantization: how projections are quantised; None where they are not.
-        kv_cache_dtype: dtype of the cache that the checkpoint asks for, as `Engine` takes it.
-        dtype: dtype of the checkpoint, of its weights that are not quantised.
+        quantization: how projections are quantised; None if they are not.
+        kv_cache_dtype: the dtype of the KV cache that the checkpoint asks for, as `Engine` takes it.
+        dtype: the dtype of those weights in the checkpoint that are not quantised.
         eos_token_ids: tokens that end a sequence.
-        names: of the parts of the model in a checkpoint.
+        names: names of the parts of the model in a checkpoint.
         row_factors: factors that multiply rows of weights and biases when they are loaded: (end of a tensor's name,
             ((factor, number of rows), ...) for consecutive runs of rows).
     """
@@ -177,30 +177,30 @@ class Config:
 
     @property
     def ropes(self) -> list[Rope]:
-        """The rotary embeddings that layers of attention have, each once."""
+        """The distinct rotary embeddings of the attention layers."""
         found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind in ("attention", BOTH)]
         return list(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
     def max_short_length(self) -> int:
-        """Tokens up to which a sequence uses the frequencies of short sequences: see `Rope.max_short_length`."""
+        """The longest sequence, in tokens, that uses the short RoPE frequencies: see `Rope.max_short_length`."""
         return min((rope.max_short_length for rope in self.ropes), default=MAX_POSITIONS)
 
     @property
     def attention_scale(self) -> float:
-        """What multiplies the logits of attention."""
+        """The factor of the attention logits, the softmax scale."""
         return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     @property
     def has_attention(self) -> bool:
-        """Whether a layer is attention, so that sequences need blocks of a paged cache."""
+        """Whether any layer is attention, so that sequences need blocks of a paged cache."""
         return "attention" in self.layer_types or BOTH in self.layer_types
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
         """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any.
 
-        Or that in the metadata of a GGUF file.
+        `folder` may be a GGUF file; the config then comes from its metadata.
         """
         if is_gguf(folder):
             return cls.parse(GgufFile(folder).config())
@@ -219,7 +219,7 @@ class Config:
     def parse(cls, values: dict[str, Any]) -> Config:
         """The config in the object of a ``config.json``.
 
-        Fields that no part of this library knows are named in a warning.
+        A warning names the fields that no part of this library knows.
 
         Raises:
             ModelError: an option, or a value of a field, that is not supported.
@@ -246,13 +246,13 @@ class Config:
 
 
 def _quantised(values: Any) -> dict[str, Any]:
-    """What a ``quantization_config`` says of weights and of a cache."""
+    """The quantization of the weights, and the dtype of the cache, from a ``quantization_config``."""
     weights = None if quantises_cache_alone(values) else Quantization.parse(values)
     return {"quantization": weights, "kv_cache_dtype": kv_cache_dtype_of(values)}
 
 
 def _check_quantization(config: Config) -> None:
-    """ModelError for layers that cannot be quantised so."""
+    """ModelError if the quantization does not support a kind of layer of the model."""
     if config.quantization is not None and (config.state_space is not None or config.qkv_by_head):
         what = "state-space layers" if config.state_space is not None else "projections joined head by head"
         raise refuse("quantization_config", f"None with {what}", config.quantization)

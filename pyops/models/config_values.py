@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import ModelError
 
-_MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
+_MAX_SIZE = 1 << 20  # upper bound of every size: torch can still describe a square matrix of this size on "meta"
 MAX_POSITIONS = (1 << 31) - 1
-MAX_JSON = 1 << 24  # bytes of a file, or of a header: enough for the 100,000 tensors of DeepSeek-V3
+MAX_JSON = 1 << 24  # largest JSON file or header, in bytes: enough for the 100,000 tensors of DeepSeek-V3
 # Bounds of counts, by the last word of the field: each unit allocates tensors, and a small file must not ask for much
 # memory.
 _MAX_COUNTS = {"layers": 1 << 14, "experts": 1 << 14}
@@ -21,7 +21,7 @@ _POSITION_COUNTS = ("max_position_embeddings", "original_max_position_embeddings
 
 
 def check_file(path: Path) -> int:
-    """Bytes of a file. ModelError if there is no regular file at `path`: reading a device or a pipe might never end."""
+    """The size of a file in bytes. ModelError unless `path` is a regular file: a device or a pipe might never end."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
@@ -53,12 +53,12 @@ def refuse(name: str, expected: str, got: object) -> ModelError:
 
 
 def first(*values: Any) -> Any:
-    """The first value that is not None. A file that says null says nothing."""
+    """The first value that is not None: null in a file counts as absent."""
     return next((value for value in values if value is not None), None)
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is an integer and no bool."""
+    """Whether `value` is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

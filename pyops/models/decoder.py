@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from .attention import MLP, Attention
 from .batch import Batch
@@ -26,9 +26,9 @@ from .rope import Rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-Cache = list[tuple["Tensor", ...]]  # for each layer, what it caches of sequences
+Cache = list[tuple["Tensor", ...]]  # the cache tensors of each layer
 _RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # standard deviation and bound of random 8-bit weights
-_RANDOM_INPUT = 8.0  # the activation that a random static scale maps to 127
+_RANDOM_INPUT = 8.0  # the activation that the static scale of random weights maps to 127
 
 
 class MlpAlone:
@@ -94,7 +94,7 @@ class Decoder:
         device: device of the weights; on "meta" they take no memory.
 
     Attributes:
-        slot_bytes: bytes of a slot: everything that a sequence caches outside of its blocks.
+        slot_bytes: bytes of a slot, which holds the states of one sequence: all of its cache that is not in blocks.
     """
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
@@ -117,7 +117,7 @@ class Decoder:
         self._tensors, self._prepared = self._named(), False
 
     def _layer(self, i: int, place: Place) -> Layer:
-        """Layer number `i`. Its type decides its token mixer, and what the mixer caches."""
+        """Make layer number `i`. The type of the layer selects its token mixer and its cache."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
         mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
@@ -164,7 +164,7 @@ class Decoder:
         return found
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Set the weights that a checkpoint calls `name` to what it has under this name.
+        """Copy a tensor of a checkpoint to the weights with this `name`.
 
         Raises:
             ModelError: groups or zero points of a packed weight contradict ``config.json``.
@@ -172,7 +172,7 @@ class Decoder:
         weights, packed = self._tensors[name], self.config.quantization
         if isinstance(packed, PackedQuantization):
             check_written(packed, name, tensor)
-        if name.endswith(".input_scale"):  # stacked projections share the largest, so that none saturates
+        if name.endswith(".input_scale"):  # stacked projections share the largest scale, so that none saturates
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         config = self.config
         if config.qkv_by_head and name.rpartition(".")[0].endswith(config.names.qkv):
@@ -233,7 +233,7 @@ class Decoder:
         return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(self.dtype) for rope in self.config.ropes}
 
     def naming_ranks(self) -> AbstractContextManager[None]:
-        """What a step runs in: an error that comes from processes that do not come any more names them."""
+        """The context of a step, in which errors of collectives name the ranks that have ended or hang."""
         return nullcontext()
 
     def agreed(self, blocks: int) -> int:
@@ -259,7 +259,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the tokens that follow those with these hidden states: [num_tokens, vocab_size]."""
+        """The logits that these hidden states give: [num_tokens, vocab_size]."""
         multipliers, logits = self.config.multipliers, self.head(hidden)
         if multipliers.logits != 1:
             logits = logits * multipliers.logits
@@ -293,7 +293,7 @@ def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
 
 
 def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint that `Decoder.randomise` writes: (name, tensor on `device`), one after the other."""
+    """Generate the tensors that `Decoder.randomise` writes: (name, tensor on `device`)."""
     config, places = model.config, model.tensors()
     if isinstance(config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
         raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")

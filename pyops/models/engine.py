@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length"]
 
-_CACHE_SHARE = 0.8  # of free memory, where nobody says how many blocks; the rest is for activations and workspaces
-# Peak bytes that a Runner allocates in addition to its cache. Per element of a cos/sin table: angles, cosines and sines
-# are float32 before they are concatenated and rounded. Per element of a decode row: an int64, and its copy while a
+_CACHE_SHARE = 0.8  # share of free memory for the default number of blocks; the rest is for activations and workspaces
+# Peak bytes that a Runner allocates in addition to its cache. An element of a cos/sin table: angles, cosines and sines
+# are float32 before they are concatenated and rounded. An element of a decode row: an int64, and its copy while a
 # graph is captured.
 _TABLE_BYTES, _ROW_BYTES = 16, 16
 
@@ -35,10 +35,10 @@ class Output(NamedTuple):
     """A token of a request.
 
     Attributes:
-        request: the number that `Engine.add` gave.
+        request: the number that `Engine.add` returned.
         token: the token.
         finished: set with the last token: "stop" at an EOS or a stop token, "length" at ``max_tokens``.
-        logprobs: of this token, if `SamplingParams.logprobs` asks for them.
+        logprobs: log-probabilities at this token, if `SamplingParams.logprobs` asks for them.
         prompt_logprobs: with the first token of a request, if `SamplingParams.prompt_logprobs` asks for them: one for
             each token of the prompt, None for the first, which has no preceding token.
     """
@@ -128,7 +128,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run the model once; returns the tokens that it generated, none if there was nothing to do.
 
-        An error drops all requests, and the engine can take new ones.
+        If the step fails, the engine drops all requests and can take new ones.
         """
         try:
             with self._runner.model.naming_ranks():
@@ -274,5 +274,5 @@ def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_se
     tables = _TABLE_BYTES * table_rows * config.head_dim * len(config.ropes)
     rows = _ROW_BYTES * max_num_seqs * blocks_for(config, max_seq_len, block_size)
     left = free_bytes(model.device) - tables - rows - max_num_seqs * model.slot_bytes
-    # Without attention a token takes no memory, and what is left is counted in bytes.
+    # Without attention, token_bytes is 0, and the result is the free memory in bytes, which bounds nothing.
     return int(left // max(1, token_bytes * block_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..fused.experts import FusedMoEQuantConfig, fused_experts
 from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
@@ -35,7 +35,7 @@ class ExpertWeights(NamedTuple):
 
 
 def _weights(place: Place, quantization: Quantization | None, experts: int, rows: int, columns: int) -> ExpertWeights:
-    """Weights that are not set. ModelError for blocks of scales that do not divide them."""
+    """Uninitialised weights and scales. ModelError if the scale blocks do not divide the weights."""
     if quantization is None:
         return ExpertWeights(place.empty(experts, rows, columns))
     scales = rows, 1
@@ -52,7 +52,7 @@ def _weights(place: Place, quantization: Quantization | None, experts: int, rows
 
 
 def expert_biases(mixture: Mixture, hidden_size: int, place: Place) -> tuple[Tensor, Tensor] | None:
-    """Biases that are not set, of gates and ups [num_experts, 2 * intermediate_size] and of downs; or None."""
+    """Uninitialised biases: gate and up [num_experts, 2 * intermediate_size], and down; None if there are no biases."""
     if not mixture.has_bias:
         return None
     experts = mixture.num_experts
@@ -65,7 +65,7 @@ def named_biases(biases: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
 
 
 def projections(mixture: Mixture, hidden_size: int, expert: int) -> list[tuple[dict[str, int], int]]:
-    """({name in a checkpoint: rows}, columns) of both GEMMs of an expert."""
+    """({name in a checkpoint: rows}, columns) for each of the two GEMMs of an expert."""
     at, channels = f"experts.{expert}.", mixture.intermediate_size
     gate_up = {f"{at}{mixture.gate}": channels, f"{at}{mixture.up}": channels}
     return [(gate_up, hidden_size), ({f"{at}{mixture.down}": hidden_size}, channels)]
@@ -78,7 +78,7 @@ class PlainExperts:
         mixture: sizes and options of the experts.
         hidden_size: elements of a hidden state.
         place: device and dtype of the weights.
-        quantization: of the weights and the activations; or None.
+        quantization: how weights and activations are quantised; None if they are not.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PlainExperts:
         return dict(zip(STACKED, weights, strict=True)) | named_biases(self.biases)
 
     def _named(self) -> dict[str, Tensor]:
-        """Experts that a checkpoint has one by one."""
+        """`tensors` of a checkpoint with separate tensors for each expert."""
         mixture, found = self.mixture, dict[str, "Tensor"]()
         for kind in ("weight", "weight_scale"):
             gate_ups, downs = getattr(self.gate_up, kind), getattr(self.down, kind)
@@ -120,18 +120,18 @@ class PlainExperts:
         return found
 
     def check(self) -> None:
-        """Called once a checkpoint is written. Plain weights can always be multiplied, so nothing is checked."""
+        """Check the weights once a checkpoint is written. Plain weights need no check."""
 
     def prepare(self) -> None:
-        """Once a checkpoint is written: make of it what is multiplied. These weights are so already."""
+        """Convert the weights once a checkpoint is written. The GEMMs read plain weights as they are."""
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""
+        """Apply the chosen experts to hidden [num_tokens, hidden_size]; weights and ids are [num_tokens, top_k]."""
         experts = hidden, self.gate_up.weight, self.down.weight
         return fused_experts(*experts, weights, ids, activation=self.mixture.activation, quant_config=self.terms)
 
     def _terms(self) -> FusedMoEQuantConfig:
-        """Scales and biases."""
+        """The scales and biases, as `fused_experts` takes them."""
         first, second = self.biases or (None, None)
         quantization = self.quantization
         if quantization is None:
@@ -148,8 +148,8 @@ class PlainExperts:
 
 
 class PackedAsPlain(PlainExperts):
-    """Experts with packed weights that no grouped GEMM reads. A checkpoint writes the packed quants to the memory of
-    the weights, and `prepare` dequantizes them in place, one expert at a time."""
+    """Experts with packed weights that no grouped GEMM reads. The packed quants are loaded into the memory of the
+    dequantized weights, and `prepare` dequantizes them in place, one expert at a time."""
 
     def __init__(self, mixture: Mixture, hidden_size: int, place: Place, packed: PackedQuantization) -> None:
         super().__init__(mixture, hidden_size, place)
@@ -186,14 +186,14 @@ class Mxfp4AsPlain(PlainExperts):
     def prepare(self) -> None:
         for weight in (self.gate_up.weight, self.down.weight):
             values = torch.tensor(E2M1_NUMBERS, dtype=torch.float32, device=weight.device)
-            for expert in weight:  # one by one: as int64 indices, the e2m1 values take 16 times their memory
+            for expert in weight:  # one expert at a time: e2m1 values as int64 indices take 16 times the memory
                 views = self._views(expert)
                 codes = torch.stack((views["blocks"] & 15, views["blocks"] >> 4), -1).flatten(-2)
                 scaled = torch.ldexp(values[codes.int()], views["scales"].int()[..., None] - _E8M0_BIAS)
                 expert.copy_(scaled.flatten(-2))
 
     def _views(self, weight: Tensor) -> dict[str, Tensor]:
-        """Views into the first bytes of each row of a weight [..., rows, columns], for e2m1 values and scales.
+        """Views into the first bytes of each row of a weight [..., rows, columns], into which a checkpoint is loaded.
 
         Returns:
             "blocks": [..., rows, columns / 32, 16] uint8, two e2m1 values to a byte, the earlier in the low nibble.
@@ -209,7 +209,7 @@ class Mxfp4AsPlain(PlainExperts):
 def as_plain(
     mixture: Mixture, hidden_size: int, place: Place, quantization: PackedQuantization | Mxfp4Experts
 ) -> PlainExperts:
-    """Experts with packed weights that are dequantized in the memory to which they are loaded."""
+    """Experts with packed weights that are dequantized in place after loading."""
     if isinstance(quantization, Mxfp4Experts):
         return Mxfp4AsPlain(mixture, hidden_size, place)
     return PackedAsPlain(mixture, hidden_size, place, quantization)

@@ -1,10 +1,10 @@
-"""Layers that are mixtures of experts."""
+"""The mixture-of-experts layer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from .attention import MLP
 from .config import Config
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuantization | Mxfp4Experts | None:
-    """How the expert projections `names` are quantised; all of them or none."""
+    """How the expert projections `names` are quantised. ModelError if only some of them are."""
     own = place.quantization
     if isinstance(own, GgufTypes) and own.of(f"{place.module}.{STACKED[0]}") == GGUF_MXFP4:
         return Mxfp4Experts()
@@ -34,7 +34,7 @@ def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuanti
 
 
 def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts | MarlinExperts | GgufExperts:
-    """The uninitialised weights of the experts of a layer."""
+    """The experts of a layer, uninitialised, of the class that reads their quantization."""
     experts, parts = range(mixture.num_experts), (mixture.gate, mixture.up, mixture.down)
     own = _quantization(place, [f"{place.module}.experts.{i}.{name}" for i in experts for name in parts])
     if isinstance(own, Mxfp4Experts) and (hidden_size % MX_BLOCK or mixture.intermediate_size % MX_BLOCK):
@@ -57,7 +57,7 @@ def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts |
 class Experts:
     """``sum_j p_j down_j(silu(gate_j(x)) * up_j(x))`` over the top-k experts that the router chooses for each token.
 
-    Some architectures have another activation, or add a shared MLP that every token takes.
+    Some architectures have another activation, or add a shared MLP, which processes every token.
     """
 
     def __init__(self, config: Config, mixture: Mixture, place: Place) -> None:
@@ -67,7 +67,7 @@ class Experts:
         if mixture.router_in_float32:
             router = router._replace(dtype=torch.float32)
         self.router = router.linear({mixture.router: experts}, hidden_size, mixture.has_bias)
-        # The op ranks groups by their two best experts where there is a bias.
+        # The op ranks groups by the sum of their two best experts if it gets a bias, so a bias of zeros is passed.
         has_bias = mixture.has_correction_bias or (mixture.ranks_by_two and mixture.num_groups > 1)
         self.correction_bias = torch.zeros(experts, dtype=torch.float32, device=place.device) if has_bias else None
         self.weights = _weights(mixture, hidden_size, place)
@@ -96,7 +96,7 @@ class Experts:
         return out.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid_()))
 
     def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and ids of the experts of each token."""
+        """Route the tokens: weights and ids of the experts of each token."""
         mixture = self.mixture
         logits = self.router(hidden.float() if mixture.router_in_float32 else hidden)
         choice = hidden, logits, mixture.top_k, mixture.renormalize

@@ -27,17 +27,17 @@ _NEOX_ROTARY_FACTOR = 0.25
 
 
 def _mistral(values: _Values, layers: int) -> dict[str, Any]:
-    """Mistral: one sliding window for all layers."""
+    """Mistral: all layers have the same sliding window."""
     return {"sliding_windows": one_window(values, layers)}
 
 
 def _ministral(values: _Values, layers: int) -> dict[str, Any]:
-    """Ministral: a sliding window in all layers, unless ``layer_types`` names the layers that have it."""
+    """Ministral: all layers have a sliding window, unless ``layer_types`` names those that have it."""
     return {"sliding_windows": windows_by_layer(values, [SLIDING] * layers)}
 
 
 def _qwen2(values: _Values, layers: int) -> dict[str, Any]:
-    """Qwen2: maybe a window in the layers that ``layer_types`` names, or in all from ``max_window_layers`` on."""
+    """Qwen2: optionally a window in the layers that ``layer_types`` names, or in all from ``max_window_layers`` on."""
     begin = values["max_window_layers"]
     if not is_integer(begin):
         raise refuse("max_window_layers", "an integer", begin)
@@ -59,7 +59,7 @@ def _phi3(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gemma(values: _Values, layers: int) -> dict[str, Any]:
-    """Gemma: embeddings times the root of their size; "gelu" stands for GELU by the hyperbolic tangent."""
+    """Gemma: embeddings are multiplied by the square root of hidden_size; "gelu" means the tanh approximation."""
     if flag(values, "use_bidirectional_attention"):
         raise refuse("use_bidirectional_attention", "false", True)
     multiplier = Multipliers(embedding=values["hidden_size"] ** 0.5, embedding_is_rounded=True)
@@ -68,7 +68,7 @@ def _gemma(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
-    """Gemma 2: Gemma with bounded logits, and a window in every second layer from the first on."""
+    """Gemma 2: Gemma with soft-capped logits, and a sliding window in every second layer, starting with the first."""
     kinds = layer_kinds(values, pattern(layers, 2))
     multipliers: Multipliers = _gemma(values | {"hidden_act": None}, layers)["multipliers"]
     return {
@@ -83,7 +83,7 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _step(values: _Values, default: int) -> Any:
-    """The distance between layers with full attention; the second name is the private attribute of transformers."""
+    """The period of layers with full attention; the second name is a private attribute of transformers."""
     return first(values.get("sliding_window_pattern"), values.get("_sliding_window_pattern"), default)
 
 
@@ -95,7 +95,7 @@ def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
     sliding = Rope.parse(values | own)
     kinds = layer_kinds(values, pattern(layers, _step(values, 6)))
-    # Logits of attention have no bound here, whatever the file says.
+    # Attention logits have no soft cap in Gemma 3, even if the file gives one.
     return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
         "qk_norm": "head",
         "rope": full,
@@ -108,7 +108,7 @@ def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def granite(values: _Values, layers: int) -> dict[str, Any]:
-    """Granite: multipliers of embeddings, logits, attention and what layers add."""
+    """Granite: multipliers of embeddings, logits, attention scores and the outputs of layers."""
     names = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
     embedding, residual, attention, divisor = (number(name, values.get(name, 1.0)) for name in names)
     return {
@@ -136,7 +136,7 @@ def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
-    """SmolLM3: some layers, by default every fourth, have no rotary embedding, but the sliding window if any."""
+    """SmolLM3: some layers, by default every fourth, have no rotary embedding."""
     step = size("no_rope_layer_interval", first(values.get("no_rope_layer_interval"), 4))
     turns = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])
     if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
@@ -165,11 +165,11 @@ def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
-    """GPT-NeoX: by default a parallel block with two norms; other names for the fields of the rotary embedding."""
+    """GPT-NeoX: by default a parallel block with two norms; the fields of the rotary embedding have other names."""
     found = values | {"rope_theta": values.get("rotary_emb_base")}
     return {
         "num_key_value_heads": values["num_attention_heads"],
-        "qkv_by_head": flag(values, "qkv_by_head", True),  # GGUF files have another order
+        "qkv_by_head": flag(values, "qkv_by_head", True),  # false in GGUF files, which order the rows differently
         "has_gate": False,
         "parallel_residual": flag(values, "use_parallel_residual", True),
         "rope": Rope.parse(found, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),
@@ -177,7 +177,7 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _renamed_falcon(values: _Values) -> _Values:
-    """Falcon's names of sizes. KV heads: one, or the number of query heads, or a field of the new architecture."""
+    """Rename Falcon's sizes. It has one KV head, or as many as query heads, or a field for it (new architecture)."""
     heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
     kv_heads, given = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
     if flag(values, "new_decoder_architecture"):

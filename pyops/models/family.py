@@ -1,4 +1,4 @@
-"""Families of decoders: how a ``config.json`` is read by what makes a family differ from a Llama."""
+"""Families of decoders: each is described by its differences from Llama, by which ``config.json`` is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (
 )
 
 
-# Beginnings of names of tensors of what reads images.
+# Name prefixes of the tensors of vision encoders.
 _PARTS = "vision_tower.", "multi_modal_projector."
 _IMAGES = *_PARTS, *(f"model.{part}" for part in _PARTS)
 
@@ -50,8 +50,8 @@ class Family(NamedTuple):
         has_longrope: as `Rope.parse` takes it.
         text: ``model_type`` of the decoder that ``text_config`` describes, for a multimodal model; "" if the model is
             just the decoder.
-        renamed: the values of the file, with defaults, under the names that other families have for them.
-        fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
+        renamed: a function that renames the values of the file, with defaults, to the names of the other families.
+        fields: a function (values of the file with defaults, number of layers) that returns further fields of `Config`.
     """
 
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -98,9 +98,9 @@ class Family(NamedTuple):
 
 
 def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """The config of the decoder in a multimodal model: ``text_config``, and fields of the model that override it.
+    """The config of the decoder in a multimodal model: ``text_config``, with the top-level fields that override it.
 
-    Only the model says whether embeddings are tied, and its eos tokens override those of ``text_config``.
+    Only the top level says whether embeddings are tied, and its eos tokens override those of ``text_config``.
     """
     found = values.get("text_config")
     if not isinstance(found, dict):
@@ -127,7 +127,7 @@ def _has_bias(values: dict[str, Any], what: str | bool) -> bool:
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:
-    """The sizes in a file, checked. Where it is silent, keys have as many heads as queries, and these hidden_size."""
+    """The sizes in a file, checked. By default KV heads equal query heads, and head_dim is hidden_size / heads."""
     sizes = {name: values[name] for name in SIZES if values.get(name) is not None}
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
@@ -139,13 +139,13 @@ def _sizes(values: dict[str, Any]) -> dict[str, int]:
 
 
 def window_of(values: dict[str, Any]) -> int:
-    """The sliding window of layers that have one; 0 for none."""
+    """The size of the sliding window; 0 if the model has none."""
     window = values.get("sliding_window")
     return 0 if window is None else size("sliding_window", window)
 
 
 def layer_kinds(values: dict[str, Any], kinds: list[str], served: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
-    """The kind of each layer by ``layer_types``, `kinds` without it. ModelError for a kind that is not in `served`."""
+    """The kind of each layer: ``layer_types``, or `kinds` if absent. ModelError for a kind that is not in `served`."""
     found = first(values.get("layer_types"), kinds)
     if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
         raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
@@ -159,26 +159,26 @@ def windows_of(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
 
 
 def windows_by_layer(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
-    """`windows_of` the kinds in ``layer_types``, `kinds` by default. Without a window, all layers must be full."""
+    """The window of each layer by ``layer_types``, else by `kinds`. Without a window, all layers must be full."""
     if window_of(values):
         return windows_of(values, layer_kinds(values, kinds))
     return (0,) * len(layer_kinds(values, [FULL] * len(kinds), (FULL,)))
 
 
 def one_window(values: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """`windows_of` if all layers have the window, or none has one; ModelError if ``layer_types`` says otherwise."""
+    """The windows of a model with one window for all layers or none. ModelError if ``layer_types`` says otherwise."""
     kind = SLIDING if window_of(values) else FULL
     return windows_of(values, layer_kinds(values, [kind] * layers, (kind,)))
 
 
 def pattern(layers: int, step: Any) -> list[str]:
-    """The kinds of layers: every `step`-th is full attention, the others have the sliding window."""
+    """The kinds of the layers: every `step`-th has full attention, the others have the sliding window."""
     size("sliding_window_pattern", step)
     return [SLIDING if (i + 1) % step else FULL for i in range(layers)]
 
 
 def ropes_by_kind(values: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` by kind of layer, with or without a sliding window; {} if the file has no such field."""
+    """{kind of layer: its ``rope_parameters``}; {} if the file does not list them by kind."""
     given = first(values.get("rope_parameters"), {})
     if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
         raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)

@@ -1,7 +1,7 @@
-"""Fields of a model's files: which of them were read, and what becomes of the others.
+"""Fields of a model's files: which of them were read, and how the others are treated.
 
-A field is read; or it is in `HARMLESS`, because no token depends on it; or it is in `NEUTRAL`, because tokens would
-depend on it if it had another value, which is refused. Any other is named in a warning.
+A field that is not read may be in `HARMLESS`, because no token depends on it, or in `NEUTRAL`, with the only values
+that change no token; other values are refused. A warning names every other field that is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .config_values import refuse
 
 # No token depends on these fields. A field of a nested object is listed by the last part of its name.
 HARMLESS = {
-    # who wrote the file, with what, and how transformers builds its module
+    # provenance of the file, and how transformers builds its module
     *("_name_or_path", "model_type", "transformers_version", "auto_map", "return_dict", "id2label", "label2id"),
     *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed"),
     *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states", "output_router_logits"),
@@ -26,25 +26,25 @@ HARMLESS = {
     *("time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale"),
     # tokens that tokenizers add
     *("bos_token_id", "pad_token_id"),
-    # how scans are divided, and sizes that others decide
+    # chunking of scans, and sizes that follow from other fields
     *("chunk_size", "mamba_chunk_size", "use_associative_scan", "use_mambapy", "qk_head_dim", "intermediate_size"),
     *("time_step_rank", "original_max_position_embeddings", "initial_context_length", "fused_norm", "fused_add_norm"),
-    "max_position_embeddings",  # in `rope_parameters`: the top-level field overrides it
+    "max_position_embeddings",  # inside `rope_parameters`: the top-level field overrides it
     *("experts_per_token", "attn_rotary_emb", "max_window_layers"),
     *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),
-    # which biases there are, where a family leaves no choice, and tensors say it
+    # presence of biases, in families where it is fixed or follows from the tensors
     "attention_bias",
-    # vision encoders, which text generation does not need; the top-level ``tie_word_embeddings`` overrides this one
+    # vision encoders, which are not loaded; and the inner ``tie_word_embeddings``, which the top-level one overrides
     *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "tie_word_embeddings"),
     # M-RoPE sections: a text token has the same position in all of them
     *("mrope_section", "mrope_interleaved"),
-    # layers that predict tokens further on, which are not read, and the dtype of states, which are float32
+    # multi-token prediction layers, which are not loaded, and the dtype of states, which are always float32
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_layers_block_type", "num_nextn_predict_layers"),
     *("mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
-    # of Nemotron-H: kernels, and sizes that others decide
+    # Nemotron-H: choices of kernels, and sizes that follow from other fields
     *("use_mamba_kernels", "moe_shared_expert_overlap", "expand", "n_shared_experts"),
 }
 # Tokens depend on these fields in models that have them. If a family does not read a field, only these values of it
@@ -58,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (False,),
     "clip_qkv": (),
     "final_logit_softcapping": (),
-    "hidden_activation": ("gelu_pytorch_tanh",),  # of Gemma 1, which has no other
+    "hidden_activation": ("gelu_pytorch_tanh",),  # Gemma 1 supports only this activation
     "is_encoder_decoder": (False,),
     "mamba_hidden_act": ("silu",),
     "mamba_proj_bias": (False,),
@@ -69,7 +69,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
     "qk_layernorm": (False,),
     "qk_norm": (False,),
-    "quantization": (),  # of MLX
+    "quantization": (),  # MLX writes it
     "residual_in_fp32": (False,),
     "rms_norm": (True,),
     "scoring_func": ("softmax",),
@@ -86,7 +86,8 @@ HARMLESS_OF_QUANTIZATION = {
     *("global_compression_ratio", "version", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     *("block_structure", "modules_to_not_convert", "producer"),
 }
-# Of ``generation_config.json``: lengths are the caller's. How tokens are drawn is, too, but that is worth a word.
+# Fields of ``generation_config.json`` that the caller of the engine decides. Sampling parameters are not listed, so
+# that a warning says that the file's values are not used.
 HARMLESS_OF_GENERATION = {
     *(
         "_from_model_config",
@@ -132,7 +133,7 @@ class Fields(dict[str, Any]):
         return Fields(super().__ror__(other), self._read, self._at)
 
     def unread(self) -> dict[str, Any]:
-        """{path: value} of the fields that nobody asked for; null says nothing."""
+        """{path: value} of the fields that nobody asked for, except null values."""
         found: dict[str, Any] = {}
         for name, value in dict.items(self):
             path = f"{self._at}{name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.activation import silu_and_mul
 from ..ops.linear.ggml_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size
 from ..ops.moe import moe_align_block_size, moe_sum
@@ -26,10 +26,10 @@ class GgufExperts:
         mixture: sizes and options of the experts.
         hidden_size: elements of a hidden state.
         place: dtype and device of the weights.
-        types: the quantized types of the file.
+        types: the quantised type of each weight of the file.
 
     Raises:
-        ModelError: the gates and ups of a layer, or its experts, are of different types.
+        ModelError: the gate and up projections of a layer, or its experts, have different types.
     """
 
     def __init__(self, mixture: Mixture, hidden_size: int, place: Place, types: GgufTypes) -> None:
@@ -40,7 +40,7 @@ class GgufExperts:
         )
 
     def _weights(self, place: Place, types: GgufTypes, part: int, columns: int) -> BlockMatrix:
-        """One projection of all experts, or two that are stacked: [num_experts * rows, bytes of a row]."""
+        """The weights of one projection, or of two stacked ones, of all experts: [num_experts * rows, row bytes]."""
         sizes = [projections(self.mixture, self.hidden_size, i)[part][0] for i in range(self.mixture.num_experts)]
         names = [f"{place.module}.{name}" for each in sizes for name in each]
         found = {types.of(name) for name in names}
@@ -64,13 +64,13 @@ class GgufExperts:
         return matrix.weight.unflatten(0, (self.mixture.num_experts, -1))
 
     def check(self) -> None:
-        """Called once a checkpoint is written. Weights in blocks can always be multiplied, so nothing is checked."""
+        """Check the weights once a checkpoint is written. Block weights need no check."""
 
     def prepare(self) -> None:
-        """Once a checkpoint is written: make of it what is multiplied. These weights are so already."""
+        """Convert the weights once a checkpoint is written. The GEMMs read block weights as they are."""
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""
+        """Apply the chosen experts to hidden [num_tokens, hidden_size]; weights and ids are [num_tokens, top_k]."""
         gate_up = self._product(hidden, self.gate_up, ids)
         activated = gate_up.new_empty(gate_up.shape[0], self.mixture.intermediate_size)
         silu_and_mul(activated, gate_up)

@@ -21,7 +21,7 @@ _Values = dict[str, Any]
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")
 )
-_SIGMOID = 2  # of `expert_gating_func`
+_SIGMOID = 2  # the value of `expert_gating_func` for sigmoid scores
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _YARN_LOG_FACTOR = 0.1  # `yarn_log_multiplier` is ``mscale_all_dim`` times this
 _NO_KEYS: Mapping[str, Any] = MappingProxyType({})
@@ -40,10 +40,10 @@ _EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size":
 
 
 class Metadata(Protocol):
-    """What a row is read from."""
+    """The part of a GGUF file that the functions of this module read."""
 
     def own_value(self, key: str, default: Any = None) -> Any:
-        """What the metadata have under ``<architecture>.`` and `key`."""
+        """The metadata value of the key ``<architecture>.<key>``."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor `name`."""
@@ -52,7 +52,7 @@ class Metadata(Protocol):
         """The elements of a floating-point tensor."""
 
     def refuse(self, key: str, expected: str, got: object) -> ModelError:
-        """The error for a value under ``<architecture>.`` and `key`; the caller raises it."""
+        """The error for the value of ``<architecture>.<key>``; the caller raises it."""
 
 
 def _none(file: Metadata, values: _Values) -> _Values:
@@ -63,10 +63,10 @@ class GgufFamily(NamedTuple):
     """An architecture of GGUF files.
 
     Attributes:
-        architecture: that of Hugging Face.
+        architecture: the architecture's name in a ``config.json``.
         keys: {name in ``config.json``: key in the metadata}, in addition to `SIZES`.
         neighbours: whether rows of queries and keys are permuted for interleaved rotary pairs, unlike Hugging Face's.
-        turns_parts: whether the rotary embedding may rotate a part of each head.
+        turns_parts: whether the rotary embedding may rotate only a part of each head.
         has_pattern: whether a per-layer pattern may say which layers have the sliding window.
         one_added: whether 1 is added to the weights of norms.
         own_names: {llama.cpp's name of a part of a layer for this family: its common name}, where they differ.
@@ -93,7 +93,7 @@ class GgufFamily(NamedTuple):
 
 
 def _gemma_scale(layers_of_27b: int, values: _Values) -> _Values:
-    """``query_pre_attn_scalar``, which no file says: of the largest Gemma, elements of the hidden state per head."""
+    """``query_pre_attn_scalar``, which GGUF files lack: hidden_size / heads for the largest Gemma, else head_dim."""
     is_27b = values["num_hidden_layers"] == layers_of_27b
     return {
         "query_pre_attn_scalar": values["hidden_size"] // values["num_attention_heads"]
@@ -126,7 +126,7 @@ def _qwen3_moe(file: Metadata, values: _Values) -> _Values:
 
 
 def _deepseek(file: Metadata, values: _Values) -> _Values:
-    """The sizes of heads. In newer files, the keys that held sizes of heads hold those of the latent KV."""
+    """The head sizes. Newer files reuse the keys of head sizes for the sizes of the latent KV."""
     rope, head_dim = (file.own_value("rope.dimension_count"), _first(file, "attention.key_length"))
     given = all(isinstance(size, int) for size in (rope, head_dim))
     found = {
@@ -213,7 +213,7 @@ GGUF_FAMILIES = {
         more=_gpt_oss,
     ),
 }
-# Architectures with the names of others.
+# Architectures that share the row of another.
 _MIXTRAL = GgufFamily(
     "MixtralForCausalLM",
     {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
@@ -224,7 +224,7 @@ _DEEPSEEK_V3 = _DEEPSEEK._replace(architecture="DeepseekV3ForCausalLM")
 
 
 def family_of(architecture: str, file: Metadata) -> GgufFamily | None:
-    """The row of a file; None if there is none."""
+    """The row for a file's architecture; None if it is not supported."""
     if architecture == "llama" and file.own_value("expert_count"):
         return _MIXTRAL
     if architecture == "deepseek2" and _is_by_sigmoid(file):
@@ -233,7 +233,7 @@ def family_of(architecture: str, file: Metadata) -> GgufFamily | None:
 
 
 def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
-    """The metadata as an object of ``config.json``; missing values are the defaults of transformers.
+    """The metadata converted to a ``config.json`` object; missing values get the defaults of transformers.
 
     Raises:
         ModelError: a value that no supported model of the family has; the error names the key.
@@ -288,7 +288,7 @@ def _kinds(file: Metadata, layers: Any) -> list[str] | None:
 
 
 def _rope(family: GgufFamily, file: Metadata, head_dim: int) -> _Values:
-    """The object ``rope_parameters``. Tensors have what divides each frequency, where Llama 3 or Phi-3 scale them."""
+    """The object ``rope_parameters``. For Llama 3 and Phi-3, tensors in the file hold a divisor for each frequency."""
     found: _Values = {"rope_theta": file.own_value("rope.freq_base", 10000.0)}
     turned = file.own_value("rope.dimension_count", head_dim)
     is_latent = "kv_lora_rank" in family.keys
@@ -322,7 +322,7 @@ def _scaling(file: Metadata) -> _Values:
 
 
 def _yarn(file: Metadata, factor: float) -> _Values:
-    """YaRN. ``attn_factor`` multiplies cosines and sines in addition to YaRN's own factor."""
+    """The parameters of YaRN. ``attn_factor`` multiplies cosines and sines in addition to YaRN's own factor."""
     if file.has(ROPE_FACTORS):
         raise file.refuse("rope.scaling.type", f"'linear' or 'none' beside {ROPE_FACTORS}", "yarn")
     found = {"rope_type": "yarn", "factor": factor}

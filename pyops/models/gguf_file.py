@@ -1,6 +1,7 @@
-"""GGUF files: their metadata as ``config.json`` would have it, their tensors under the names of Hugging Face folders.
+"""GGUF files: metadata converted to a ``config.json``, and tensors under their names in Hugging Face folders.
 
-`gguf_header.py` reads the header; the package `gguf` knows types, and decodes what is decoded at loading.
+`gguf_header.py` reads the header; the package `gguf` defines the types and decodes the tensors that are not kept
+quantised.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from .._core.lazy import optional, torch
+from .._core.system.lazy import optional, torch
 from ..errors import ModelError
 from ..ops._shared.ggml_formats import FORMATS
 from .config_values import check_file
@@ -36,11 +37,11 @@ from .mixture import STACKED
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that config.json has
+_FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that hold fields of config.json
 _OF_MXFP4 = tuple(f"_{kind}" for kind in MXFP4_PARTS)
-SPECIAL = CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched before a text is split
-# Tokens that end a sequence: {name}_token_id in the metadata, and strings that end a text, a message, a document or a
-# file.
+SPECIAL = CONTROL, USER_DEFINED = 3, 4  # token types that are matched before pre-tokenization
+# Tokens that end a sequence: those with a metadata key {name}_token_id, and those with one of these texts, which end a
+# text, a message, a document or a file.
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"}
 END_TEXTS |= {"<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|endoftext|>", "<|end_of_text|>"}
@@ -80,7 +81,7 @@ class GgufFile:
         self._header = _header(self.path, stat.st_mtime_ns, stat.st_size)
         self._tensors = self._header.tensors
         self._asked: set[str] = set()
-        self._architecture = ""  # until it is known
+        self._architecture = ""  # set below; `value` already reads it in messages
         self._architecture = self.value("general.architecture")
         family = family_of(self._architecture, self)
         if family is None:
@@ -91,7 +92,7 @@ class GgufFile:
         self._sources = sources(shapes, mxfp4, family)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What the metadata have under `key`."""
+        """The metadata value of `key`."""
         self._asked.add(key)
         found, own = self._header.value(key), key.removeprefix(f"{self._architecture}.")
         if found is not None and own in TYPES and not is_of(TYPES[own], found):
@@ -99,15 +100,15 @@ class GgufFile:
         return default if found is None else found
 
     def own_value(self, key: str, default: Any = None) -> Any:
-        """What the metadata have under ``<architecture>.`` and `key`."""
+        """The metadata value of the key ``<architecture>.<key>``."""
         return self.value(f"{self._architecture}.{key}", default)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor that the file calls `name`."""
+        """Whether the file has a tensor `name`."""
         return name in self._tensors
 
     def numbers(self, name: str) -> list[float]:
-        """The elements of a floating-point tensor; none if it is not there or quantised."""
+        """The elements of a floating-point tensor; empty if the tensor is missing or quantised."""
         is_plain = name in self._tensors and self._tensors[name].kind.name in PLAIN
         return self._read(name).flatten().tolist() if is_plain else []
 
@@ -143,7 +144,7 @@ class GgufFile:
         return data if source.part is None else data[source.part]
 
     def config(self) -> dict[str, Any]:
-        """The metadata as an object of ``config.json``; ModelError for values that no architecture here supports."""
+        """The metadata converted to a ``config.json`` object. ModelError for values that are not supported."""
         if self.value("split.count", 1) > 1:
             raise ModelError(self.path, "is a part of a model; gguf-split --merge makes one file of all parts")
         embedding = self._tensors.get("token_embd.weight")
@@ -178,7 +179,7 @@ class GgufFile:
         return int(self.own_value(key, self.own_value("attention.head_count")))
 
     def _types(self) -> dict[str, int]:
-        """{name of a module: number of the type} of all weights that are kept quantised."""
+        """{name of a module: GGUF type number} of all weights that are kept quantised."""
         found = {}
         for name, source in self._sources.items():
             kind = self._tensors[source.own[0]].kind
@@ -208,7 +209,7 @@ class GgufFile:
         return self._header.data[tensor.start :][: prod(tensor.bytes_shape)].reshape(tensor.bytes_shape)
 
     def _made(self, source: Source, device: str = "cpu") -> Tensor:
-        """A tensor that is made of others; on the device "meta" without data."""
+        """A tensor that is composed of others; on the device "meta", without data."""
         is_mxfp4 = source.made.endswith(_OF_MXFP4)
         if device == "cpu":
             parts = [self._read(own) if is_mxfp4 else self._dequantised(own) for own in source.own]
@@ -219,7 +220,7 @@ class GgufFile:
         return _mxfp4(source.made, *parts) if is_mxfp4 else _MADE[source.made](*parts)
 
     def _dequantised(self, own: str) -> Tensor:
-        """The elements of a tensor of any type."""
+        """The elements of a tensor of any type, dequantised."""
         kind = self._tensors[own].kind
         if kind.name in PLAIN:
             return self._read(own)
@@ -229,7 +230,7 @@ class GgufFile:
 
 @lru_cache(maxsize=1)
 def _header(path: Path, _mtime_ns: int, _size: int) -> GgufHeader:
-    """The header of a file as it is now."""
+    """The header of a file, cached until the file changes."""
     return GgufHeader(path)
 
 
@@ -239,14 +240,14 @@ def _kv_b(key: Tensor, value: Tensor) -> Tensor:
 
 
 def _gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave gates and ups, [num_experts, channels, ...] each."""
+    """Interleave the rows of gate and up, each [num_experts, channels, ...]."""
     return torch.stack((gate, up), 2).flatten(1, 2)
 
 
 def _mxfp4(made: str, *weights: Tensor) -> Tensor:
-    """Blocks [.., rows, blocks, 16] or scales [.., rows, blocks] of MXFP4, as Hugging Face has them.
+    """Convert MXFP4 blocks [.., rows, blocks, 16] or scales [.., rows, blocks] to Hugging Face's layout.
 
-    In GGUF, the low nibbles hold the first half of a block's values; in Hugging Face's layout, every second value.
+    The low nibbles hold the first half of a block's values in GGUF, and the even ones in Hugging Face's layout.
     """
     rows = _gate_up(*weights) if len(weights) == 2 else weights[0]
     blocks = rows.unflatten(-1, (-1, 1 + _HALF))

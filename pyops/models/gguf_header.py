@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and offsets of tensors. A count beyond the size of the file is an error at once.
+"""The header of a GGUF file: metadata and tensor offsets. A count that exceeds the file's size is an error at once.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from .._core.lazy import optional
+from .._core.system.lazy import optional
 from ..errors import ModelError
 
 _MAGIC, _VERSIONS, _DEFAULT_ALIGNMENT, _MAX_DIMS = b"GGUF", (2, 3), 32, 4
@@ -29,7 +29,7 @@ class GgufTensor(NamedTuple):
 
     Attributes:
         shape: number of elements by axis; the last axis is contiguous.
-        kind: its type, of the enumeration of the package `gguf`.
+        kind: its type, a value of `gguf.GGMLQuantizationType`.
         bytes_shape: `shape`, the last axis in bytes.
         start: offset of its bytes in the file.
     """
@@ -86,7 +86,7 @@ class GgufHeader:
         return list(self._values)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What the metadata have under `key`: a number, a bool, a string, or a list of such."""
+        """The metadata value of `key`: a number, a bool, a string, or a list of these."""
         found = self._values.get(key)
         if found is None:
             return default
@@ -99,7 +99,7 @@ class GgufHeader:
         return values[0] if found.length is None else values
 
     def _skip(self, key: str) -> _Value:
-        """The location of the value of `key`, which begins here with its type. Skip to the end of the value."""
+        """Read the type at the current position and skip the value of `key`; returns the value's location."""
         kind, count = self._unsigned(4), None
         if kind == _ARRAY:
             kind = self._unsigned(4)
@@ -118,7 +118,7 @@ class GgufHeader:
         return _Value(kind, start, count)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], Any, int]:
-        """(name, sizes, type, offset) of the tensor that is described here."""
+        """Read the tensor description at the current position: (name, sizes, type, offset)."""
         name, num_dims = self._string("a name of a tensor"), self._unsigned(4)
         if num_dims > _MAX_DIMS:
             raise self._broken(f"has a tensor of {num_dims} dimensions: {name}")
@@ -130,7 +130,7 @@ class GgufHeader:
         return name, sizes[::-1], kinds(number), offset
 
     def _placed(self, described: list[tuple[str, tuple[int, ...], Any, int]], end: int) -> dict[str, GgufTensor]:
-        """{name: tensor}. ModelError if a tensor exceeds the file. Tensors begin after the header's `end`, aligned."""
+        """{name: tensor}. Tensors begin at the first aligned offset after `end`. ModelError if one exceeds the file."""
         alignment = self.value("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._broken(f"has general.alignment {alignment!r}, which is no power of two")
@@ -161,7 +161,7 @@ class GgufHeader:
         return int.from_bytes(self._take(size), "little")
 
     def _count(self, count: int, size: int) -> int:
-        """`count`, if the rest of the file can hold so many elements of at least `size` bytes; else ModelError."""
+        """`count`, checked: ModelError unless the rest of the file can hold `count` elements of `size` bytes."""
         if count > (len(self.data) - self._at) // size:
             raise self._broken(f"ends within {count} elements of its header")
         return count

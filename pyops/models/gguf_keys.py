@@ -1,8 +1,8 @@
-"""Keys of GGUF metadata: the types of those that are read, and what becomes of the others.
+"""Keys of GGUF metadata: the types of those that are read, and how the others are treated.
 
-A key is read; or it is in `HARMLESS`, because no token depends on it; or it is in `NEUTRAL`, because tokens would
-depend on it if it had another value, which is refused. Any other is named in a warning. Keys of an architecture are
-without its name here.
+A key that is not read may be in `HARMLESS`, because no token depends on it, or in `NEUTRAL`, with the only values that
+change no token; other values are refused. A warning names every other key that is not read. Keys of an architecture
+are listed without its prefix.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ TYPES: dict[str, str] = {
     "tokenizer.ggml.token_type": INTEGERS,
     "tokenizer.ggml.scores": NUMBERS,
 }
-# Prefixes of keys without effect, and one whole key: no chat template is applied here.
+# Prefixes of keys that have no effect, and one whole key, because no chat template is applied.
 HARMLESS_BEGINNINGS = ("general.", "quantize.imatrix.", "split.", "tokenizer.chat_template")
-_SAMPLING = "general.sampling."  # which callers say here, and that is worth a word
+_SAMPLING = "general.sampling."  # the caller sets sampling parameters, so a warning names these keys
 HARMLESS = {
     *(key for key in TYPES if key.startswith("tokenizer.ggml.")),  # the tokenizer reads them
     *(f"tokenizer.ggml.{key}_token_id" for key in ("seperator", "padding", "mask", "prefix", "suffix", "middle")),
     *(f"tokenizer.ggml.fim_{key}_token_id" for key in ("pre", "suf", "mid")),
     "tokenizer.ggml.token_type_count",
     *("vocab_size", "tensor_data_layout", "pooling_type", "decoder_start_token_id", "tokenizer.huggingface.json"),
-    # of scalings and mixtures that a file does not have, and what tensors say
+    # parameters of RoPE scalings and mixtures that the file does not use, and facts that follow from tensors
     *("rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
     *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "rope.scaling.factor", "rope.scale_linear"),
     *("expert_used_count", "expert_feed_forward_length", "use_parallel_residual"),
@@ -100,7 +100,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def is_of(kind: str, value: Any) -> bool:
-    """Whether a value of the metadata is of one of the types above. An integer is a number, too."""
+    """Whether a metadata value has the expected type. An integer counts as a number."""
     if kind in (TEXTS, INTEGERS, NUMBERS):
         return isinstance(value, list) and all(is_of(_ELEMENTS[kind], one) for one in value)
     if kind in (FLAG, TEXT):

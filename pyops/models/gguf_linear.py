@@ -1,11 +1,11 @@
-"""Weights in the quantised types of GGUF files: they stay as they are in memory, and are multiplied so."""
+"""Projections with weights in the quantised types of GGUF files; the kernels read the blocks as they are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.linear.ggml import ggml_mul_mat_a8
 from ..ops.quantize.ggml import ggml_dequantize
 
@@ -19,9 +19,9 @@ class BlockMatrix:
 
     Attributes:
         weight: uint8 [rows, bytes of a row].
-        quant_type: number of the type.
+        quant_type: GGUF type number.
         columns: elements of a row.
-        dtype: of rows that `__getitem__` dequantizes.
+        dtype: dtype of the rows that `__getitem__` dequantizes.
     """
 
     weight: Tensor

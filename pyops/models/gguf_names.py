@@ -1,4 +1,4 @@
-"""Where a GGUF file has the tensors of a Hugging Face folder: names, slices of tensors, and tensors made of several.
+"""Where a GGUF file has the tensors of a Hugging Face folder: under other names, as slices, or composed of several.
 
 llama.cpp stores all experts of a layer in one tensor, likewise the norms of its heads, and splits some tensors in two.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .gguf_families import GgufFamily
 from .mixture import STACKED
 
-MXFP4_PARTS = ("blocks", "scales")  # of a matrix, as Hugging Face has them
+MXFP4_PARTS = ("blocks", "scales")  # suffixes of the two tensors of an MXFP4 matrix in Hugging Face folders
 KV_B = "kv_b_proj"
 # {name of a tensor that is composed of others: llama.cpp's names of these}
 _MADE: dict[str, tuple[str, ...]] = {KV_B: ("attn_k_b", "attn_v_b")}
@@ -51,7 +51,7 @@ def sources(shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str], famil
     Args:
         shapes: {name of a tensor in the file: shape}.
         mxfp4: names of the mxfp4 tensors.
-        family: of the file.
+        family: the family of the file's architecture.
     """
     found: dict[str, Source] = {}
     names, parts, made = family.family.names, _parts(family), _made(family)
@@ -80,7 +80,7 @@ def sources(shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str], famil
 def _joined(
     name: str, own: list[str], shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str]
 ) -> dict[str, Source]:
-    """The tensor, or tensors, that are composed of the tensors `own` of a layer, if the file has all of them."""
+    """The sources of the tensors that are composed of the tensors `own` of a layer, if the file has all of them."""
     if not all(one in shapes for one in own):
         return {one: Source((one,)) for one in own if one in shapes}
     if name.endswith(KV_B):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._core.lazy import optional
+from .._core.system.lazy import optional
 from ..errors import ModelError
 from .gguf_file import CONTROL, USER_DEFINED, GgufFile
 
 _AT = "tokenizer.ggml"
 _NORMAL = 1
-_SPACE = "\u2581"  # SentencePiece's
+_SPACE = "\u2581"  # SentencePiece writes a space so
 
-# Pre-tokenization of byte-level BPE, by the file's name for it (``tokenizer.ggml.pre``). Each expression splits the
-# pieces that the expressions before it left; the text between two matches is a piece, too.
+# Regular expressions of the pre-tokenizers of byte-level BPE, by ``tokenizer.ggml.pre``. Each expression splits the
+# pieces that the previous expressions left; the text between two matches is a piece, too.
 _DIGIT, _DIGITS, _SPACES = r"\p{N}", r"\p{N}{1,3}", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -24,7 +24,7 @@ _LLAMA3, _QWEN2 = (
 
 
 def _cased(suffix: str, digits: str, ends: str, besides: str = "") -> str:
-    """Words that end where lower case changes to upper; punctuation is followed by `ends`; no letter of `besides`."""
+    """An expression for words that end before an upper-case letter, none from `besides`; `ends` follows punctuation."""
     upper, lower = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}{besides}]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     words = (rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
     return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{ends}]*|{_SPACES}"
@@ -36,7 +36,7 @@ _DEEPSEEK3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _ASIAN = r"[\u0800-\u9fa5\uac00-\ud7ff]+"
-# Letters that have a case in the version of Unicode that the tokenizer of DeepSeek LLM was made with.
+# The cased letters in the Unicode version of DeepSeek LLM's tokenizer.
 _CASED = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u10d0-\u10ff\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
     r"\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7cb}\x{1df00}-\x{1df2a}]]"
@@ -60,9 +60,9 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm"), (_DIGIT, _GPT2)),
     **dict.fromkeys(("gpt-2", "olmo", "default"), (_GPT2,)),
 }
-# Pre-tokenizers that look up whole words before they merge, and that prepend BOS unless the file says otherwise.
+# Pre-tokenizers that look up whole words before merging, and that prepend BOS by default.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts in NFC
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # pre-tokenizers that normalise texts to NFC
 
 
 def tokenizer_of(file: GgufFile) -> Any:
@@ -79,7 +79,7 @@ def tokenizer_of(file: GgufFile) -> Any:
         return _tokenizer(file)
     except ModelError:
         raise
-    except Exception as error:  # `tokenizers` raises no class of its own
+    except Exception as error:  # `tokenizers` raises plain Exception
         raise ModelError(file.path, f"has no whole tokenizer: {error}") from None
 
 

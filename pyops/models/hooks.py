@@ -1,4 +1,4 @@
-"""Hooks that change logits before a token is chosen, and two that are ready-made."""
+"""Hooks that change logits before a token is chosen; two are ready-made, `bias` and `min_p`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """A sequence, just before its next token is chosen.
+    """A sequence before its next token is chosen.
 
     Attributes:
-        request: the number that `Engine.add` gave.
+        request: the number that `Engine.add` returned.
         tokens: the tokens of the prompt, then those generated so far. Hooks must not change them.
         num_prompt_tokens: how many of the tokens belong to the prompt.
     """
@@ -60,7 +60,7 @@ def min_p(share: float, temperature: float = 1.0) -> LogitsHook:
 
 
 def apply_hook(hook: LogitsHook, logits: Tensor, texts: Sequence[Text]) -> Tensor:
-    """What `hook` makes of logits. ModelError if it returns something of another shape."""
+    """The logits after `hook`. ModelError if it returns another shape."""
     changed = hook(logits, texts)
     if changed is None:
         return logits

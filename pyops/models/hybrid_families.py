@@ -1,4 +1,4 @@
-"""Decoders with attention and layers that keep states: a row for each family, and functions for what it leaves."""
+"""Decoders that mix attention and state-space layers: a row for each family, and functions for the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _qwen_delta(is_by_group: bool, values: _Values, layers: int) -> dict[str, An
         "qk_norm": "head",
         "gates_attention": True,
         "sliding_windows": (0,) * layers,
-        "not_read": ("mtp.", "model.visual."),  # what predicts tokens further on, and what reads images
+        "not_read": ("mtp.", "model.visual."),  # multi-token prediction, vision encoder
     }
 
 
@@ -53,14 +53,14 @@ def _qwen3_5_moe(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _beside_shared(mixture: Mixture, values: _Values) -> Mixture:
-    """The mixture with a shared MLP that has a gate."""
+    """`mixture` with a gated shared expert."""
     shared = size("shared_expert_intermediate_size", first(values.get("shared_expert_intermediate_size"), 512))
     mixture = replace(mixture, shared_intermediate_size=shared)
     return replace(mixture, shared="shared_expert", shared_gate="shared_expert_gate")
 
 
 def _of_experts_alone(values: _Values) -> _Values:
-    """No layer has the MLP that ``intermediate_size`` is of."""
+    """All layers have experts, so ``intermediate_size`` is that of an expert."""
     return values | {"intermediate_size": values["moe_intermediate_size"]}
 
 
@@ -78,7 +78,7 @@ def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _row_factors(values: _Values, space: StateSpace) -> dict[str, tuple[tuple[float, int], ...]]:
-    """`Config.row_factors` of a Falcon-H1: multipliers of inputs do not apply to biases."""
+    """`Config.row_factors` of a Falcon-H1. Multipliers of inputs do not scale biases."""
     names = "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"
     before, key, after = _factors(values, *names)
     ssm_before, ssm_after = _factors(values, "ssm_in_multiplier", "ssm_out_multiplier")
@@ -112,7 +112,7 @@ def _factors(values: _Values, *names: str) -> list[float]:
 
 
 def _granite(values: _Values, layers: int) -> dict[str, Any]:
-    """Granite 4: Granite's multipliers; attention, with or without RoPE, in the layers that ``layer_types`` names."""
+    """Granite 4: Granite's multipliers; ``layer_types`` names the attention layers, which may have no RoPE."""
     kinds = first(values.get("layer_types"), [_LINEAR] * layers)
     known = (FULL, "attention", "mamba", _LINEAR)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
@@ -134,7 +134,7 @@ def _granite(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _granite_mixture(values: _Values, layers: int) -> Mixture | None:
-    """Experts with a shared MLP; None if the model has no experts."""
+    """The experts and their shared MLP; None if the model has no experts."""
     experts, top_k = values["num_local_experts"], values.get("num_experts_per_tok")
     if not experts:
         return None
@@ -156,7 +156,7 @@ _NEMOTRON_KINDS |= {"mamba": "mamba2", "attention": "attention", "mlp": MLP_ALON
 
 
 def _nemotron_kinds(values: _Values) -> list[str]:
-    """The kind of each layer, by a list or a string of letters."""
+    """The kind of each layer, from a list or from a string with a letter per layer."""
     named = first(values.get("layer_types"), values.get("layers_block_type"))
     found = first(named, values.get("hybrid_override_pattern"), [_LINEAR, "moe", FULL, "mlp"])
     if not isinstance(found, list | str) or not all(kind in tuple(_NEMOTRON_KINDS) for kind in found):
@@ -169,7 +169,7 @@ def _nemotron_renamed(values: _Values) -> _Values:
 
 
 def _nemotron_h(values: _Values, layers: int) -> dict[str, Any]:
-    """Nemotron-H: each layer is attention without RoPE, Mamba-2, or an MLP or a mixture without gates."""
+    """Nemotron-H: a layer is attention without RoPE, Mamba-2, an MLP without gates, or a mixture without gates."""
     kinds = _nemotron_kinds(values)
     if values.get("moe_latent_size") is not None:
         raise refuse("moe_latent_size", "null", values["moe_latent_size"])

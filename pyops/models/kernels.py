@@ -1,4 +1,4 @@
-"""Every kernel that serving a model needs, found without weights: the model's own code runs on tensors without data."""
+"""All kernels that serving a model needs, found by running the model's own code on meta tensors, without weights."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._core import tensor, torch_library
-from .._core.device import Device
-from .._core.kernel import Specialisation
-from .._core.lazy import torch
-from .._core.op import Op, registry
+from .._core.launch.kernel import Specialisation
+from .._core.op import torch_library
+from .._core.op.op import Op, registry
+from .._core.system.device import Device
+from .._core.system.lazy import torch
+from .._core.tensors import tensor
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer
 from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 
-_GROWTH = 1.1  # ratio of successive numbers of prompt tokens to plan for; few of them select other kernels
+_GROWTH = 1.1  # ratio of successive prefill sizes to plan for: neighbouring sizes mostly select the same kernels
 
 
 def serving_kernels(
@@ -32,11 +33,11 @@ def serving_kernels(
     dtype: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> list[tuple[Op, Specialisation]]:
-    """The kernels that `load` and an `Engine` with these arguments launch for the model, whatever the requests.
+    """All kernels that `load` and an `Engine` with these arguments may launch for the model.
 
     Args:
         model: a folder with ``config.json``, a GGUF file, or the config of either.
-        device: the device that the kernels are planned for; it may be a device model.
+        device: the device that the kernels are planned for; it need not be present.
         max_model_len: `Engine`'s max_seq_len.
         max_num_seqs, max_num_batched_tokens, block_size, dtype, kv_cache_dtype: as `Engine` and `load` take them.
     """
@@ -62,7 +63,7 @@ def serving_kernels(
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:
-    """One layer of each kind, enough to plan all kernels. Kinds differ in type, window, dtype and GGUF type."""
+    """The indices of one layer of each kind, enough to plan all kernels. A kind is type, window, dtypes, GGUF types."""
     config, found = decoder.config, dict[Any, Layer]()
     types = config.quantization if isinstance(config.quantization, GgufTypes) else GgufTypes(())
     experts = (False,) * config.num_hidden_layers if config.mixture is None else config.mixture.layers
@@ -100,7 +101,7 @@ def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int, pl
 
 @contextmanager
 def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]]) -> Iterator[None]:
-    """Plan every op that is called meanwhile, on tensors without data, for `device`; `found` gets the kernels."""
+    """Within this context, calls of ops on meta tensors are planned for `device`; `found` collects the kernels."""
 
     def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         op = registry[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from ..ops._shared import fp8
 from .config import Config
@@ -12,7 +12,7 @@ from .config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # ends of their names; the last is of keys and values alike
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # suffixes of the scales' names; ".kv_scale" serves keys and values
 
 
 def cache_dtype(config: Config, dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -38,14 +38,14 @@ class KvScales:
     """The scales of a layer's fp8 cache: ``key = fp8 value * scale``, likewise for values. They are 1 until written.
 
     Args:
-        kinds: the last parts of their names in a checkpoint, in the order of the layer's caches.
-        num_heads: heads of keys and values; 1 for latent entries.
-        device: of the scales.
+        kinds: the suffixes of their names in a checkpoint, in the order of the layer's caches.
+        num_heads: KV heads; 1 for a latent KV cache.
+        device: device of the scales.
 
     Attributes:
         keys, values: [num_heads] float32; all equal if a checkpoint has one scale for the tensor.
         first: ``keys[0]`` as a Python float.
-        num_heads: heads of all tensor-parallel processes together.
+        num_heads: KV heads of all tensor-parallel processes together.
     """
 
     def __init__(self, kinds: tuple[str, ...], num_heads: int, device: Any) -> None:
@@ -68,11 +68,11 @@ class KvScales:
         return scale
 
     def whole(self, own: Tensor) -> Tensor:
-        """[num_heads] scales of all processes, from those of this process, `own`."""
+        """[num_heads] scales of all processes; `own` are those of this process."""
         return own
 
     def arguments(self, dtype: torch.dtype) -> tuple[str, Tensor, Tensor]:
         """``kv_cache_dtype, k_scale, v_scale`` of the ops, for a cache of `dtype`."""
         name = fp8.name_of_cache(dtype)
-        # Without fp8, ops read no scale: passing the same [1] tensor avoids another specialisation for per-head scales.
+        # Ops ignore the scales of a cache that is not fp8. A [1] tensor avoids a specialisation for per-head scales.
         return (name, self._one, self._one) if name == "auto" else (name, self.keys, self.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from .decoder import Decoder
 from .kv_cache import KvScales

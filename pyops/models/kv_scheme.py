@@ -1,4 +1,4 @@
-"""What ``quantization_config`` says of a paged cache."""
+"""The KV cache dtype that a ``quantization_config`` asks for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .config_values import refuse
 
-# What a `kv_cache_scheme` of compressed-tensors or ModelOpt may say: {field: values}; null says nothing.
+# Supported values of a `kv_cache_scheme` of compressed-tensors or ModelOpt: {field: values}. Null counts as absent.
 _SCHEME: dict[str, tuple[Any, ...]] = {
     "type": ("float",),
     "num_bits": (8,),
@@ -20,8 +20,8 @@ _SCHEME: dict[str, tuple[Any, ...]] = {
 
 
 def kv_cache_dtype_of(values: Any) -> str:
-    """The `kv_cache_dtype` that a ``quantization_config`` asks for: "fp8_e4m3", or "auto" where it asks for none."""
-    if not isinstance(values, dict):  # what is no object is refused where weights are read
+    """The `kv_cache_dtype` that a ``quantization_config`` asks for: "fp8_e4m3", or "auto" if it does not say."""
+    if not isinstance(values, dict):  # `Quantization.parse` refuses anything but an object
         return "auto"
     scheme, algorithm = (values.get(name) or None for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
     if isinstance(scheme, dict):
@@ -45,6 +45,6 @@ def quantises_cache_alone(values: Any) -> bool:
     method, field = values.get("quant_method"), {"modelopt": "quant_algo", "compressed-tensors": "config_groups"}
     if not isinstance(method, str) or method not in field or values.get(field[method]) not in (None, {}):
         return False
-    for name in ("format", "ignore"):  # of quantised weights, and there are none
+    for name in ("format", "ignore"):  # they concern quantised weights only
         values.get(name)
     return True

@@ -47,12 +47,12 @@ class Latent:
 
     @property
     def scale(self) -> float:
-        """What multiplies logits."""
+        """The softmax scale."""
         return float(self.mscale**2 * self.qk_head_dim**-0.5)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Latent:
-        """The attention in the object of a ``config.json``, with the defaults of transformers."""
+        """Read the sizes from a ``config.json`` object, with the defaults of transformers."""
         rank = values.get("q_lora_rank", 1536)
         return cls(
             kv_lora_rank=first(values.get("kv_lora_rank"), 512),
@@ -66,7 +66,7 @@ class Latent:
 
 
 def _mscale(values: dict[str, Any]) -> float:
-    """The factor of YaRN that queries and keys have each, where ``mscale_all_dim`` is given."""
+    """YaRN's factor of queries and of keys, if ``mscale_all_dim`` is given; else 1."""
     found = first(values.get("rope_scaling"), {}) or first(values.get("rope_parameters"), {})
     if not isinstance(found, dict):
         raise refuse("rope_scaling", "an object", found)

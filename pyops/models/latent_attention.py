@@ -1,11 +1,11 @@
-"""Multi-head latent attention over a paged cache of latent entries."""
+"""Multi-head latent attention over a paged latent KV cache."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.cache import concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
@@ -19,7 +19,7 @@ from .rope import Rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
+_EPSILON = 1e-6  # epsilon of the norms of latent vectors; `rms_norm_eps` does not apply to them
 
 
 class LatentAttention:
@@ -64,12 +64,12 @@ class LatentAttention:
         return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        """The latent KV cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
         shape = num_blocks, block_size, self.entry_size
         return (torch.empty(shape, dtype=dtype, device=self.place.device),)
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
-        from ..nn.latent import latent_attention  # layers need torch when they are imported
+        from ..nn.latent import latent_attention  # imported late: pyops.nn needs torch at import
 
         latent, (entries,) = self.latent, cache
         query = self._query(hidden)
@@ -96,7 +96,7 @@ class LatentAttention:
         return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
 
     def _query(self, hidden: Tensor) -> Tensor:
-        """[num_tokens, num_heads, qk_head_dim], before the rotary embedding."""
+        """The queries, [num_tokens, num_heads, qk_head_dim], before the rotary embedding."""
         if self.q_a is not None:
             hidden = self.q_a(hidden)
             rms_norm(hidden, hidden, self.q_norm, _EPSILON)

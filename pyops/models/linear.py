@@ -1,11 +1,11 @@
-"""Projections, plain, of 8-bit weights, packed or of GGUF's types, and where weights are."""
+"""Projections with plain, 8-bit, packed or GGUF weights, and `Place`, which makes them."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..fused.quantized_linear import QuantisedLinear, num_blocks
 from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
@@ -18,7 +18,7 @@ from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Rows up to which skinny_linear is faster than cuBLAS (docs/performance/products.md).
+# The largest M at which skinny_linear is faster than cuBLAS (docs/performance/products.md).
 _MAX_SKINNY_ROWS = 1
 
 
@@ -38,7 +38,7 @@ class Linear(NamedTuple):
         return out
 
     def tensors(self) -> dict[str, Tensor]:
-        """{name in a checkpoint: view of the weights}, of all in `sizes`, which has their names and rows."""
+        """{name in a checkpoint: view of the weights} of the projections in `sizes`, {name: rows}."""
         rows = list(self.sizes.values())
         return _named(self.sizes, "weight", self.weight.split(rows)) | _biases(self.sizes, self.bias)
 
@@ -62,7 +62,7 @@ class ScaledLinear(NamedTuple):
         return torch.cat([_expanded(part, of_blocks) for part, of_blocks in zip(parts, scales, strict=True)])
 
     def tensors(self) -> dict[str, Tensor]:
-        """As of `Linear`, with the scales."""
+        """The tensors of `Linear.tensors`, and the scales."""
         product, rows = self.product, list(self.sizes.values())
         scale_rows = [num_blocks(size) for size in rows] if product.block_rows else rows
         found = _named(self.sizes, "weight", product.weight.split(rows))
@@ -73,11 +73,11 @@ class ScaledLinear(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The dtype and device of weights, how projections are quantised, and the module that the weights are of.
+    """The dtype, device and quantization of a module's weights.
 
     Attributes:
         quantization: None where no projection is quantised.
-        module: its name in a checkpoint.
+        module: the module's name in a checkpoint.
     """
 
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Place(NamedTuple):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor | BlockMatrix:
-        """The weight of the module `name`, in quantized blocks if a GGUF file has it so."""
+        """An uninitialised weight of the module `name`; a `BlockMatrix` if a GGUF file has it quantised."""
         quant_type = self.quantization.of(name) if isinstance(self.quantization, GgufTypes) else None
         if quant_type is None:
             return self.empty(rows, columns)
@@ -100,7 +100,7 @@ class Place(NamedTuple):
         return BlockMatrix(weight, quant_type, columns, self.dtype)
 
     def _of_types(self, types: GgufTypes, sizes: dict[str, int], columns: int, bias: Tensor | None) -> GgufLinear:
-        """Stacked projections: adjacent projections of one quantized type are one matrix."""
+        """Stacked projections of a GGUF file: adjacent projections of one type share a matrix."""
         rows = {f"{self.module}.{name}": size for name, size in sizes.items()}
         groups = [list(group) for _, group in groupby(rows, types.of)]
         matrices = [self.matrix(group[0], sum(rows[name] for name in group), columns) for group in groups]
@@ -109,7 +109,7 @@ class Place(NamedTuple):
     def linear(
         self, sizes: dict[str, int], columns: int, bias: bool
     ) -> Linear | ScaledLinear | PackedLinear | GgufLinear:
-        """Projections of `columns` elements, stacked: {name in the module: rows}.
+        """Stacked projections of `columns` elements, uninitialised; `sizes` is {name in the module: rows}.
 
         Raises:
             ModelError: one of them is quantised and another is not.
@@ -149,7 +149,7 @@ def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _joined_rows(sizes: dict[str, int]) -> tuple[int, ...]:
-    """Rows of stacked projections. Adjacent ones are merged if the first ends at a boundary of scale blocks."""
+    """Rows of each GEMM of stacked projections. Adjacent ones merge if the first ends at a scale block's boundary."""
     found: list[int] = []
     for size in sizes.values():
         if found and found[-1] % SCALE_BLOCK == 0:

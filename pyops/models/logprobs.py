@@ -1,4 +1,4 @@
-"""What a step does with logits for requests that ask for more than a token: hooks, `min_tokens`, log-probabilities."""
+"""Hooks, `min_tokens` and log-probabilities: the parts of a step that only some requests ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .hooks import LogitsHook, apply_hook
 from .runner import Part, Runner
 from .scheduler import Request
@@ -15,7 +15,7 @@ from .scheduler import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 256  # rows of prompt logits that are computed at once, to bound their memory
+_ROWS = 256  # prompt positions per chunk of logits, which bounds their memory
 
 
 class Logprobs(NamedTuple):
@@ -78,7 +78,7 @@ def _score(runner: Runner, request: Request, part: Part, hidden: Tensor) -> None
 
 
 def edited(logits: Tensor, requests: Sequence[Request], hook: LogitsHook | None) -> Tensor:
-    """Logits to choose tokens from: after `hook`, the hooks of requests and `min_tokens`; others are not changed."""
+    """The logits after `hook`, the hooks of requests and `min_tokens`. Rows without these stay as they are."""
     own = [i for i, request in enumerate(requests) if request.params.logits_hook is not None]
     early = [i for i, request in enumerate(requests) if request.is_early]
     if hook is None and not own and not early:

@@ -1,4 +1,4 @@
-"""The layers of a decoder that keep states: the mixers of `pyops.nn`, with their states in slots."""
+"""State-space layers of a decoder: the mixers of `pyops.nn`, with their states in slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .attention import Attention
 from .batch import Batch
 from .config import Config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class StateSpaceLayer:
     """A mixer of Mamba, Mamba-2 or the gated delta rule.
 
-    It keeps the last inputs of its convolution and the state of its scan, in slots.
+    Its cache holds the last inputs of the convolution and the state of the scan, in slots.
 
     A slot belongs to one sequence at a time; its size does not depend on the sequence's length. The state that a former
     sequence left in a slot is never read: a new sequence starts without a state, see `Batch`.
@@ -69,7 +69,7 @@ class StateSpaceLayer:
 
 
 class AttentionBesideStates:
-    """Attention and a state-space mixer in parallel, on the same input. Their outputs are added.
+    """Attention and a state-space mixer in parallel on the same input; the outputs are added.
 
     Args:
         attention, states: the two mixers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from ..fused.marlin_experts import fused_marlin_moe
 from ..fused.packed_linear import PackedProduct
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Quantized types that the kernels read: {(bits, whether there are zero points): name}.
 _TYPES = {(4, False): "uint4b8", (4, True): "uint4", (8, False): "uint8b128"}
-_STEPS = {4: (64, 128), 8: (64,)}  # k-tiles of the kernels, by bits; the first must divide the columns
-_TILE_ROWS = 16  # a Marlin tile covers 16 columns of the weight: the K of one MMA
+_STEPS = {4: (64, 128), 8: (64,)}  # {bits: k-tile sizes of the kernels}; the smallest must divide the columns
+_TILE_ROWS = 16  # K of a Marlin tile, which is that of one MMA
 
 
 def serves(
@@ -51,7 +51,7 @@ def serves(
 
 
 def _has_zeros(quantization: PackedQuantization) -> bool:
-    """Whether the weights are asymmetric: their zero points differ from the midpoint of the quantized range."""
+    """Whether the weights have zero points other than the midpoint of the quantized range."""
     return quantization.has_zeros and not quantization.is_symmetric
 
 
@@ -60,7 +60,7 @@ class MarlinWeight:
 
     Args:
         num_experts, rows, columns: of the weights, [num_experts, rows, columns].
-        parts: how many projections are stacked in the rows.
+        parts: number of projections that are stacked in the rows.
         place: device and dtype; the scales have this dtype, except those of mxfp4.
         quantization: of the weights.
 
@@ -109,7 +109,7 @@ class MarlinWeight:
         self._known_zeros, self._known_order = words(*zeros), words(self.columns)
 
     def as_loaded(self, expert: int, sizes: dict[str, int], packed: PackedQuantization) -> PackedLinear:
-        """The projection of an expert as a checkpoint has it: {name in the checkpoint: rows}."""
+        """The memory of one expert's projection in the checkpoint's layout; `sizes` is {name there: rows}."""
         product = PackedProduct(
             self.codes[expert].view((self.columns, -1) if packed.format == "awq" else (-1, self.rows)),
             self._known_zeros if self.zeros is None else self.zeros[expert],
@@ -121,7 +121,11 @@ class MarlinWeight:
         return PackedLinear((product,), None, sizes, packed, orders)
 
     def stacked_as_loaded(self) -> dict[str, Tensor]:
-        """e2m1 values [num_experts, rows, columns / 32, 16] uint8, and scales, as an mxfp4 checkpoint has them."""
+        """The memory of all experts in the layout of an mxfp4 checkpoint.
+
+        Returns:
+            e2m1 values [num_experts, rows, columns / 32, 16] uint8, and scales.
+        """
         blocks = self.codes.view(torch.uint8).view(len(self.codes), self.rows, self.groups, MX_BLOCK // 2)
         return {"blocks": blocks, "scales": self.scales.mT}
 
@@ -161,14 +165,14 @@ class MarlinWeight:
 
     @property
     def _zero_offset(self) -> int:
-        """What is added to a stored zero point."""
+        """The difference between a zero point and its stored value."""
         return int(isinstance(self.quantization, PackedQuantization) and not self.quantization.is_v2)
 
     def _groups_in_order(self) -> Tensor:
         return torch.arange(self.columns, dtype=torch.int32, device=self.codes.device) // (self.columns // self.groups)
 
     def _zero_places(self, layout: ZeroLayout) -> Tensor:
-        """For each row of the weight, the index of its field in a row of packed zero points."""
+        """The index of each weight row's zero point within a packed row."""
         rows = torch.arange(self.rows, dtype=torch.int64, device=self.codes.device)
         places: Tensor = zero_bit(layout, self.bits, self.rows, 0, rows, 0) // self.bits
         return places
@@ -182,19 +186,19 @@ def moved(entries: Tensor, places: Tensor) -> Tensor:
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """[..., n * 32 / bits] of int32 words [..., n], from their lowest bits on."""
+    """Unpack int32 words [..., n] to fields [..., n * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=words.device)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 def _words(fields: Tensor, bits: int) -> Tensor:
-    """The inverse of `_fields`."""
+    """Pack fields into words; the inverse of `_fields`."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=fields.device)
     return (fields.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1).to(torch.int32)
 
 
 class MarlinExperts:
-    """Experts of packed weights, by `fused_marlin_moe`.
+    """Experts with packed weights, computed by `fused_marlin_moe`.
 
     Args:
         mixture: sizes and options of the experts.
@@ -226,12 +230,12 @@ class MarlinExperts:
         return found
 
     def check(self) -> None:
-        """Once a checkpoint is written: ModelError for what cannot be multiplied."""
+        """Check the weights once a checkpoint is written. ModelError if the kernels cannot read them."""
         self.gate_up.check([self.mixture.gate, self.mixture.up])
         self.down.check([self.mixture.down])
 
     def prepare(self) -> None:
-        """Once a checkpoint is written: make of it what is multiplied."""
+        """Repack the weights once a checkpoint is written."""
         for weight in (self.gate_up, self.down):
             weight.repack()
         for bias in self.biases or ():
@@ -242,7 +246,7 @@ class MarlinExperts:
             )
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""
+        """Apply the chosen experts to hidden [num_tokens, hidden_size]; weights and ids are [num_tokens, top_k]."""
         first, second = self.gate_up, self.down
         bias1, bias2 = self.biases or (None, None)
         return fused_marlin_moe(

@@ -27,7 +27,7 @@ from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_BAMBA_ROTARY_FACTOR = 0.5  # only `rope_parameters` overrides it
+_BAMBA_ROTARY_FACTOR = 0.5  # the default; only `rope_parameters` overrides it
 
 
 def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers:
 
 
 def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
-    """Mistral 4: latent attention, with queries that are scaled by their positions, and a mixture by softmax."""
+    """Mistral 4: latent attention with position-dependent query scaling, and experts routed by softmax."""
     found = _deepseek(parse_mistral4, values, layers)
     latent = found["latent"]
     rope = Rope.parse_mistral(values, latent.qk_rope_head_dim / latent.qk_head_dim)
@@ -85,7 +85,7 @@ def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _glm4_moe(values: _Values, layers: int) -> dict[str, Any]:
-    """GLM-4.5: attention with maybe norms of heads, and the mixtures of DeepSeek-V3."""
+    """GLM-4.5: attention with optional QK norms, and the mixtures of DeepSeek-V3."""
     return {
         "mixture": parse_deepseek_v3(values, layers),
         "qk_norm": "head" if flag(values, "use_qk_norm") else "",
@@ -94,7 +94,7 @@ def _glm4_moe(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gpt_oss(values: _Values, layers: int) -> dict[str, Any]:
-    """gpt-oss: sinks, and a window in every second layer from the first on, unless ``layer_types`` names others."""
+    """gpt-oss: attention sinks, and by default a sliding window in every second layer, starting with the first."""
     kinds = [FULL if i % 2 else SLIDING for i in range(layers)]
     return {
         "mixture": parse_gpt_oss(values, layers),
@@ -104,7 +104,7 @@ def _gpt_oss(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _bamba(values: _Values, layers: int) -> dict[str, Any]:
-    """Bamba: the layers ``attn_layer_indices`` are attention, and there may be none; others are Mamba-2."""
+    """Bamba: the layers in ``attn_layer_indices``, possibly none, are attention; the others are Mamba-2."""
     indices = first(values.get("attn_layer_indices"), [])
     if not isinstance(indices, list) or not all(is_integer(i) and 0 <= i < layers for i in indices):
         raise refuse("attn_layer_indices", f"layers from 0 to {layers - 1}", indices)
@@ -167,7 +167,7 @@ MIXED_FAMILIES = {
     ),
 }
 
-# {``model_type`` of the decoder in a ``Mistral3ForConditionalGeneration``, where it is no Mistral: its family}
+# Families of decoders other than Mistral in a ``Mistral3ForConditionalGeneration``, by their ``model_type``.
 MISTRAL3_TEXTS = {
     kind: family._replace(text=kind, defaults={**family.defaults, "tie_word_embeddings": True})
     for kind, family in (
@@ -178,7 +178,7 @@ MISTRAL3_TEXTS = {
 
 
 def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, eos: int, values: _Values) -> dict[str, Any]:
-    """Fields of the config of a decoder that consists of state-space layers without MLPs."""
+    """`Config` fields of a decoder of state-space layers without MLPs."""
     sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     state_space = parse(values)
     return sizes | {

@@ -12,20 +12,20 @@ STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of tensors that h
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture-of-experts layers: each token takes the top-k experts by the scores of its router logits.
+    """Mixture-of-experts layers: each token is routed to the top-k experts by router score.
 
     Attributes:
         num_experts, top_k: experts of a layer, and experts per token.
         intermediate_size: channels of an expert.
         renormalize: whether the weights of a token's experts are divided by their sum.
         layers: for each layer, whether it has experts.
-        scoring_func: of logits: "softmax" or "sigmoid".
+        scoring_func: the function from logits to scores: "softmax" or "sigmoid".
         num_groups, top_k_groups: groups of experts, and groups from which a token's experts come; 1 for no groups.
         ranks_by_two: whether groups are ranked by the sum of their two best scores, and not by their best score. With
             `has_correction_bias` they always are.
         has_correction_bias: whether experts are ranked by score plus a bias; the bias does not enter their weights.
         routed_scaling_factor: multiplies the weights of experts.
-        shared_intermediate_size: channels of the shared expert that every token takes; 0 for none.
+        shared_intermediate_size: channels of the shared expert, which processes every token; 0 for none.
         shared: name of the shared expert in a checkpoint.
         shared_gate: name of the projection to one logit, its gate: ``sigmoid(logit)`` multiplies the output of the
             shared expert; "" for none.
@@ -78,7 +78,7 @@ class Mixture:
 
 
 def parse_mixtral(values: dict[str, Any], layers: int) -> Mixture:
-    """Mixtral: every layer has experts, of the size that ``intermediate_size`` says."""
+    """Mixtral: every layer has experts, of ``intermediate_size`` channels."""
     return Mixture(
         num_experts=first(values.get("num_local_experts"), values.get("num_experts"), 8),
         top_k=first(values.get("num_experts_per_tok"), 2),
@@ -92,7 +92,7 @@ def parse_mixtral(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_minimax_m2(values: dict[str, Any], layers: int) -> Mixture:
-    """MiniMax-M2: the experts of Mixtral, the best by sigmoid plus bias."""
+    """MiniMax-M2: Mixtral's experts, ranked by sigmoid score plus bias."""
     values = {"num_local_experts": 256, "num_experts_per_tok": 8} | values
     return replace(
         parse_mixtral(values, layers),
@@ -118,7 +118,7 @@ def parse_qwen3_moe(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_deepseek_v2(values: dict[str, Any], layers: int) -> Mixture:
-    """DeepSeek-V2: softmax; the best experts, or the best of the best groups."""
+    """DeepSeek-V2: softmax scores; experts are chosen from all, or from the best groups."""
     method = first(values.get("topk_method"), "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise refuse("topk_method", "greedy or group_limited_greedy", method)
@@ -138,7 +138,7 @@ def parse_deepseek_v2(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
-    """DeepSeek-V3: sigmoid; the best of the best groups by score plus bias (arXiv:2412.19437, section 2.1.2)."""
+    """DeepSeek-V3: sigmoid scores plus bias; experts of the best groups (arXiv:2412.19437, section 2.1.2)."""
     for name, expected in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if values.get(name) not in (expected, None):
             raise refuse(name, repr(expected), values[name])
@@ -156,7 +156,7 @@ def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
-    """Mistral 4: softmax; the best experts of the best groups, ranked by the sum of their two best scores."""
+    """Mistral 4: softmax scores; experts of the best groups, which are ranked by the sum of their two best scores."""
     counts = {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 0}
     return Mixture(
         top_k=first(values.get("num_experts_per_tok"), 4),
@@ -171,7 +171,7 @@ def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
 def _deepseek(
     values: dict[str, Any], layers: int, default_channels: int, defaults: dict[str, int], factor: float
 ) -> dict[str, Any]:
-    """Fields common to both: the first layer with experts, shared experts, and the scaling factor of weights."""
+    """Fields common to DeepSeek-V2, V3 and Mistral 4: the first layer with experts, shared experts, scaling factor."""
     experts, shared, begin = (first(values.get(name), default) for name, default in defaults.items())
     if not is_integer(begin) or begin < 0:
         raise refuse("first_k_dense_replace", "a number of layers", begin)
@@ -189,7 +189,7 @@ def _deepseek(
 
 
 def parse_gpt_oss(values: dict[str, Any], layers: int) -> Mixture:
-    """gpt-oss: biases, a clamped activation, and weights that are the softmax of the logits of the experts taken."""
+    """gpt-oss: biases, a clamped activation, and a softmax over the logits of the chosen experts."""
     for name, expected in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if values.get(name) not in (expected, None):
             raise refuse(name, str(expected), values[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_norm_gated
 from .linear import Place
 from .parts import Norms
@@ -17,8 +17,8 @@ class Norm:
     """A norm of rows, or of heads that have weights of their own.
 
     Args:
-        norms: its kind, and whether it has a bias.
-        epsilon: of the norm.
+        norms: the kind of the norm, and whether it has a bias.
+        epsilon: added to the mean of squares, or to the variance.
         place: dtype and device of the weights.
         size: elements that are normalised together.
         num_heads: groups of `size` elements in a row, each with its own weights.
@@ -35,11 +35,11 @@ class Norm:
         return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
 
     def __call__(self, x: Tensor) -> None:
-        """Replace the rows of `x` by their norms."""
+        """Normalise the rows of `x` in place."""
         self._write(x, x)
 
     def of(self, x: Tensor) -> Tensor:
-        """The norms of the rows of `x`, in new memory."""
+        """The normalised rows of `x`, a new tensor."""
         out = torch.empty_like(x)
         self._write(out, x)
         return out
@@ -47,7 +47,7 @@ class Norm:
     def add(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Add `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum, maybe in `residual`.
 
-        The sum is float32 for a Gemma in float16, because its residual stream overflows float16.
+        With Gemma norms and float16, the sum is float32, because Gemma's residual stream overflows float16.
         """
         if self.kind == "gemma":
             dtype = torch.float32 if hidden.dtype == torch.float16 else residual.dtype

@@ -1,10 +1,10 @@
-"""Projections of packed weights: those of AWQ, GPTQ and compressed-tensors' pack-quantized."""
+"""Projections with packed weights in the formats AWQ, GPTQ and compressed-tensors' pack-quantized."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from ..fused.packed_linear import PackedProduct
 from .config_values import refuse
@@ -24,10 +24,10 @@ class PackedLinear(NamedTuple):
     """A projection, or several of the same input stacked.
 
     Attributes:
-        products: one GEMM for all stacked projections; or one for each, if each has its own act-order.
+        products: the GEMMs: one for all stacked projections, or one for each if each has its own act-order.
         bias: [out] of the dtype of activations, or None.
         sizes: names of the projections, and their rows.
-        quantization: how they are packed.
+        quantization: the format of the packed weights.
         orders: g_idx of the checkpoint, [in] int32 each; () if it has none.
     """
 
@@ -38,7 +38,7 @@ class PackedLinear(NamedTuple):
     orders: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The projection of `x`. A bias is added to what is rounded."""
+        """The projection of `x`. The bias is added after the result is rounded."""
         rows = [product.scales.shape[1] for product in self.products]
         out = x.new_empty(x.shape[0], sum(rows))
         for product, part in zip(self.products, out.split(rows, 1), strict=True):
@@ -65,7 +65,7 @@ class PackedLinear(NamedTuple):
             whole = [getattr(product, field) for product in self.products]
             parts = whole if len(whole) > 1 else whole[0].split(widths, 1)
             for name, part in zip(self.sizes, parts, strict=True):
-                # compressed-tensors has rows of outputs where GPTQ has columns.
+                # compressed-tensors stores [out, in], GPTQ [in, out].
                 found[f"{name}.{kind}"] = part.T if own.format == "pack-quantized" else part
         found |= {f"{name}.{order}": each for name, each in zip(self.sizes, self.orders, strict=False)}
         if self.bias is not None:
@@ -128,7 +128,7 @@ def packed_linear(
 
 
 def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -> None:
-    """Check tensors of a checkpoint that no kernel reads, because ``config.json`` implies them.
+    """Check redundant tensors of a checkpoint against ``config.json``; no kernel reads them.
 
     Raises:
         ModelError: groups are not consecutive, or zero points of an expert are not symmetric.
@@ -143,7 +143,7 @@ def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -
 
 
 def _middle(quantization: PackedQuantization) -> int:
-    """A packed word of symmetric zero points as they are stored, for 4 or 8 bits."""
+    """The int32 word of symmetric zero points as a checkpoint stores them, for 4 or 8 bits."""
     bits, stored = quantization.bits, (1 << quantization.bits - 1) - (not quantization.is_v2)
     word = sum(stored << place for place in range(0, 32, bits))
     return word - (word >> 31 << 32)

@@ -1,4 +1,4 @@
-"""Sampling: the next token is the likeliest, or drawn by temperature, top-k and top-p."""
+"""Sampling parameters, and the choice of the next token: greedy, or by temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from .config_values import is_integer
 from .hooks import LogitsHook
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COUNT = Integral | None
-# {field of SamplingParams: its type, whether a value of this type is in range, both in words}
+# {field of SamplingParams: (its type, a test of its range, type and range in words)}
 _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "max_tokens": (Integral, lambda value: value >= 1, "an integer, 1 or more"),
     "temperature": (Real, lambda value: 0 <= value <= sys.float_info.max, "a number, 0 or more"),
@@ -95,7 +95,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[flo
         scores = (scores - scores[:, :1]) / temperature
         ranks = torch.arange(scores.shape[-1], dtype=torch.int64, device=logits.device)
         top_k = column([min(params[i].top_k or len(ranks), len(ranks)) for i in drawn])
-        # Logits that are infinite or NaN give NaN here. A NaN gets no weight; the first token always has one.
+        # Infinite and NaN logits give NaN probabilities, which become 0; the first token keeps a positive weight.
         scores = scores.masked_fill((ranks >= top_k) | scores.isnan(), -torch.inf)
         scores[:, 0] = 0.0
         weights = scores.softmax(-1)
@@ -105,7 +105,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[flo
         )
         sums = weights.cumsum(-1)
         places = torch.searchsorted(sums, column([draws[i] for i in drawn]) * sums[:, -1:], right=True)
-        # Rounding may carry a draw past the last token that has a weight.
+        # Rounding may put a draw beyond the cumulative probability of the last token with a positive weight.
         places = places.minimum((weights > 0).sum(-1, keepdim=True) - 1)
         for i, token in zip(drawn, order.gather(-1, places)[:, 0].tolist(), strict=True):
             tokens[i] = token

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from .config_values import refuse
 
 _NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
-BOTH = "attention and states"  # the type of a layer with parallel attention and state-space mixer
-MLP_ALONE = "mlp"  # the type of a layer that is only an MLP or a mixture; then no other layer has an MLP
+BOTH = "attention and states"  # layer type: attention and a state-space mixer in parallel
+MLP_ALONE = "mlp"  # layer type: only an MLP or a mixture; then no other layer has an MLP
 QK_NORMS = ("", "head", "heads", "row")
 
 
@@ -18,7 +18,7 @@ class Names(NamedTuple):
 
     Attributes:
         input_norm, mlp_norm: norms before attention, or a mixer, and before an MLP.
-        mlp: the MLP; "" if its parts, or those of experts, are parts of the layer.
+        mlp: the MLP; "" if the projections, or the experts, are direct children of the layer.
         attention_out_norm, mlp_out_norm: norms after attention and after the MLP.
         qkv, gate_up: projections, in the order of their rows. A single name stands for one fused projection.
     """

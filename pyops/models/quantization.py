@@ -1,4 +1,4 @@
-"""What is said of quantised weights: fp8 (DeepSeek, AutoFP8), AWQ, GPTQ, compressed-tensors and GGUF's types."""
+"""Formats of quantised weights: fp8 (DeepSeek, AutoFP8), AWQ, GPTQ, compressed-tensors and GGUF's types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GGUF_MXFP4 = 39  # GGUF's type number of MXFP4
 
 
 class _Ignoring:
-    """The base of formats with a list of regular expressions for the projections that are not quantised."""
+    """The base of formats with `ignored`: regular expressions of projections that are not quantised."""
 
     ignored: tuple[str, ...]
 
@@ -37,12 +37,12 @@ class _Ignoring:
 
 @dataclass(frozen=True)
 class GgufTypes:
-    """The quantised weights of a GGUF file: pairs (name of a module, number of its type)."""
+    """The quantised weights of a GGUF file: pairs (module name, GGUF type number)."""
 
     types: tuple[tuple[str, int], ...]
 
     def of(self, name: str) -> int | None:
-        """The type of the weight of the module `name`; None if the weight is floating-point."""
+        """The GGUF type number of the module `name`; None if its weight is floating-point."""
         return self._by_name.get(name)
 
     @cached_property
@@ -65,7 +65,7 @@ class PackedQuantization(_Ignoring):
 
     Attributes:
         format: "awq", "gptq" or "pack-quantized".
-        bits: of a quantized weight.
+        bits: bits of a quantized weight.
         group_size: columns that share a scale; -1 for all.
         has_zeros: the checkpoint has zero points; otherwise the quantization is symmetric.
         lists_groups: the checkpoint has a ``g_idx``: the group of each column.
@@ -104,7 +104,7 @@ class Quantization(_Ignoring):
     """How the projections of a decoder are quantised, those of attention and of MLPs.
 
     Attributes:
-        dtype: of weights and of what they multiply: "float8_e4m3fn" or "int8".
+        dtype: of weights and activations: "float8_e4m3fn" or "int8".
         weights: granularity of weight scales: "tensor", "channel" (one per row) or "block" (128 x 128 elements).
         activations: granularity of activation scales: "static" (one, from the checkpoint), "token" (dynamic, one per
             row) or "group" (dynamic, one per 128 contiguous elements of a row; only together with "block").
@@ -118,7 +118,7 @@ class Quantization(_Ignoring):
 
     @classmethod
     def parse(cls, values: Any) -> QuantizedWeights | None:
-        """What a ``quantization_config`` says; ModelError for what is not served."""
+        """Read a ``quantization_config``. ModelError for an unsupported format or option."""
         if values is None:
             return None
         method = _object("", values).get("quant_method")
@@ -137,7 +137,7 @@ class Quantization(_Ignoring):
         raise _refuse("quant_method", "'fp8', 'awq', 'gptq', 'mxfp4' or 'compressed-tensors'", method)
 
 
-# How the weights of a checkpoint are quantised.
+# The quantization of a checkpoint, in any supported format.
 QuantizedWeights = Quantization | PackedQuantization | Mxfp4Experts | GgufTypes
 
 
@@ -161,9 +161,9 @@ def _fp8(values: dict[str, Any]) -> Quantization:
 
 
 def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:
-    """Regular expressions of a list as transformers reads it."""
+    """The entries of ``modules_to_not_convert`` as regular expressions, with transformers' semantics."""
     ignored: list[str] = []
-    # A name stands for the module, and for all that is in it; or it is the end of names.
+    # An entry matches a module and all of its submodules, or any module with a name that ends with it.
     for name in _patterns(field, values, ""):
         ignored += [rf"(?:{name})(?:|\..*|(?<=\.).*)", f".*{re.escape(name)}"]
     return tuple(ignored)
@@ -175,7 +175,7 @@ def _awq(values: dict[str, Any]) -> PackedQuantization:
     for name in ("version", "format"):
         _only(name, values, "gemm", "GEMM")
     _only("zero_point", values, True)
-    if values.get("backend") == "llm-awq":  # other backends are kernels, this one is a format
+    if values.get("backend") == "llm-awq":  # a weight format of its own, unlike the other backends, which are kernels
         raise _refuse("backend", "a backend of the format 'gemm'", "llm-awq")
     ignored = _not_converted("modules_to_not_convert", values)
     return PackedQuantization("awq", 4, _group_size("group_size", values, 128), ignored=ignored)
@@ -184,12 +184,12 @@ def _awq(values: dict[str, Any]) -> PackedQuantization:
 def _gptq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: gptq``, as AutoGPTQ and its successors write it."""
     _only("bits", values, 2, 3, 4, 8, required=True)
-    for name in ("checkpoint_format", "format"):  # the older name counts, as in transformers
+    for name in ("checkpoint_format", "format"):  # the older name has precedence, as in transformers
         _only(name, values, "gptq", "gptq_v2")
     for name in ("lm_head", "is_marlin_format"):
         _absent(name, values)
     size = _group_size("group_size", values, 128)
-    has_order = flag(values, "desc_act", False) and size != -1  # one group has no order
+    has_order = flag(values, "desc_act", False) and size != -1  # act-order means nothing with a single group
     is_v2 = first(values.get("checkpoint_format"), values.get("format")) == "gptq_v2"
     is_symmetric = flag(values, "sym", False)
     ignored = _not_dynamic(first(values.get("dynamic"), {}))
@@ -206,7 +206,7 @@ def _not_dynamic(rules: Any) -> tuple[str, ...]:
 
 
 def _listed(names: Any) -> tuple[str, ...]:
-    """Ends of names, of ``modules_in_block_to_quantize``: names within a layer, in groups."""
+    """The name suffixes in ``modules_in_block_to_quantize``, a list of lists of names within a layer."""
     groups = names if isinstance(names, list) else [None]
     entries = [entry for group in groups for entry in (group if isinstance(group, list) else [group])]
     if not all(isinstance(entry, str) for entry in entries):
@@ -224,7 +224,7 @@ def _group_size(name: str, values: dict[str, Any], default: int, at: str = "") -
 def _pack_quantized(
     at: str, group: dict[str, Any], weights: dict[str, Any], ignored: tuple[str, ...]
 ) -> PackedQuantization:
-    """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits, activations as they are."""
+    """compressed-tensors' ``pack-quantized``: 4- or 8-bit integer weights, activations in 16 bits."""
     _only("format", group, "pack-quantized", at=f"{at}.")
     _absent("input_activations", group, f"{at}.")
     at = f"{at}.weights."
@@ -242,7 +242,7 @@ def _pack_quantized(
 
 
 def _gguf(values: dict[str, Any]) -> GgufTypes:
-    """``quant_method: gguf``, as `gguf_file.py` says of a file."""
+    """``quant_method: gguf``, which `gguf_file.py` writes for a GGUF file."""
     types = _object("types", values.get("types"))
     for name, kind in types.items():
         if kind not in FORMATS and not (kind == GGUF_MXFP4 and name.endswith(STACKED)):
@@ -315,7 +315,7 @@ def _arguments(at: str, values: dict[str, Any], kind: str, strategies: tuple[str
 
 
 def _patterns(field: str, values: dict[str, Any], marked: str) -> list[str]:
-    """The list `field`; those that begin with `marked` are regular expressions, and are checked to be."""
+    """The list `field`. Entries that begin with `marked` are regular expressions, and must compile."""
     entries = first(values.get(field), [])
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise _refuse(field, "a list of names", entries)
@@ -328,7 +328,7 @@ def _patterns(field: str, values: dict[str, Any], marked: str) -> list[str]:
 
 
 def _only(name: str, values: dict[str, Any], *served: object, at: str = "", required: bool = False) -> None:
-    """ModelError if `values` has something else under `name` than what is served; null is nothing."""
+    """ModelError if the value of `name` is neither null nor supported."""
     found = values.get(name)
     if found not in served and (required or found is not None):
         raise _refuse(f"{at}{name}", " or ".join(map(repr, served)), found)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.rotary import tables as rope_tables
 from .config_values import MAX_POSITIONS, first, flag, number, refuse, size
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
-_LONGROPE_NAMES = ("longrope", "su", "yarn")  # what files of Phi-3 have called it
+_LONGROPE_NAMES = ("longrope", "su", "yarn")  # names of LongRoPE in Phi-3 checkpoints
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -63,7 +63,7 @@ class Rope:
     def parse(
         cls, values: dict[str, Any], partial_rotary_factor: float | None = None, has_longrope: bool = False
     ) -> Rope:
-        """The rotary embedding in the object of a ``config.json``, read as transformers reads it.
+        """Read the rotary embedding from a ``config.json`` object, as transformers does.
 
         New files have ``rope_parameters``. Older files have ``rope_theta`` and ``rope_scaling``; if a file has both
         objects, ``rope_scaling`` counts. `partial_rotary_factor` is the architecture's, where the file gives no other;
@@ -98,7 +98,7 @@ class Rope:
 
     @classmethod
     def parse_mistral(cls, values: dict[str, Any], partial_rotary_factor: float | None = None) -> Rope:
-        """As `parse`, with a scale of queries that grows with their positions, as Ministral 3 and Mistral 4 have it."""
+        """As `parse`, with the position-dependent query scaling of Ministral 3 and Mistral 4."""
         rope, found = cls.parse(values, partial_rotary_factor), _object(values)
         beta = found.get("llama_4_scaling_beta")
         if beta is None or beta == 0:
@@ -124,11 +124,11 @@ class Rope:
 
     @property
     def max_short_length(self) -> int:
-        """Tokens of the longest short sequence. A longer one uses other frequencies, from its first token on."""
+        """The longest short sequence, in tokens. A longer one uses the long frequencies from its first token on."""
         return self.original_max_position_embeddings if self.kind == "longrope" else MAX_POSITIONS
 
     def scale_queries(self, query: Tensor, positions: Tensor) -> None:
-        """Multiply queries [num_tokens, ...] at these positions in place, by what `query_beta` says."""
+        """Multiply queries [num_tokens, ...] in place by the factor of their positions, see `query_beta`."""
         if self.query_beta:
             steps = torch.floor(positions / self.original_max_position_embeddings)
             scale = 1 + self.query_beta * torch.log(1 + steps)
@@ -143,7 +143,7 @@ class Rope:
         plain = rope_tables.frequencies(rotary_dim, self.theta, device)
         if self.kind == "linear":
             return plain / self.factor
-        if self.kind == "longrope":  # rounded as in transformers, which divides once
+        if self.kind == "longrope":  # one division, so that rounding equals transformers'
             base = self.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim)
             divisors = self.long_divisors if is_long else self.divisors
             return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device=device) * base)
@@ -155,7 +155,7 @@ class Rope:
         return plain
 
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
-        """The table that ops take: [num_positions, rotary_dim] float32, cosines, then sines, of each position.
+        """The cos/sin table that ops take: [num_positions, rotary_dim] float32; a row is cosines, then sines.
 
         If sequences of num_positions tokens are long, the shape is [2 * num_positions, rotary_dim]: the rows for long
         sequences follow those for short ones.
@@ -168,7 +168,7 @@ class Rope:
 
 
 def _object(values: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of scaled frequencies: ``rope_scaling``, or ``rope_parameters``."""
+    """The object that describes RoPE scaling in a file: ``rope_scaling``, or ``rope_parameters``."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         found = first(values.get(name), {})

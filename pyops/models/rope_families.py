@@ -1,4 +1,4 @@
-"""Dense decoders that differ from a Llama or an OLMo-2 only in RoPE, or in queries scaled by their positions."""
+"""Dense decoders that differ from Llama or OLMo 2 only in RoPE or in position-dependent query scaling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MINISTRAL3 = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, 
 
 
 def _olmo3(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """OLMo 3: OLMo 2 with a sliding window except in every fourth layer; ``rope_scaling`` is for the full layers."""
+    """OLMo 3: OLMo 2 with a sliding window except in every fourth layer; only full layers use ``rope_scaling``."""
     given, scaling = ropes_by_kind(values), first(values.get("rope_scaling"), {})
     if not isinstance(scaling, dict):
         raise refuse("rope_scaling", "an object", scaling)
@@ -42,7 +42,7 @@ def _ernie4_5(values: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _ministral3(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Ministral 3: Mistral, with queries that are scaled by their positions."""
+    """Ministral 3: Mistral with position-dependent query scaling."""
     return {"rope": Rope.parse_mistral(values), "sliding_windows": one_window(values, layers)}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder
@@ -16,7 +16,7 @@ from .decoder import Decoder
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the row of a sequence in a decode step; the block table of the sequence follows them.
+# Columns of a sequence's row in the input of a decode step. The block table follows them in the row.
 _TOKEN, _POSITION, _SLOT, _LENGTH, _STATE, _BLOCKS = range(6)
 _PADDING = 0, 0, -1, 0, -1  # a padding row has length 0; its slots of -1 keep its token out of the cache
 
@@ -51,22 +51,22 @@ def blocks_for(config: Config, num_tokens: int, block_size: int) -> int:
 
 
 def row_size(config: Config, max_seq_len: int, block_size: int) -> int:
-    """Columns of a row of a decode step."""
+    """Columns of a row in the input of a decode step."""
     return _BLOCKS + blocks_for(config, max_seq_len, block_size)
 
 
 def default_max_seq_len(config: Config) -> int:
-    """The default bound of a sequence's tokens: 4096, or the model's ``max_position_embeddings`` if that is less."""
+    """The default max_seq_len: 4096, or the model's ``max_position_embeddings`` if that is less."""
     return min(4096, config.max_position_embeddings)
 
 
 def decode_size(num_seqs: int, max_num_seqs: int) -> int:
-    """Rows that a decode step of `num_seqs` sequences is padded to: a power of two, or `max_num_seqs`."""
+    """The padded batch size of a decode step with `num_seqs` sequences: a power of two, or `max_num_seqs`."""
     return min(1 << (num_seqs - 1).bit_length(), max_num_seqs)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Every `decode_size` of up to `max_num_seqs` sequences."""
+    """All padded batch sizes of decode steps with up to `max_num_seqs` sequences."""
     return sorted({decode_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)})
 
 
@@ -89,8 +89,8 @@ class Runner:
     """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens, and states of `max_num_seqs` sequences.
 
     Decode steps, with one token for each sequence, are padded to a power of two sequences, so that few CUDA graphs
-    suffice. Each graph is captured when it is first needed. A row of padding has length 0 and slots of -1, so
-    that it neither reads nor writes the cache.
+    suffice. Each graph is captured when it is first needed. A padding row has length 0 and slots of -1, so that it
+    neither reads nor writes the cache.
 
     Args:
         model: a model with its weights set.
@@ -112,14 +112,14 @@ class Runner:
         kv_cache_dtype: str = "auto",
     ) -> None:
         self.model, self.block_size = model, block_size
-        self._long_rows = max_seq_len  # row of the cos/sin tables at which the part for long sequences begins
+        self._long_rows = max_seq_len  # first row for long sequences in the cos/sin tables
         self.cache = model.new_cache(num_blocks, block_size, max_num_seqs, kv_cache_dtype)
         self._tables = model.new_tables(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        # All inputs of a decode step, one row for each sequence. A single copy updates the inputs of the graphs.
+        # The inputs of a decode step, one row per sequence, in one tensor: a single copy updates the graphs' inputs.
         shape = (max_num_seqs, row_size(model.config, max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
@@ -188,9 +188,9 @@ class Runner:
         return logits
 
     def _load_kernels(self, size: int) -> None:
-        """Run a step over padding rows before capture, so that torch's matmuls initialise what they create lazily.
+        """Run a step over padding rows before capture, so that torch's matmuls create their workspaces.
 
-        With the rows of the step itself, this run and the replay would each advance the states by the same token.
+        With the step's own rows, this run and the replay would each advance the states by the same token.
         """
         rows = self._rows[:size].clone()
         self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, dtype=torch.int64, device=self.model.device)
@@ -201,7 +201,7 @@ class Runner:
         return self.model.logits(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._tables))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
-        """The slots of tokens in blocks, by each token's row of `tables` and position; all are numpy arrays."""
+        """The cache slots of tokens, from each token's row in `tables` and its position; all are numpy arrays."""
         if not tables.shape[1]:  # the model has no attention
             return numpy.full(len(positions), -1)
         return tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size

@@ -22,8 +22,8 @@ class Request:
         tokens: the prompt, then the generated tokens.
         max_seq_len: prompt and generated tokens together, at most.
         number: set when the request is queued.
-        computed: the first tokens, which the cache holds.
-        slot: of the states; -1 while the request waits.
+        computed: the number of first tokens that the cache holds.
+        slot: slot of the states; -1 while the request waits.
         stops: tokens that end the sequence.
         prompt_logprobs: for each token of the prompt, its `Logprobs`, until they are returned with the first generated
             token; None if they are not requested.
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def text(self) -> Text:
-        """What hooks see of the request."""
+        """The request as hooks see it."""
         return Text(self.number, self.tokens, self.num_prompt_tokens)
 
     @property
@@ -74,7 +74,7 @@ class Request:
 
 
 class Scheduler:
-    """Gives requests blocks and slots, and says what a step computes.
+    """Assigns blocks and slots to requests, and decides which tokens a step computes.
 
     A request runs from when it is admitted until it ends or is preempted. When a request needs a block and no block is
     free, the youngest request is preempted: it frees its blocks and its slot, and waits to be recomputed.
@@ -144,7 +144,7 @@ class Scheduler:
         return len(request.tokens) > self._config.max_short_length
 
     def add(self, request: Request, token: int) -> None:
-        """Append a token. A sequence that becomes long by it is recomputed as a whole, with the long frequencies."""
+        """Append a token. If the sequence thereby becomes long, all of it is recomputed with the long frequencies."""
         was_long = self.is_long(request)
         request.tokens.append(token)
         if was_long != self.is_long(request):
@@ -167,7 +167,7 @@ class Scheduler:
             self.running.append(request)
 
     def _next_tokens(self) -> list[tuple[Request, int]]:
-        """[(request, 1)], after all have blocks for their tokens. The youngest are preempted if no block is free."""
+        """[(request, 1)] of running requests, after allocating their blocks; preempts the youngest if none is free."""
         for request in list(self.running):
             while request in self.running and len(request.blocks) < self.blocks_for(len(request.tokens)):
                 if self.free_blocks:

@@ -1,4 +1,4 @@
-"""Layers with states as ``config.json`` describes them: state spaces and the gated delta rule."""
+"""State-space layers as ``config.json`` describes them: Mamba, Mamba-2 and the gated delta rule."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..ops.mamba._convolution import MAX_WIDTH
 from .config_values import first, flag, number, refuse, size
 
 _NO_LIMIT = 0.0, float("inf")
-# {type of the layers: the sizes that only they have}
+# {kind of layer: the sizes that only this kind has}
 _HEAD_SIZES = "num_heads", "head_dim", "n_groups"
 _SIZES = {"mamba": ("time_step_rank",), "mamba2": _HEAD_SIZES, "delta_rule": _HEAD_SIZES}
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Sizes and options of the state-space layers of a decoder. All of them are alike.
+    """Sizes and options that all state-space layers of a decoder share.
 
     Attributes:
         kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752), "mamba2" (Dao and Gu 2024, arXiv:2405.21060) or "delta_rule",

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import RankError
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.collective.process_group import CustomAllReduce, reach_each_other
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .attention import Attention
@@ -32,8 +32,8 @@ from .quantization import GgufTypes, PackedQuantization
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMEOUT = timedelta(seconds=45)  # how long a process waits for others
-_ALIVE_SECONDS = 3.0  # in which a process that runs says so, once a collective has failed
+TIMEOUT = timedelta(seconds=45)  # of a collective
+_ALIVE_SECONDS = 3.0  # after a collective failed, live processes report within this time
 
 
 class Group:
@@ -60,7 +60,7 @@ class Group:
             self.custom = CustomAllReduce(self._host, self.device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the processes, bitwise equal in each: float32 in the order of ranks, except with NCCL."""
+        """The sum over the processes, bitwise equal on all: added in float32 in rank order, except with NCCL."""
         if self.world_size == 1:
             return x
         if self.custom is not None and self.custom.serves(x):
@@ -87,7 +87,7 @@ class Group:
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Make an error of a collective name the processes that have died or did not arrive."""
+        """Within this context, the error of a failed collective names the ranks that have ended or hang."""
         try:
             yield
         except RuntimeError as error:
@@ -98,7 +98,7 @@ class Group:
             ) from error
 
     def _absent(self) -> list[int]:
-        """Ranks that do not say within `_ALIVE_SECONDS` that a collective has failed there, too."""
+        """The ranks that do not report within `_ALIVE_SECONDS` that the collective failed on them, too."""
         waited = time.monotonic() + _ALIVE_SECONDS
         missing = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
@@ -107,7 +107,7 @@ class Group:
                 time.sleep(0.05)
                 missing = [rank for rank in missing if not self._store.check([f"{self._name}/{rank}"])]
         except RuntimeError:
-            return [0]  # which keeps the store, unless torchrun does
+            return [0]  # the store is unreachable; rank 0 hosts it, unless torchrun does
         return missing
 
 
@@ -140,7 +140,7 @@ def divided(config: Config, world_size: int) -> Config:
 
 
 class DividedNorm(Norm):
-    """An RMS norm of rows that are divided among a group: the sums of squares are all-reduced over the group.
+    """An RMS norm of rows that are sharded over a group: the sums of squares are all-reduced.
 
     Args:
         norm: the norm of this process's shard.
@@ -159,7 +159,7 @@ class DividedNorm(Norm):
 
 
 class DividedScales(KvScales):
-    """Scales of a KV cache with heads that are divided among a group.
+    """Scales of a KV cache with its heads sharded over a group.
 
     Args:
         scales: of the heads of this process.
@@ -180,7 +180,7 @@ class DividedScales(KvScales):
 
 
 class ParallelDecoder(Decoder):
-    """A `Decoder` that is divided among the processes of `group`. `write` takes whole tensors and keeps the shard.
+    """A `Decoder` sharded over the processes of `group`. `write` takes whole tensors and keeps this rank's shard.
 
     Every process calls `forward`, with the same batch, and gets the same hidden states.
 
@@ -202,7 +202,7 @@ class ParallelDecoder(Decoder):
         self._check_blocks(Decoder(config, dtype, "meta").tensors())
 
     def _check_blocks(self, whole: dict[str, Tensor]) -> None:
-        """ModelError unless the shards of the tensors `whole` consist of whole blocks, of weights and of scales."""
+        """ModelError unless sharding the tensors `whole` leaves all quantization blocks and scale blocks whole."""
         for name, own in self._tensors.items():
             elements = self._tensors.get(name.removesuffix("_scale"), own).shape  # elements under the block scales
             for size, own_size, count in zip(whole[name].shape, own.shape, elements, strict=False):
@@ -212,7 +212,7 @@ class ParallelDecoder(Decoder):
                     raise refuse(name, expected, tuple(whole[name].shape))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        if name not in self._tensors:  # the norm of a head that another process has
+        if name not in self._tensors:  # the norm of a head on another rank
             return
         names, packed = self.config.names, self.whole.quantization
         parts, rank = self.group.world_size, self.group.rank

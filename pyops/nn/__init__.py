@@ -1,15 +1,15 @@
 """Layers of models as modules, with vLLM's names, arguments and states. A file imports only files listed before it:
 
-custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
+custom_op base parallel              switching layers on and off; layers of one op; tensor parallelism
 activation norm norm_gated           activations, norms
-quant routing                        fp8 quantization, the choice of experts
-experts mixture                      the weights of experts and their methods, mixtures of experts
+quant routing                        fp8 quantization, routing to experts
+experts mixture                      experts' weights and the methods that apply them, mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long sequences, merged projections, token embeddings
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
-shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
-delta_rule                           the gated delta rule, and mixers by it
+shortconv mixer mamba mamba_heads    the short convolution, the base of Mamba mixers, the mixers
+delta_rule                           the gated delta rule and its mixers
 
 docs/layers.md lists them.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Comes first: without torch it raises the error that says how to install torch.
+# First, because without torch it raises the error that says how to install torch.
 from .custom_op import CustomOp, PluggableLayer, op_registry, set_custom_ops  # isort: split
 
 from . import (
@@ -95,7 +95,7 @@ MISSING = {
 
 
 def get_layer_class(name: str) -> type:
-    """The class registered as `name` ("rms_norm") or called `name` ("RMSNorm"). ValueError if there is none."""
+    """The layer class with the registered name ("rms_norm") or class name ("RMSNorm") `name`, else ValueError."""
     for op_name, layer in op_registry.items():
         if name in (op_name, layer.__name__):
             return layer

@@ -1,4 +1,4 @@
-"""Activations as modules: gated ones, of the two halves of a row, and elementwise ones.
+"""Activations as modules: gated ones, on the two halves of a row, and elementwise ones.
 
 The input x is float32, float16 or bfloat16, [..., 2 * hidden_size] for gated activations and [..., hidden_size] for
 others. The result is a new tensor [..., hidden_size] of the dtype of x. The formulas are those of the ops.
@@ -74,7 +74,7 @@ class _Gated(_Activation):
 
 @CustomOp.register("silu_and_mul")
 class SiluAndMul(_Gated, op=silu_and_mul):
-    """SwiGLU: silu of the first half times the second, see `pyops.silu_and_mul`.
+    """SwiGLU: silu of the first half times the second half, see `pyops.silu_and_mul`.
 
     Args:
         compile_native: see `CustomOp`.
@@ -86,7 +86,7 @@ class SiluAndMul(_Gated, op=silu_and_mul):
 
 @CustomOp.register("mul_and_silu")
 class MulAndSilu(_Gated, op=mul_and_silu):
-    """The first half times silu of the second, see `pyops.mul_and_silu`."""
+    """The first half times silu of the second half, see `pyops.mul_and_silu`."""
 
 
 @CustomOp.register("gelu_and_mul")
@@ -112,7 +112,7 @@ class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
     """GEGLU of the gates above a quantile of their row, see `pyops.gelu_and_mul_sparse`.
 
     Args:
-        activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
+        activation_sparsity: the fraction of a normally distributed row that becomes zero, above 0 and below 1.
         approximate: "none" or "tanh", as in `GeluAndMul`.
     """
 
@@ -124,7 +124,7 @@ class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
             )
         self.activation_sparsity = activation_sparsity
         self.approximate = _approximate("GeluAndMulSparse", approximate)
-        # Computed here because torch.compile does not trace `statistics`.
+        # Computed once here, because torch.compile cannot trace `statistics`.
         self._multiplier = NormalDist().inv_cdf(activation_sparsity)
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ class FatreluAndMul(_Gated, op=fatrelu_and_mul):
 
 @CustomOp.register("swigluoai_and_mul")
 class SwigluOAIAndMul(_Gated, op=swigluoai_and_mul):
-    """Clamped SwiGLU of interleaved gates and ups, see `pyops.swigluoai_and_mul`.
+    """Clamped SwiGLU of interleaved gate and up elements, see `pyops.swigluoai_and_mul`.
 
     Args:
         alpha: slope of the sigmoid.
@@ -175,7 +175,7 @@ class SiluAndMulWithClamp(_Gated, op=silu_and_mul_with_clamp):
     """SwiGLU of clamped halves, see `pyops.silu_and_mul_with_clamp`.
 
     Args:
-        swiglu_limit: largest gate and largest magnitude of the other factor.
+        swiglu_limit: upper bound of the gate, and of the magnitude of the up projection.
         compile_native: see `CustomOp`.
     """
 
@@ -192,7 +192,7 @@ class SwigluStepAndMul(_Gated, op=swiglustep_and_mul):
     """SwiGLU with both factors clamped, see `pyops.swiglustep_and_mul`.
 
     Args:
-        limit: largest activated gate and largest magnitude of the other factor.
+        limit: upper bound of the activated gate, and of the magnitude of the up projection.
     """
 
     def __init__(self, limit: float = 7.0) -> None:
@@ -266,7 +266,7 @@ class XIELU(_Activation, op=xielu):
         self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
         self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
         self.with_vector_loads = with_vector_loads
-        # The op takes numbers, and reading the buffers at every call would synchronise with the device.
+        # The op takes Python numbers; reading the buffers at every call would synchronise with the device.
         self._numbers = beta, eps
         self.register_load_state_dict_post_hook(lambda module, _: module._read_numbers())
 

@@ -1,4 +1,4 @@
-"""Attention without a KV cache, for encoders of images and sound."""
+"""Attention without a KV cache, for image and audio encoders."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class MMEncoderAttention(CustomOp):
     ``h // (num_heads / num_kv_heads)``. With cu_seqlens [num_segments + 1] int32, the batch is 1, and segment i is the
     tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]`` of queries and of keys. The segments cover all tokens.
 
-    With cu_seqlens, `forward_cuda` makes one call of `pyops.attention_varlen` for all segments, and `forward_native`
-    one of PyTorch's attention for each, for which it reads the lengths from the device. max_seqlen, which vLLM passes,
-    is not read. The op is always on.
+    With cu_seqlens, `forward_cuda` calls `pyops.attention_varlen` once for all segments. `forward_native` calls
+    PyTorch's attention once per segment, and reads the lengths on the host. max_seqlen is accepted because vLLM passes
+    it. The layer is always on.
 
     Args:
         num_heads: query heads.

@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.torch_library import bind_loaded
-from .._core.typed import Wrapper
+from .._core.op.torch_library import bind_loaded
+from .._core.op.typed import Wrapper
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# torch.compile may trace a reference before any op is called. It can trace references once torch is bound.
+# torch.compile can trace references only once the lazy torch is bound, and it may trace one before any op is called.
 bind_loaded()
 
 
 class OpLayer(CustomOp):
     """A layer with a `compute` method that allocates the outputs of an op and calls the op.
 
-    `forward_cuda` computes with the op, which launches its kernel; `forward_native` computes with the reference of the
-    op. A layer therefore means the same whether it is on or off, and torch.compile can fuse the reference of a layer
-    that is off.
+    `forward_cuda` calls the op, which launches its kernel; `forward_native` calls the op's reference. A layer therefore
+    computes the same whether it is on or off, and torch.compile can fuse the reference of a layer that is off.
 
     Class keyword:
         op: the op, as in ``class SiluAndMul(OpLayer, op=silu_and_mul)``. `_use` gives one instance another op.
@@ -51,7 +50,7 @@ class OpLayer(CustomOp):
 
 
 def rows(x: Tensor) -> Tensor:
-    """`x` if its rows are contiguous and have one stride, as most ops demand; else a contiguous copy."""
+    """`x` if its rows are contiguous and have one stride, as most ops require; else a contiguous copy."""
     return x if x.is_contiguous() or (x.ndim <= 2 and x.stride(-1) == 1) else x.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Convolutions of images and videos."""
+"""2D and 3D convolutions, for images and videos."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _ConvLayer(CustomOp):
             padding = tuple(size // 2 for size in self.kernel_size)
         self.padding = self._each("padding", 0 if padding == "valid" else padding)
         self.padding_mode = padding_mode
-        # If kernels neither overlap nor leave gaps, the convolution is a GEMM over the patches of the image.
+        # If the stride equals the kernel size, the convolution is a GEMM over the patches of the image.
         self.enable_linear = self.kernel_size == self.stride and not any(self.padding) and groups == 1
         self.enable_linear &= set(self.dilation) == {1}
         self.input_size = in_channels * prod(self.kernel_size)
@@ -104,16 +104,16 @@ class _ConvLayer(CustomOp):
 
 @CustomOp.register("conv2d")
 class Conv2dLayer(_ConvLayer):
-    """Convolution of images, as in `torch.nn.Conv2d`.
+    """2D convolution, as in `torch.nn.Conv2d`.
 
     ``forward(x)`` takes [batch, in_channels, height, width] of the dtype of the weight. `forward_cuda` is PyTorch's
-    convolution. `forward_native` is a GEMM if kernels neither overlap nor leave gaps, as in patch embeddings.
+    convolution. `forward_native` is a GEMM if the stride equals the kernel size, as in patch embeddings.
 
     Args:
         in_channels, out_channels: channels of the input and of the output.
         kernel_size, stride, dilation: one integer, or one for height and one for width.
         padding: the same, or "valid" for none, or "same" for half an odd kernel.
-        groups: groups of channels that are convolved separately.
+        groups: number of groups of channels that are convolved separately.
         bias: whether there is a bias.
         padding_mode: "zeros".
         params_dtype: dtype of the parameters `weight` and `bias`; None for torch's default.
@@ -124,6 +124,6 @@ class Conv2dLayer(_ConvLayer):
 
 @CustomOp.register("conv3d")
 class Conv3dLayer(_ConvLayer):
-    """Convolution of videos, [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`."""
+    """3D convolution of [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`."""
 
     num_dim = 3

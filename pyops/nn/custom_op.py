@@ -1,7 +1,7 @@
-"""`CustomOp`: an `nn.Module` that picks its forward method when it is made, by the platform it will run on.
+"""`CustomOp`: an `nn.Module` that selects its forward method at construction, by platform.
 
 This module also has the configuration that switches custom ops on and off, and the registry through which their classes
-are replaced. Names and rules are vLLM's. docs/layers.md shows how to use all of it.
+are replaced. Names and rules are vLLM's; docs/layers.md shows their use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from .._core.lazy import loaded, optional
+from .._core.system.lazy import loaded, optional
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ _FORWARD: dict[str, str] = {
 
 
 class CompilationMode(IntEnum):
-    """How a model is compiled, with vLLM's names and values. Here only `NONE` differs from the others."""
+    """How a model is compiled, with vLLM's names and values. This library treats all but `NONE` alike."""
 
     NONE = 0
     STOCK_TORCH_COMPILE = 1
@@ -65,7 +65,7 @@ class CompilationMode(IntEnum):
 
 @dataclass
 class CompilationConfig:
-    """Which custom ops are on, and how many instances of each were made.
+    """Which custom ops are on, with counts of their instances.
 
     Attributes:
         custom_ops: entries "all", "none", "+name" and "-name", as a list or as a string with commas; elements of a
@@ -77,7 +77,7 @@ class CompilationConfig:
         enabled_custom_ops, disabled_custom_ops: {name: instances made} of ops that are on, and off.
 
     Raises:
-        ValueError: an entry has another form, or "all" and "none" appear together or twice.
+        ValueError: an entry is malformed, or "all" and "none" appear together or twice.
     """
 
     custom_ops: list[str] = field(default_factory=list)
@@ -103,7 +103,7 @@ class CompilationConfig:
             self.custom_ops.append("none" if inductor else "all")
 
     def default_on(self) -> bool:
-        """Whether an op that no entry names is on."""
+        """Whether ops that no entry names are on."""
         return "all" in self.custom_ops
 
     def is_custom_op_enabled(self, name: str) -> bool:
@@ -114,10 +114,10 @@ class CompilationConfig:
         return (self.default_on() or on) and not off
 
     def custom_op_log_check(self) -> None:
-        """Warn of entries that had no effect on the model that was made under this configuration.
+        """Warn of entries that had no effect on the model that was constructed under this configuration.
 
-        An entry has no effect if no class is registered under its name, or if no instance of the class was made. There
-        are no warnings if no instance of any op was made.
+        An entry has no effect if no class is registered under its name, or if the class has no instances. Nothing is
+        reported if no op has instances.
         """
         made = self.enabled_custom_ops + self.disabled_custom_ops
         for name in sorted({entry[1:] for entry in self.custom_ops if entry[0] in "+-"} - made.keys()) if made else ():
@@ -129,7 +129,7 @@ _config = CompilationConfig()
 
 
 def get_compilation_config() -> CompilationConfig:
-    """The configuration for ops that are made now: the one `set_custom_ops` has set, else one with all ops on."""
+    """The configuration for new instances: the one that `set_custom_ops` has set, else one with all ops on."""
     return _config
 
 
@@ -141,9 +141,9 @@ def set_custom_ops(
     backend: str = "inductor",
     platform: Platform | None = None,
 ) -> Iterator[CompilationConfig]:
-    """Context in which instances are made under this configuration, in every thread; see `CompilationConfig`.
+    """Within this context, new instances use this configuration, in every thread; see `CompilationConfig`.
 
-    An instance stays on or off as it was made. When the context ends, entries that had no effect cause warnings.
+    An instance stays on or off for its lifetime. When the context ends, entries that had no effect cause warnings.
     """
     global _config
     entries = [custom_ops] if isinstance(custom_ops, str) else list(custom_ops)
@@ -157,7 +157,7 @@ def set_custom_ops(
 
 
 def current_platform() -> Platform:
-    """The platform that a module made now will run on, unless the configuration names another."""
+    """The platform of new modules, unless the configuration names another."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "tpu" if loaded("torch_xla") else "cpu"
@@ -176,7 +176,7 @@ def _warn_unregistered(cls: str) -> None:
 
 
 class _Replaceable(torch.nn.Module):  # type: ignore[misc]
-    """The base of modules that are registered under a name and can be replaced by an out-of-tree class."""
+    """The base of modules with a registered name, which an out-of-tree class can replace."""
 
     op_registry: ClassVar[dict[str, type]] = op_registry
     op_registry_oot: ClassVar[dict[str, type]] = op_registry_oot
@@ -184,7 +184,7 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         chosen = op_registry_oot.get(cls.__name__, cls)
-        if not issubclass(chosen, cls):  # Python would return an instance of `chosen` without calling its __init__
+        if not issubclass(chosen, cls):  # Python calls __init__ only on instances of `cls`
             raise TypeError(f"{chosen.__name__} is to replace {cls.__name__} and is no subclass of it")
         module: Self = super().__new__(chosen)
         return module
@@ -204,18 +204,18 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
-        """Register a subclass. Wherever this library makes an instance of the replaced class, it makes one of this.
+        """Register a subclass that replaces a class: this library then instantiates the subclass instead.
 
         As ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()``, ``@CustomOp.register_oot("RMSNorm")`` or with
         ``name="RMSNorm"``, or as ``CustomOp.register_oot(_decorated_op_cls=MyRMSNorm, name="RMSNorm")``.
 
         `name` is the name of the class to replace; by default, the class that the method is called on. Subclasses of
-        the replaced class, under other names, are not replaced. In the configuration, the new class has the name of the
-        op that it inherits.
+        the replaced class with other names are not replaced. In the configuration, the new class has the name of the op
+        that it inherits.
 
         Raises:
-            ValueError: the class is replaced already.
-            TypeError: the object to register is no class.
+            ValueError: the class is already replaced.
+            TypeError: the object to register is not a class.
         """
         if isinstance(_decorated_op_cls, str) and name is None:
             _decorated_op_cls, name = None, _decorated_op_cls
@@ -235,18 +235,18 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
 
 class PluggableLayer(_Replaceable):
-    """A module with one forward method for all platforms, which can be replaced out of tree as a `CustomOp` can."""
+    """A module with one forward method for all platforms that, like a `CustomOp`, can be replaced out of tree."""
 
 
 class CustomOp(_Replaceable):
-    """A module with a forward method for each platform. The method is chosen when an instance is made.
+    """A module with a forward method for each platform. The method is selected at construction.
 
     A subclass defines `forward_native`, plain PyTorch for any device, and `forward_cuda` if it has kernels. The other
     methods default to these two. An op that is switched off uses `forward_native`. A subclass may set `_forward_method`
-    to another method after ``super().__init__()``, or override `forward` and have no methods for platforms.
+    to another method after ``super().__init__()``, or override `forward` and define no methods for platforms.
 
-    Kernels have no derivative. While grad mode is on, a call with an argument or a parameter that requires grad uses
-    `forward_native`, too, unless the subclass says that all its methods are `differentiable`.
+    Kernels have no backward pass. While grad mode is on, a call with an argument or a parameter that requires grad also
+    uses `forward_native`, unless the subclass sets `differentiable`.
 
     Args:
         enforce_enable: switch this instance on, whatever the configuration says.
@@ -266,7 +266,7 @@ class CustomOp(_Replaceable):
         return self._forward_method(*args, **kwargs)
 
     def _requires_grad(self, *args: Any) -> bool:
-        """Whether autograd has to follow a call with these arguments."""
+        """Whether autograd must record a call with these arguments."""
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *self.parameters()))
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,11 +294,11 @@ class CustomOp(_Replaceable):
         return self.forward_native(*args, **kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
-        """The method for platforms that are plugins of torch; `forward_native` by default."""
+        """The method for out-of-tree platforms; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def dispatch_forward(self, compile_native: bool) -> Callable[..., Any]:
-        """The method that `forward` will call. Counts the instance in the configuration."""
+        """Select the method that `forward` calls, and count the instance in the configuration."""
         config = get_compilation_config()
         enabled = self._enforce_enable or self.enabled()
         counter = config.enabled_custom_ops if enabled else config.disabled_custom_ops
@@ -309,7 +309,7 @@ class CustomOp(_Replaceable):
         return method
 
     def maybe_compile(self, fn: Callable[..., Any], *, enable: bool = True) -> Callable[..., Any]:
-        """`fn` compiled for any sizes, if `enable` and the configuration compiles the model; else `fn`."""
+        """`fn`, compiled with dynamic shapes if `enable` is set and the configuration compiles the model."""
         config = get_compilation_config()
         if not enable or config.mode == CompilationMode.NONE or config.backend == "eager":
             return fn
@@ -321,7 +321,7 @@ class CustomOp(_Replaceable):
 
     @classmethod
     def enabled(cls) -> bool:
-        """Whether instances that are made now are on; ValueError if the op is switched both on and off."""
+        """Whether new instances are on. ValueError if the op is switched both on and off."""
         if not hasattr(cls, "name"):
             _warn_unregistered(cls.__qualname__)
             return cls.default_on()
@@ -329,5 +329,5 @@ class CustomOp(_Replaceable):
 
     @staticmethod
     def default_on() -> bool:
-        """Whether ops are on that no entry of the configuration names."""
+        """Whether ops that no entry of the configuration names are on."""
         return get_compilation_config().default_on()

@@ -1,4 +1,4 @@
-"""The gated delta rule: alone, for prefill, and with the projections of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
+"""The gated delta rule for prefill, and the mixers of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChunkGatedDeltaRule(OpLayer, op=gated_delta_rule):
     ``key_size**-0.5``. States are [num_seqs, value_heads, value_size, key_size]; an initial state is float32, float16,
     bfloat16 or None, the final one float32 and None unless `output_final_state`. The outputs are a new tensor like v,
     or the first elements of `core_attn_out` if that is given, a contiguous tensor of the dtype of v. `chunk_indices`
-    and `chunk_offsets` have no effect: the kernel finds its chunks by itself.
+    and `chunk_offsets` have no effect, because the kernel computes its chunks itself.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class ChunkGatedDeltaRule(OpLayer, op=gated_delta_rule):
 
 
 class _DeltaMixer(Mixer):
-    """The base of mixers by the gated delta rule. `_project` gives (q, k and v; gate of the norm; b; a)."""
+    """The base of mixers with the gated delta rule. `_project` returns (qkv, gate of the norm, b, a)."""
 
     largest_beta = 1.0
 
     def _make(self, config: Any, vllm_config: Any, prefix: str) -> None:
-        """Sizes, the convolution and the parameters of heads."""
+        """Set the sizes; create the convolution and the per-head parameters."""
         refuse_quant_config(self, None if vllm_config is None else vllm_config.quant_config)
         self.config, self.hidden_size, self.prefix = config, config.hidden_size, prefix
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -91,7 +91,7 @@ class _DeltaMixer(Mixer):
         self._widths = [self._local(size) for size in sizes]
 
     def _heads(self, x: Tensor, rest: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """q, k and v [num_tokens, heads, size], the logarithms of decays and beta [num_tokens, heads]."""
+        """q, k, v [num_tokens, heads, size]; log decays and beta [num_tokens, heads]."""
         _, b, a = rest
         parts = x.split(self._widths, -1)
         sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
@@ -122,7 +122,7 @@ class _DeltaMixer(Mixer):
         return o[:, 0].flatten(1)
 
     def _normed(self, norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
-        """The results of heads, normalised and gated head by head."""
+        """The outputs of the heads, with the gated norm of each head."""
         result: Tensor = norm(*(each.unflatten(-1, (-1, self.head_v_dim)).contiguous() for each in (y, gate)))
         return result.flatten(1)
 
@@ -135,14 +135,14 @@ class QwenGatedDeltaNetAttention(_DeltaMixer):
     the decay is ``-exp(A_log) * softplus(a + dt_bias)``. The rule is `pyops.gated_delta_rule` of normalised q and k
     (Yang et al. 2024, arXiv:2412.06464), the norm is `RMSNormGated` of each head. ``forward(hidden_states,
     conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None, has_initial_states=None,
-    num_decodes=0)`` takes what that of `MambaMixer` takes, and returns [num_tokens, hidden_size], but for the shapes of
-    states:
+    num_decodes=0)`` takes the arguments of `MambaMixer.forward` and returns [num_tokens, hidden_size]. The states have
+    other shapes:
 
     - conv_state: [num_slots, (2 * key_dim + value_dim) / ranks, conv_kernel_size - 1].
     - ssm_state: [num_slots, value_heads / ranks, value_size, key_size], in float32 or the dtype of hidden_states.
 
-    Steps of decodes are `pyops.causal_conv1d_decode` and `pyops.gated_delta_rule_update`, the convolution of the others
-    is `pyops.causal_conv1d_prefill`. Ranks divide the heads.
+    Decodes use `pyops.causal_conv1d_decode` and `pyops.gated_delta_rule_update`, other sequences
+    `pyops.causal_conv1d_prefill`. Ranks divide the heads.
 
     Args:
         config: has hidden_size, hidden_act, rms_norm_eps, linear_num_key_heads, linear_num_value_heads,
@@ -150,8 +150,8 @@ class QwenGatedDeltaNetAttention(_DeltaMixer):
             "swish" or "sigmoid").
         vllm_config: its quant_config must be None; or None.
         prefix: the name of the layer in its model.
-        gqa_interleaved_layout: rows of in_proj_qkvz and in_proj_ba are sorted by key heads, each with its q, k, and the
-            v and z of its value heads, as checkpoints of Qwen3-Next have them; and not by q, k, v and z.
+        gqa_interleaved_layout: whether rows of in_proj_qkvz and in_proj_ba are sorted by key head (q, k, and the v and
+            z of the head's value heads), as in checkpoints of Qwen3-Next; otherwise all q come first, then k, v and z.
     """
 
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "", gqa_interleaved_layout: bool = False) -> None:
@@ -191,12 +191,13 @@ class OlmoHybridGatedDeltaNetAttention(_DeltaMixer):
     """The linear attention of OLMo Hybrid: `QwenGatedDeltaNetAttention` with other projections and a beta of up to 2.
 
     ``[q, k, v, gate] = in_proj_qkvg(x)``, ``b = b_proj(x)``, ``a = a_proj(x)``; with `linear_allow_neg_eigval` beta is
-    ``2 * sigmoid(b)``. The norm is o_norm with an epsilon of 1e-5, the last projection o_proj; the rule and its steps
-    are `pyops.gated_delta_rule` and `pyops.gated_delta_rule_update`.
+    ``2 * sigmoid(b)``. The norm is o_norm with an epsilon of 1e-5, the output projection o_proj; prefill uses
+    `pyops.gated_delta_rule`, decodes `pyops.gated_delta_rule_update`.
 
     Args:
-        config: that of `QwenGatedDeltaNetAttention`, and perhaps linear_allow_neg_eigval; linear_use_gate is not False.
-        vllm_config, prefix: as of `QwenGatedDeltaNetAttention`.
+        config: as in `QwenGatedDeltaNetAttention`, optionally with linear_allow_neg_eigval; linear_use_gate must not be
+            False.
+        vllm_config, prefix: as in `QwenGatedDeltaNetAttention`.
     """
 
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The embedding of tokens and the head that computes logits; ranks divide their rows."""
+"""Token embedding and LM head, with the vocabulary divided among ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
 @dataclass(frozen=True)
 class VocabParallelEmbeddingShardIndices:
-    """The tokens of one rank: a range of the original vocabulary and a range of the added one; ends are exclusive.
+    """The tokens of one rank: a range of the original vocabulary and a range of added tokens; ends are exclusive.
 
     The ranges `padded_...` include the padding.
     """
@@ -50,7 +50,7 @@ def _padded(size: int, to: int) -> int:
 
 @CustomOp.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(CustomOp):
-    """Rows of a table, by token. With several ranks, a token that no rank has gives zeros.
+    """An embedding table. With several ranks, a token outside the vocabulary gives zeros.
 
     ``forward(input_)`` takes tokens of any shape, int32 or int64, and returns [*shape, embedding_dim]. The original and
     the added part of the vocabulary are each padded and each divided among the ranks. The parameter is `weight` [rows
@@ -108,7 +108,7 @@ class VocabParallelEmbedding(CustomOp):
         return VocabParallelEmbeddingShardIndices(*padded, *real)
 
     def _token_rows(self) -> list[int]:
-        """The row of each token in the concatenated tables of all ranks."""
+        """The row of each token in the concatenation of all ranks' tables."""
         tokens: dict[int, int] = {}
         for rank in range(self.tp_size):
             at, own = rank * self.num_embeddings_per_partition, self._indices_of(rank)
@@ -120,14 +120,14 @@ class VocabParallelEmbedding(CustomOp):
         return [tokens[token] for token in range(self.num_embeddings)]
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """The rows of all tokens in the concatenated tables of all ranks, then those of padding; None for one rank."""
+        """Rows of all tokens in the concatenation of all ranks' tables, then rows of padding; None for one rank."""
         if self.tp_size < 2:
             return None
         rows = self._token_rows()
         return rows + sorted(set(range(self.num_embeddings_padded)) - set(rows))
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
-        """Copy this rank's rows of the original vocabulary. Rows of padding and of added tokens become zeros."""
+        """Copy this rank's rows of the original vocabulary. Rows of added tokens and of padding become zeros."""
         if loaded_weight.shape[0] != self.org_vocab_size or loaded_weight.shape[1:] != param.shape[1:]:
             expected = (self.org_vocab_size, *param.shape[1:])
             raise ValueError(
@@ -178,7 +178,8 @@ class ParallelLMHead(VocabParallelEmbedding):
         )
         shape = (self.num_embeddings_per_partition,)
         self.register_parameter("bias", new_parameter(shape, params_dtype, self.weight_loader) if bias else None)
-        # Each rank has original tokens, then added ones. Without added tokens, concatenated rows are in token order.
+        # Each rank has original tokens, then added ones, so concatenated rows are in token order only without added
+        # ones.
         rows = torch.tensor(self._token_rows(), dtype=torch.int64) if self.num_added_embeddings else None
         self.register_buffer("token_rows", rows, persistent=False)
 

@@ -1,4 +1,4 @@
-"""The weights of experts, divided among ranks, and the methods that compute them."""
+"""Experts' weights, divided among ranks, and the methods that apply them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["FusedMoEModularMethod", "UnquantizedFusedMoEMethod"]
 
 
 class ExpertWeights(CustomOp):
-    """The weights of experts: what `FusedMoE` says of them."""
+    """The base of `FusedMoE` with the experts' weights; see there."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ExpertWeights(CustomOp):
         self.w2_bias = parameter(hidden_size) if has_bias else None
 
     def expert_arguments(self) -> dict[str, Any]:
-        """What `pyops.fused_experts` takes by name."""
+        """The keyword arguments of `pyops.fused_experts`."""
         terms = FusedMoEQuantConfig(w1_bias=self.w13_bias, w2_bias=self.w2_bias, gemm1_clamp_limit=self.swiglu_limit)
         is_plain = self.w13_bias is None and self.swiglu_limit is None
         return {
@@ -76,11 +76,11 @@ class ExpertWeights(CustomOp):
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
     ) -> None:
-        """Copy an expert's weight or bias of a checkpoint to its slice of `param`, as far as it is on this rank.
+        """Copy an expert's weight or bias to its slice of `param`: the part of it that is on this rank, if any.
 
         Args:
             param: a parameter of this layer.
-            loaded_weight: of the whole expert.
+            loaded_weight: the tensor of the whole expert, from a checkpoint.
             weight_name: its name, for messages.
             shard_id: "w1" for gates, "w3" for ups, "w2" for the down projection.
             expert_id: its index among all experts.
@@ -95,7 +95,7 @@ class ExpertWeights(CustomOp):
         if is_divided and not self.divides_experts:
             loaded_weight = loaded_weight.narrow(loaded_weight.ndim - 1 if shard_id == "w2" else 0, rank * width, width)
         elif shard_id == "w2" and not self.divides_experts and rank:
-            loaded_weight = torch.zeros_like(loaded_weight)  # the bias is added once, by the first rank
+            loaded_weight = torch.zeros_like(loaded_weight)  # only the first rank adds the bias
         if shard_id != "w2" and ACTIVATIONS[self.activation]:
             interleaved = ACTIVATIONS[self.activation] == 2
             half = int(shard_id == "w3")
@@ -109,7 +109,7 @@ class ExpertWeights(CustomOp):
     def make_expert_params_mapping(
         cls, ckpt_gate_proj_name: str, ckpt_down_proj_name: str, ckpt_up_proj_name: str, num_experts: int
     ) -> list[tuple[str, str, int, str]]:
-        """(name of the parameter, name in checkpoints, expert_id, shard_id), both names up to "weight" or "bias"."""
+        """(parameter name, checkpoint name, expert_id, shard_id) of all weights; names without "weight" or "bias"."""
         shards = ("w1", ckpt_gate_proj_name), ("w2", ckpt_down_proj_name), ("w3", ckpt_up_proj_name)
         return [
             (f"experts.{'w2' if shard == 'w2' else 'w13'}_", f"experts.{expert}.{name}.", expert, shard)
@@ -120,13 +120,13 @@ class ExpertWeights(CustomOp):
 
 @CustomOp.register("unquantized_fused_moe")
 class UnquantizedFusedMoEMethod(CustomOp):
-    """Experts with unquantized weights: `pyops.fused_experts` of a layer's weights.
+    """Experts with unquantized weights, by `pyops.fused_experts`.
 
     ``forward(layer, x, topk_weights, topk_ids)`` takes a `FusedMoE`, [num_tokens, hidden_size], and the experts of each
     token with their weights, [num_tokens, top_k] int32 or int64 and float32. It returns [num_tokens, hidden_size].
 
     Args:
-        moe: accepted because vLLM has it; the layer says what it is.
+        moe: accepted because vLLM has it; the layer's attributes are used instead.
     """
 
     def __init__(self, moe: Any = None) -> None:
@@ -163,14 +163,14 @@ class UnquantizedFusedMoEMethod(CustomOp):
 
 @CustomOp.register("modular_fused_moe")
 class FusedMoEModularMethod(CustomOp):
-    """Experts by a kernel that may be replaced, `pyops.fused_experts` unless another is given.
+    """Experts by an exchangeable function, by default `pyops.fused_experts`.
 
-    ``forward(layer, x, topk_weights, topk_ids)`` is that of `UnquantizedFusedMoEMethod`.
+    ``forward(layer, x, topk_weights, topk_ids)`` is as in `UnquantizedFusedMoEMethod`.
 
     Args:
-        old_quant_method: the method that computes where the layer is off.
-        experts: takes what `pyops.fused_experts` takes, and returns the same. It may send tokens to other devices and
-            fetch the results.
+        old_quant_method: the method that serves if the layer is off.
+        experts: a function with the signature of `pyops.fused_experts`. It may dispatch tokens to other devices and
+            combine the results.
     """
 
     def __init__(self, old_quant_method: CustomOp | None = None, experts: Callable[..., Tensor] | None = None) -> None:

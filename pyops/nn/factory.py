@@ -1,4 +1,4 @@
-"""The rotary embedding that a model's configuration asks for."""
+"""`get_rope`: the rotary embedding for a model's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a paged latent KV cache: the layer, and both forms of its attention."""
+"""Multi-head latent attention over a paged latent KV cache: the layer, and its absorbed and expanded forms."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
 
-# The expanded form projects keys and values of this many heads at a time. A token of DeepSeek-V3 takes 20 KB for them,
-# and 82 KB for all 128 heads; a prefill of 512 tokens still has one query tile for each SM of an H200.
+# Heads that the expanded form projects at a time. Their keys and values take 20 KB per token of DeepSeek-V3, instead of
+# 82 KB for all 128 heads; a prefill of 512 tokens still gives each SM of an H200 a query tile.
 _HEADS_AT_ONCE = 32
 
 
@@ -70,8 +70,8 @@ def absorbed_attention(
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
-    All heads share the latent vectors as keys and values (MQA): `sm100_cutlass_mla_decode` computes the sizes that it
-    supports, `paged_attention_v1` others, with the latent KV as the only key head and the only value head.
+    All heads share the latent vectors as keys and values (MQA). `sm100_cutlass_mla_decode` computes the sizes that it
+    supports; `paged_attention_v1` computes others, with the latent KV as its only KV head.
 
     Args:
         query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
@@ -81,7 +81,7 @@ def absorbed_attention(
         block_tables, seq_lens: as in `paged_attention_v1`.
         scale: of the logits.
         k_scale: [1] float32, the scale of an fp8 cache; not read for other caches.
-        factor: the same scale as a number; 1 if the cache is not fp8.
+        factor: `k_scale` as a Python number; 1 if the cache is not fp8.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
@@ -93,7 +93,7 @@ def absorbed_attention(
     absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
-        # The op reads fp8 values without their scale. The scale multiplies the logits, and the result.
+        # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.
         texts = entries, seq_lens, block_tables
         sm100_cutlass_mla_decode(out, None, absorbed, turned, *texts, None, scale * factor, 0)
     else:
@@ -119,7 +119,7 @@ def expanded_attention(
     k_scale: Tensor,
     factor: float = 1.0,
 ) -> Tensor:
-    """Prefill in the expanded form: all cache blocks of the sequences are projected to keys and values of heads.
+    """Prefill in the expanded form: the cached tokens of the sequences are projected to keys and values of heads.
 
     The GEMMs project `_HEADS_AT_ONCE` heads at a time into one buffer, from which the attention op reads them.
 
@@ -134,7 +134,7 @@ def expanded_attention(
     num_heads, _, rank = up.shape
     rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
     plain_size = qk_head_dim - rope_size
-    # fp8 values are indexed as bytes, because some versions of torch cannot index float8.
+    # Indexed as bytes, because some versions of torch cannot index float8 tensors.
     kept = entries.view(torch.uint8) if entries.element_size() == 1 else entries
     kept = kept[block_tables.flatten().clamp(min=0)]
     if entries.element_size() == 1:
@@ -153,7 +153,7 @@ def expanded_attention(
         up_keys, up_values = up[some].split([plain_size, values.shape[3]], 1)
         for weights, made in ((up_keys, k[..., :plain_size]), (up_values, v)):
             latents = kv_c.flatten(0, 1).expand(len(weights), -1, -1)
-            # Not `bmm` with `out`, which torch.compile does not trace for tensors with gaps.
+            # Not `bmm(out=...)`, which torch.compile cannot trace for tensors that are not dense.
             made.flatten(0, 1).transpose(0, 1).baddbmm_(latents, weights.transpose(1, 2), beta=0)
         paged_attention_varlen(out[:, some], query[:, some], k, v, k.shape[2], scale, *prompts)
     return out.flatten(1)
@@ -187,9 +187,9 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
     [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] at slot_mapping by `pyops.concat_and_cache_mla`. Each
     sequence attends to the first seq_lens of the tokens in its blocks, and its newest tokens are those from
     query_start_loc [num_seqs + 1] on. The first num_decodes sequences have one token each and are computed in the
-    absorbed form, by `pyops.sm100_cutlass_mla_decode` where kv_lora_rank is 512 and qk_rope_head_dim 64, else by
-    `pyops.paged_attention_v1`; the others by keys and values of each head and `pyops.paged_attention_varlen`. Unlike
-    vLLM's layer this one is given the cache, since there is no context that holds it. llama_4_scaling multiplies the
+    absorbed form, by `pyops.sm100_cutlass_mla_decode` if kv_lora_rank is 512 and qk_rope_head_dim is 64, else by
+    `pyops.paged_attention_v1`; the others in the expanded form, by `pyops.paged_attention_varlen`. Unlike vLLM's layer,
+    which gets the cache from the forward context, this one gets it as an argument. llama_4_scaling multiplies the
     queries.
 
     Args:
@@ -204,7 +204,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
             kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
         cache_config, quant_config: accepted because vLLM has them.
         prefix: the name of the layer in its model.
-        skip_topk: accepted because vLLM has it, for layers that reuse the indexer's result of another layer.
+        skip_topk: accepted because vLLM has it, for layers that reuse another layer's indexer result.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ __all__ = [
     "RowParallelLinear",
 ]
 
-_MAX_FEW_TOKENS = 16  # up to which `dsv3_router_gemm` reads the weight once
+_MAX_FEW_TOKENS = 16  # largest M for which `dsv3_router_gemm` reads the weight once
 
 
 def new_parameter(shape: Sequence[int], dtype: torch.dtype | None, loader: Callable[..., None]) -> nn.Parameter:
@@ -56,16 +56,16 @@ def new_parameter(shape: Sequence[int], dtype: torch.dtype | None, loader: Calla
 
 
 def refuse_quant_config(layer: nn.Module, quant_config: Any) -> None:
-    """ValueError for a configuration of quantised weights: weights are not quantised here."""
+    """Raise a ValueError for a quant_config, because these layers do not quantise weights."""
     if quant_config is not None:
         raise ValueError(f"{type(layer).__name__}: quant_config: expected None, got {quant_config!r}")
 
 
 def copy_weight(layer: nn.Module, place: Tensor, loaded: Tensor, dim: int = 0, first: int = 0, whole: int = 0) -> None:
-    """Copy a loaded tensor to `place`: all of it, or a slice from `first` on along `dim`, which has size `whole`.
+    """Copy a loaded tensor to `place`: all of it, or the slice from `first` on along `dim`, which has size `whole`.
 
     Raises:
-        ValueError: the loaded tensor, or the part of it, does not have the shape of `place`.
+        ValueError: the loaded tensor, or its slice, does not have the shape of `place`.
     """
     part = loaded
     if whole and loaded.ndim > dim and loaded.shape[dim] == whole:
@@ -85,7 +85,7 @@ def ranks(disable_tp: bool) -> int:
 
 
 class _Linear(PluggableLayer):
-    """The base of linear layers. `own` is (output_size, input_size) of the weight of this rank."""
+    """The base of linear layers. `own` is (output_size, input_size) of this rank's weight."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Linear(PluggableLayer):
         self.register_parameter("bias", new_parameter(own[:1], self.params_dtype, self.weight_loader) if bias else None)
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
-        """Copy this rank's part of a weight or a bias into `param`."""
+        """Copy this rank's shard of a weight or a bias into `param`."""
         copy_weight(self, param, loaded_weight)
 
     def _result(self, output: Tensor) -> Any:
@@ -165,11 +165,11 @@ class ReplicatedLinear(_Linear):
 
 @PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(_Linear):
-    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes these elements of the output.
+    """``y_i = x W_i^T + b_i``: each rank has a slice of the weight's rows and computes this slice of the output.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
-        gather_output: whether every rank gets all of the output.
+        gather_output: whether the outputs are all-gathered.
         others: see the module.
     """
 
@@ -204,7 +204,7 @@ class ColumnParallelLinear(_Linear):
         self.gather_output, self.output_partition_sizes = gather_output, parts
 
     def _merged_sizes(self, output_size: int) -> list[int]:
-        """Rows of the matrices that are stacked in the weight. Each is divided among the ranks."""
+        """The rows of each stacked matrix; each matrix is divided among the ranks."""
         return [output_size]
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
@@ -220,13 +220,13 @@ class ColumnParallelLinear(_Linear):
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(_Linear):
-    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and these elements of the input.
+    """``y = sum_i x_i W_i^T + b``: each rank has a slice of the weight's columns and this slice of the input.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
-        input_is_parallel: whether a rank is given its part of the input. If not, it is given the whole and takes its
-            part.
-        reduce_results: whether the ranks add up their results. If not, each returns its own, without the bias.
+        input_is_parallel: whether a rank gets only its slice of the input. If not, it gets the whole input and slices
+            it.
+        reduce_results: whether the results are all-reduced. If not, each rank returns its partial sum without the bias.
         others: see the module.
     """
 
@@ -280,18 +280,17 @@ class RowParallelLinear(_Linear):
 
 @PluggableLayer.register("gate_linear")
 class GateLinear(ReplicatedLinear):
-    """Logits of experts, ``y = x W^T + b``, in a dtype of their own.
+    """Router logits, ``y = x W^T + b``, optionally in another dtype than the weight.
 
     ``forward(x)`` takes [num_tokens, input_size] and returns (logits [num_tokens, output_size], None). In bfloat16 and
-    without a bias, up to 16 tokens use `pyops.dsv3_router_gemm`, which does not round the accumulators of float32
-    logits.
+    without a bias, up to 16 tokens use `pyops.dsv3_router_gemm`, which returns float32 accumulators unrounded.
 
     Args:
-        input_size, output_size: elements of a hidden state, and experts.
+        input_size, output_size: hidden size and number of experts.
         bias: whether there is a bias.
-        out_dtype: of the logits; None for that of the weight. `set_out_dtype` may say it later.
-        params_dtype: of the parameters; None for torch's default.
-        force_fp32_compute: whether parameters are float32, and tokens are converted.
+        out_dtype: dtype of the logits; None for the dtype of the weight. `set_out_dtype` can set it later.
+        params_dtype: dtype of the parameters; None for torch's default.
+        force_fp32_compute: whether parameters are float32 and inputs are converted to float32.
         prefix: the name of the layer in its model.
     """
 
@@ -310,7 +309,7 @@ class GateLinear(ReplicatedLinear):
         self.out_dtype = out_dtype
 
     def set_out_dtype(self, out_dtype: torch.dtype) -> None:
-        """Say the dtype of the logits, once."""
+        """Set the dtype of the logits. It can be set once."""
         if self.out_dtype is not None:
             raise ValueError(f"GateLinear: out_dtype: is {self.out_dtype} already, got {out_dtype}")
         self.out_dtype = out_dtype

@@ -35,24 +35,24 @@ class MambaMixer(Mixer):
       None to keep none.
     - query_start_loc: [num_seqs + 1] integers, the first token of each sequence and num_tokens; None for one sequence.
     - state_indices_tensor: [num_seqs] integers, the slot of each sequence; None for slots 0, 1, 2, ... A sequence with
-      a negative slot is padding: its states are not written, and its results have no meaning.
+      a negative slot is padding: its states are not written, and its results are undefined.
     - has_initial_states: [num_seqs] bool, whether a sequence continues from its slot; None if none does.
-    - num_decodes: the first num_decodes sequences have one token each and continue from their slots. These take a step
-      by `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the others `pyops.causal_conv1d_prefill` and
-      the scan.
+    - num_decodes: the first num_decodes sequences have one token each and continue from their slots. They are computed
+      by `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the others by `pyops.causal_conv1d_prefill`
+      and the scan.
 
     It returns [num_tokens, hidden_size]. Both methods write the states. `forward_cuda` reads no lengths on the host.
     `forward_native` computes with the references of the ops, which read lengths.
 
     Args:
         hidden_size: elements of a hidden state.
-        ssm_state_size: states of a channel.
+        ssm_state_size: state elements per channel.
         conv_kernel_size: taps of the convolution, 2 to 8.
         intermediate_size: channels.
         time_step_rank: rank of the projection to time steps.
         use_conv_bias, use_bias: whether the convolution, and in_proj and out_proj, have a bias.
         use_rms_norm: whether time steps, B and C are normalised before use, as in Jamba and FalconMamba.
-        rms_norm_has_weight, rms_norm_eps: of these norms.
+        rms_norm_has_weight, rms_norm_eps: whether these norms have weights, and their epsilon.
         activation: of the convolution, "silu".
         is_lora_enabled, model_config, cache_config: accepted because vLLM has them; caches are arguments of `forward`.
         prefix: the name of the layer in its model.
@@ -107,7 +107,7 @@ class MambaMixer(Mixer):
         return self.in_proj(hidden_states)[0].chunk(2, -1)  # type: ignore[no-any-return]
 
     def _parameters_of(self, x: Tensor) -> list[Tensor]:
-        """Time steps without their bias, B and C."""
+        """Time steps before their bias is added, B and C."""
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         time_step, B, C = self.x_proj(x)[0].split(sizes, -1)
         if self.use_rms_norm:
@@ -121,7 +121,7 @@ class MambaMixer(Mixer):
             num_seqs = len(prompts.starts) - 1
             ssm_state = torch.zeros(num_seqs, *self.state_shape, dtype=torch.float32, device=x.device)
             prompts = prompts._replace(slots=None, has_initial=None)
-        # The scan takes the tokens of a channel one after another.
+        # The scan op takes [channels, num_tokens].
         u, delta, B, C, gate = (rows.t().contiguous() for rows in (x, *self._parameters_of(x), *rest))
         bias = self.dt_proj.bias.float()
         sequences = prompts.starts, prompts.slots, prompts.has_initial

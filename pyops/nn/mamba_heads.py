@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MambaMixer2", "Plamo2MambaMixer"]
 
-_CHUNK_SIZE = 256  # tokens of a chunk of the scan, as in the training of Mamba-2; it affects only rounding
+_CHUNK_SIZE = 256  # tokens per chunk of the scan, as in Mamba-2's training; it affects only rounding
 
 
 class _Heads(NamedTuple):
-    """What a scan by heads takes, with a row for each token."""
+    """The per-token arguments of a scan with heads."""
 
     x: Tensor
     """[num_tokens, heads, head_dim]"""
@@ -39,12 +39,12 @@ class _Heads(NamedTuple):
 
 
 class _HeadMixer(Mixer):
-    """The base of mixers with one decay per head. A subclass has `_heads`."""
+    """The base of mixers with one decay per head. A subclass defines `_heads`."""
 
     chunk_size = _CHUNK_SIZE
 
     def _make_heads(self, num_heads: int, head_dim: int, ssm_state_size: int) -> None:
-        """The parameters of heads."""
+        """Create the per-head parameters."""
         self.A = self._decay(num_heads)
         self.D, self.dt_bias = (self._per_channel(None, num_heads) for _ in range(2))
         for parameter in (self.D, self.dt_bias):
@@ -94,15 +94,15 @@ class MambaMixer2(_HeadMixer):
     The convolution is causal, depthwise and followed by silu; its results are x, B and C of the scan, which is
     `pyops.mamba_chunk_scan_varlen` (Dao and Gu 2024, arXiv:2405.21060). The norm is `Mixer2RMSNormGated`.
     ``forward(hidden_states, conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None,
-    has_initial_states=None, num_decodes=0)`` takes what that of `MambaMixer` takes, and returns
-    [num_tokens, hidden_size], but for the shapes of states:
+    has_initial_states=None, num_decodes=0)`` takes the arguments of `MambaMixer.forward` and returns
+    [num_tokens, hidden_size]. The states have other shapes:
 
     - conv_state: [num_slots, channels, conv_kernel_size - 1] for ``channels = intermediate_size / ranks + 2 * groups *
       ssm_state_size``, where groups are those of this rank.
     - ssm_state: [num_slots, num_heads / ranks, head_dim, ssm_state_size].
 
-    Steps of decodes are `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the convolution of the others
-    is `pyops.causal_conv1d_prefill`. Ranks divide the heads and their groups; where there are more ranks than groups,
+    Decodes use `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, other sequences
+    `pyops.causal_conv1d_prefill`. Ranks divide the heads and their groups; where there are more ranks than groups,
     ranks share a group.
 
     Args:
@@ -186,14 +186,14 @@ class Plamo2MambaMixer(_HeadMixer):
     The convolution is causal, depthwise and followed by silu. The scan is `pyops.mamba_chunk_scan_varlen`, with one
     group; its B, C and time steps are projections of its input, each after an RMS norm. ``forward(hidden_states,
     conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None, has_initial_states=None,
-    num_decodes=0)`` takes what that of `MambaMixer` takes, and returns [num_tokens, hidden_size], but for the shapes of
-    states, in which channels are ``mamba_num_heads * hidden_size_per_head``:
+    num_decodes=0)`` takes the arguments of `MambaMixer.forward` and returns [num_tokens, hidden_size]. The states have
+    other shapes; channels are ``mamba_num_heads * hidden_size_per_head``:
 
     - conv_state: [num_slots, channels / ranks, mamba_d_conv - 1].
     - ssm_state: [num_slots, mamba_num_heads / ranks, hidden_size_per_head, mamba_d_state].
 
-    Steps of decodes are `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the convolution of the others
-    is `pyops.causal_conv1d_prefill`. The rows of in_proj are all gates, then all x; checkpoints have them head by head.
+    Decodes use `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, other sequences
+    `pyops.causal_conv1d_prefill`. The rows of in_proj are all gates, then all x; checkpoints have them head by head.
 
     Args:
         vllm_config: `model_config.hf_config` has `hidden_size`, `mamba_d_state`, `mamba_d_conv`, `mamba_num_heads`,
@@ -247,7 +247,7 @@ class Plamo2MambaMixer(_HeadMixer):
 
 
 class _GroupedColumns(MergedColumnParallelLinear):
-    """Merged projections. Some of them project to groups of heads, which ranks share if there are fewer groups.
+    """Merged projections. Some of them have one output per group of heads; ranks share a group if groups are fewer.
 
     Args:
         input_size: columns of each weight.
@@ -277,7 +277,7 @@ class _GroupedColumns(MergedColumnParallelLinear):
 
 
 def _chunks(starts: Tensor, num_tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the first token of each chunk and the end of the last, the last chunk of each sequence, sequences of chunks).
+    """(start of each chunk and end of the last, last chunk of each sequence, sequence of each chunk).
 
     A sequence has at least one chunk. The number of chunks depends only on shapes, so the last sequence ends with some
     empty chunks.

@@ -1,4 +1,4 @@
-"""Several linear layers of the same input as one; see `linear` for the arguments of all layers."""
+"""Linear layers with stacked weights; see the module `linear` for common arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         return self.output_sizes
 
     def _shard(self, index: int) -> tuple[int, int, int]:
-        """(first row in the weight of this rank, rows there, which part of the whole matrix they are)."""
+        """(first row in this rank's weight, number of rows, index of the shard of the whole matrix)."""
         return sum(self.output_partition_sizes[:index]), self.output_partition_sizes[index], self.tp_rank
 
     def _indices(self) -> dict[Any, int]:
@@ -65,7 +65,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         return {index: index for index in range(len(self.output_partition_sizes))}
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-        """Copy this rank's part of one of the matrices, or of all of them."""
+        """Copy this rank's shard of one of the matrices, or of all of them."""
         indices = self._indices()
         if loaded_shard_id is None:
             whole = sum(self.output_sizes)
@@ -87,7 +87,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The projections to queries, keys and values. Ranks divide the heads; ranks share kv heads if these are fewer.
+    """The QKV projection. Ranks divide the heads; if there are fewer KV heads than ranks, ranks share a KV head.
 
     `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, stacked. The output of a rank is
     [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].

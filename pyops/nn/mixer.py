@@ -1,4 +1,4 @@
-"""What the mixers of state-space models share: how tokens reach the convolution and the scan, and their states."""
+"""The base of state-space mixers: convolution and scan over prefills and decodes, with their states in slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 class Ops(NamedTuple):
-    """What a mixer computes with: ops, or their references."""
+    """The functions that a mixer calls: ops, or their references."""
 
     convolve: Callable[..., None]
     convolve_step: Callable[..., None]
@@ -55,7 +55,7 @@ REFERENCES = Ops(*(op.reference for op in _OPS))
 
 
 class Prompts(NamedTuple):
-    """Where sequences begin, [num_seqs + 1] int32; their slots, [num_seqs] int32; whether they have a state."""
+    """The prefills of a batch: cu_seqlens [num_seqs + 1] int32; slots [num_seqs] int32; whether each has a state."""
 
     starts: Tensor
     slots: Tensor | None
@@ -100,21 +100,21 @@ class Mixer(CustomOp):
         return self._mix(OPS, hidden_states, *states, query_start_loc, slots, has_initial_states, num_decodes)
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Rows of tokens: the inputs of the convolution, then whatever `_scan`, `_step` and `_output` take."""
+        """Project the tokens: inputs of the convolution, then further arguments of `_scan`, `_step` and `_output`."""
         raise NotImplementedError
 
     def _scan(
         self, ops: Ops, x: Tensor, rest: tuple[Tensor, ...], prompts: Prompts, ssm_state: Tensor | None
     ) -> Tensor:
-        """The results of the scan for prefill, [num_tokens, channels]; `x` is what the convolution returned."""
+        """The scan for prefill: [num_tokens, channels] from the convolution's result `x`."""
         raise NotImplementedError
 
     def _step(self, ops: Ops, x: Tensor, rest: tuple[Tensor, ...], slots: Tensor | None, ssm_state: Tensor) -> Tensor:
-        """The results for one token of each sequence, [num_seqs, channels]."""
+        """One decode step: the results for one token of each sequence, [num_seqs, channels]."""
         raise NotImplementedError
 
     def _output(self, y: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """The result of the layer, for the results `y` of the scan."""
+        """The output of the layer, from the results `y` of the scan."""
         raise NotImplementedError
 
     def _mix(
@@ -213,7 +213,7 @@ class Mixer(CustomOp):
 
 
 def depthwise(projection: ColumnParallelLinear) -> ColumnParallelLinear:
-    """A causal convolution of channels: a projection with a weight [channels, 1, taps], as checkpoints have it."""
+    """The parameters of a causal depthwise convolution, with a weight [channels, 1, taps] as in checkpoints."""
     channels, taps = projection.weight.shape
     if not 2 <= taps <= MAX_WIDTH:
         raise ValueError(f"{projection.prefix}: conv_kernel_size: expected 2 to {MAX_WIDTH}, got {taps}")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice of experts, the experts, and what is added to them."""
+"""Mixtures of experts: routing, experts, and shared experts."""
 
 from __future__ import annotations
 
@@ -62,47 +62,47 @@ def _chosen_natively(
 
 @CustomOp.register("fused_moe")
 class FusedMoE(ExpertWeights):
-    """A mixture of experts: ``y = sum_j p_j W2_j act(W13_j x)`` over the best experts of each token.
+    """A mixture of experts: ``y = sum_j p_j W2_j act(W13_j x)`` over the top-k experts of each token.
 
     ``forward(hidden_states, router_logits, input_ids=None)`` takes [num_tokens, hidden_size] and [num_tokens,
-    num_experts] of any float dtype, and returns [num_tokens, hidden_size], added up over all ranks. The experts are
-    `pyops.fused_experts`, their choice is `pyops.fused_grouped_topk` or `pyops.fused_topk_bias`.
+    num_experts] of any float dtype, and returns [num_tokens, hidden_size], all-reduced over the ranks. Experts are
+    computed by `pyops.fused_experts`, routing by `pyops.fused_grouped_topk` or `pyops.fused_topk_bias`.
 
     Parameters are ``w13_weight`` [experts, 2 * intermediate_size, hidden_size] (gates, then ups), ``w2_weight``
     [experts, hidden_size, intermediate_size], and with `has_bias` ``w13_bias`` and ``w2_bias``. `weight_loader` fills
     them from checkpoints. Ranks of a tensor-parallel group divide intermediate_size or, with an `ep_size`, the experts.
-    A module that is an argument may return (output, bias); the bias is ignored.
+    Modules that are passed as arguments may return (output, bias); the bias is ignored.
 
     Args:
-        num_experts, top_k: experts, and experts of a token.
-        hidden_size, intermediate_size: elements of a hidden state, and of an expert's.
-        params_dtype: of the weights; None for torch's default.
+        num_experts, top_k: experts, and experts per token.
+        hidden_size, intermediate_size: elements of a hidden state, and channels of an expert.
+        params_dtype: dtype of the weights; None for torch's default.
         renormalize: whether the weights of a token's experts are divided by their sum.
         use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the `topk_group` best of
             `num_expert_group` groups.
         tp_size, ep_size: ranks that divide intermediate_size, or experts; the size of the group, or None.
         prefix: the name of the layer in its model.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None.
-        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus"; the last not for groups.
+        scoring_func: "softmax", "sigmoid", or, without groups, "sqrtsoftplus".
         routed_scaling_factor: multiplies the weights of experts.
-        swiglu_limit: largest gate and largest magnitude of an up, of the activation "silu"; or None.
-        e_score_correction_bias: [num_experts] float32, added to scores for the choice alone; or None.
+        swiglu_limit: with "silu", the upper bound of the gate and of the magnitude of the up projection; or None.
+        e_score_correction_bias: [num_experts] float32, added to scores only to rank experts; or None.
         apply_router_weight_on_input: see `pyops.fused_experts`.
         activation: one of those of `pyops.grouped_gemm`, with a gate.
         is_act_and_mul: whether the activation has a gate; otherwise it is the activation with the suffix "_no_mul".
-        has_bias: whether there are biases.
-        expert_mapping: what `make_expert_params_mapping` returns, for models that load weights by it.
-        n_shared_experts, router_logits_dtype: accepted because vLLM has them; nothing depends on them.
-        gate: computes the logits from the hidden states; router_logits of a call are then ignored. Or None.
-        shared_experts: its result for the hidden states is added; or None.
+        has_bias: whether experts have biases.
+        expert_mapping: the result of `make_expert_params_mapping`, for models that load weights by it.
+        n_shared_experts, router_logits_dtype: accepted because vLLM has them; they have no effect.
+        gate: a module that computes the logits from hidden states; router_logits are then ignored. Or None.
+        shared_experts: a module; its output for the hidden states is added to the result. Or None.
         routed_input_transform, routed_output_transform: modules that transform the input of the experts, and their sum.
-        apply_routed_scale_to_output: whether `routed_scaling_factor` multiplies the sum of the experts and not their
-            weights; in float16 with shared experts, the result of these is divided by it instead, as in vLLM.
+        apply_routed_scale_to_output: whether `routed_scaling_factor` multiplies the sum of the experts instead of their
+            weights. In float16 with shared experts, their output is divided by it instead, as in vLLM.
         hash_indices_table: [vocab_size, top_k], the experts of each token id in input_ids, for the scoring function
             "sqrtsoftplus"; or None.
         quant_config, dp_size, pcp_size, enable_eplb, num_redundant_experts, is_sequence_parallel, shared_expert_gate,
-            zero_expert_type: nothing but their defaults (1 for sizes) is supported.
-        reduce_results: whether results of all ranks are added up.
+            zero_expert_type: only the defaults (1 for sizes) are supported.
+        reduce_results: whether results are all-reduced.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class FusedMoE(ExpertWeights):
 
     @property
     def is_internal_router(self) -> bool:
-        """Whether the layer makes the logits by itself."""
+        """Whether the layer computes the router logits itself."""
         return self.gate is not None
 
     def select_experts(
@@ -203,7 +203,7 @@ class FusedMoE(ExpertWeights):
     def _mixed(
         self, x: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]], method: Callable[..., Tensor]
     ) -> Tensor:
-        """The experts that `choose` finds for their input, by `method`, and what is done before and after."""
+        """The whole layer: transforms, the experts that `choose` selects, by `method`, and shared experts."""
         routed = _applied(self.routed_input_transform, x)
         out = method(self, routed, *choose(routed))
         shared = None if self.shared_experts is None else _applied(self.shared_experts, x)
@@ -233,7 +233,7 @@ class FusedMoE(ExpertWeights):
 
 
 def _applied(module: nn.Module | None, x: Tensor) -> Tensor:
-    """The output of a module for `x`, without the bias that it may return; `x` itself without a module."""
+    """The output of a module for `x`, without a bias that it may return; `x` if the module is None."""
     result = x if module is None else module(x)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
@@ -241,10 +241,10 @@ def _applied(module: nn.Module | None, x: Tensor) -> Tensor:
 
 @CustomOp.register("transformers_fused_moe")
 class TransformersFusedMoE(FusedMoE):
-    """`FusedMoE` of experts that its caller has chosen, as models of transformers do, by `pyops.fused_experts`.
+    """`FusedMoE` with experts chosen by the caller, as in vLLM's transformers backend, by `pyops.fused_experts`.
 
-    ``forward(hidden_states, topk_ids, topk_weights)`` takes [num_tokens, hidden_size] and what the router says, both
-    [num_tokens, top_k]. Arguments are those of `FusedMoE`.
+    ``forward(hidden_states, topk_ids, topk_weights)`` takes [num_tokens, hidden_size], and the expert ids and router
+    weights, both [num_tokens, top_k]. Arguments are those of `FusedMoE`.
     """
 
     def forward_native(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Root-mean-square norms as modules."""
+"""RMS norms as modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RMSNorm(CustomOp):
         hidden_size: elements of a row.
         eps: added to the mean of squares.
         var_hidden_size: the mean is over the first var_hidden_size elements of a row; None for all.
-        has_weight: whether `weight` [hidden_size] is a parameter. If not, the weight is ones and not in the state.
+        has_weight: whether `weight` [hidden_size] is a parameter. If not, it is all ones and not in the state dict.
         dtype: dtype of the weight, which must be that of x; None for torch's default.
     """
 
@@ -76,7 +76,7 @@ class RMSNorm(CustomOp):
         return x, residual
 
     def _of_part(self, x: Tensor, residual: Tensor | None) -> Any:
-        """The norm by the mean square of the first elements of a row only. No kernel computes it."""
+        """RMS norm with the mean square of only the first elements of a row, for which there is no kernel."""
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"RMSNorm: x: expected rows of hidden_size={self.hidden_size}, got shape {tuple(x.shape)}")
         z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
@@ -91,7 +91,7 @@ class RMSNorm(CustomOp):
 
 @CustomOp.register("gemma_rms_norm")
 class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
-    """RMS norm with a weight that counts from one, see `pyops.gemma_rms_norm`.
+    """RMS norm that multiplies by ``1 + weight``, see `pyops.gemma_rms_norm`.
 
     ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. It returns a new tensor;
     with a residual the pair of the norm and ``x + residual``, which is in float32 for float16, else in the wider dtype

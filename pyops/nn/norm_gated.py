@@ -1,4 +1,4 @@
-"""Root-mean-square norms with gates, or of rows that are divided among ranks, as modules."""
+"""RMS norms with gates, or of rows divided among ranks, as modules."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
     """The gated norm of Mamba-2 mixers: RMS norm by groups of ``x * silu(gate)``, divided among ranks.
 
     ``forward(x, gate)`` takes both as [..., full_hidden_size / ranks], float32, float16 or bfloat16, and returns a new
-    tensor. If every group lies on one rank, `pyops.rms_norm_gated` computes it there, in float32 and rounded once. If
-    there is one group on several ranks, the ranks add up their sums of squares. Otherwise the groups are gathered.
+    tensor. If no group is split among ranks, `pyops.rms_norm_gated` computes it in float32 and rounds once. A single
+    group on several ranks all-reduces its sum of squares. Otherwise the groups are gathered.
 
     Args:
         full_hidden_size: elements of a row on all ranks together.
@@ -135,7 +135,8 @@ class FusedRMSNormGated(OpLayer, op=rms_norm_gated):
     ``forward(x, g, residual=None, prenorm=False, residual_in_fp32=False)`` takes x and the gate g as [...,
     hidden_size], float32, float16 or bfloat16, and returns a new tensor of the dtype of x, computed in float32 and
     rounded once. A residual of the shape of x is added to it first. With `prenorm` the result is (norm, what was
-    normalised), the latter of the dtype of the residual; without a residual it is x, in float32 if `residual_in_fp32`.
+    normalised), with the latter in the dtype of the residual; without a residual it is x, or x in float32 if
+    `residual_in_fp32` is set.
 
     Args:
         hidden_size: elements of a row.
@@ -188,14 +189,15 @@ class MiniMaxText01RMSNormTP(OpLayer, op=rms_norm_gated):
     """RMS norm of rows that are divided among ranks, in float32 and rounded once, see `pyops.rms_norm_gated`.
 
     ``forward(x)`` takes this rank's columns, [..., hidden_size / ranks], float32, float16 or bfloat16, and returns a
-    new tensor. The ranks of the tensor-parallel group, if there are several, add up their mean squares first.
-    ``forward_qk(q_norm, k_norm, q, k)`` is (q_norm(q), k_norm(k)) with one such sum for both.
+    new tensor. With several ranks, the mean squares are all-reduced over the tensor-parallel group.
+    ``forward_qk(q_norm, k_norm, q, k)`` returns (q_norm(q), k_norm(k)) with one all-reduce for both.
 
     Args:
         hidden_size: elements of a row on all ranks together.
         eps: added to the mean of squares.
-        weight_shard_world_size, weight_shard_rank: into how many parts the parameter `weight` is divided, initially
-            ones, and the part that is here: heads may be the same on several ranks. None for those of the ranks.
+        weight_shard_world_size, weight_shard_rank: number of shards of the parameter `weight`, initially ones, and
+            the index of this rank's shard, if several ranks hold the same heads. None for the world size and the
+            rank.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class MiniMaxText01RMSNormTP(OpLayer, op=rms_norm_gated):
         shard_world_size: int | None = None,
         shard_rank: int | None = None,
     ) -> None:
-        """Copy the part of `loaded_weight` [hidden_size] that is this rank's to `param`."""
+        """Copy this rank's shard of `loaded_weight` [hidden_size] to `param`."""
         ranks = get_tensor_model_parallel_world_size() if shard_world_size is None else shard_world_size
         rank = get_tensor_model_parallel_rank() if shard_rank is None else shard_rank
         param.data.copy_(loaded_weight.chunk(ranks)[rank])
@@ -241,14 +243,14 @@ class MiniMaxText01RMSNormTP(OpLayer, op=rms_norm_gated):
     def forward_qk(
         q_norm: MiniMaxText01RMSNormTP, k_norm: MiniMaxText01RMSNormTP, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(q_norm(q), k_norm(k)), for which ranks exchange their mean squares together."""
+        """(q_norm(q), k_norm(k)), with one all-reduce for both."""
         if q_norm.tp_world == 1:
             return q_norm(q), k_norm(k)
         means = q_norm._mean_squares(q, k)
         return q_norm._scaled(q, means[..., :1]), k_norm._scaled(k, means[..., 1:])
 
     def _mean_squares(self, *parts: Tensor) -> Tensor:
-        """[..., parts]: the mean square of each row of each part on all ranks."""
+        """[..., parts]: the mean square, over all ranks, of each row of each part."""
         own = torch.cat([part.float().square().mean(-1, keepdim=True) for part in parts], -1)
         return tensor_model_parallel_all_reduce(own) / self.tp_world
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks among which weights are divided, and their collectives.
 
-`set_tensor_parallel_group` names the process group of `torch.distributed`. Without a group, a layer has all its
-weights. Layers divide their weights when they are made, so the group must be set before.
+`set_tensor_parallel_group` sets the process group of `torch.distributed`. Without a group, a layer has all its
+weights. Layers divide their weights at construction, so the group must be set before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _group: Any = None
 
 
 def set_tensor_parallel_group(group: Any) -> None:
-    """Divide layers that are made from now on among the ranks of the `ProcessGroup` `group`; None for no division."""
+    """Divide new layers among the ranks of the `ProcessGroup` `group`; None to divide no more."""
     global _group
     _group = group
 

@@ -1,4 +1,4 @@
-"""Quantisation of activations to fp8 as a module."""
+"""fp8 quantization of activations, as a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Shape(NamedTuple):
 
 
 class GroupShape(_Shape):
-    """Rows and columns of the elements that share a scale; -1 means all."""
+    """The rows and columns of a block that shares a scale; -1 means all."""
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -52,19 +52,20 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 @CustomOp.register("quant_fp8")
 class QuantFP8(CustomOp):
-    """fp8 quantization of an activation: ``x`` is about the fp8 value times its scale.
+    """fp8 quantization of an activation: ``x`` is approximately the fp8 value times its scale.
 
     ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size], or of any rank for group scales, in
     float32, float16 or bfloat16. It returns (fp8 values, scale). The fp8 dtype is float8_e4m3fnuz on gfx942,
-    float8_e4m3fn elsewhere. `forward_cuda` returns a given scale as it is, `forward_native` in a shape that broadcasts.
+    float8_e4m3fn elsewhere. A given scale is returned: by `forward_cuda` as it is, by `forward_native` in a shape that
+    broadcasts.
 
     `forward_cuda` calls `pyops.scaled_fp8_quant` or `pyops.per_token_group_quant_fp8`. `forward_native` differs from
-    them: it multiplies by the reciprocal of a token's scale, bounds scales by 1 / (512 * the largest fp8 value) from
-    below, allows an incomplete last group, and pads with rows of zeros.
+    them: it multiplies by the reciprocal of a token's scale, uses a minimum scale of 1 / (512 * the largest fp8 value),
+    allows an incomplete last group, and pads with rows of zeros.
 
     Args:
-        static: whether scales are given to `forward`: float32, one element, [num_tokens], [hidden_size], or [rows,
-            columns] of groups. If not, scales are dynamic.
+        static: whether `forward` gets scales: float32, one element, [num_tokens], [hidden_size], or [rows, columns] of
+            groups. If not, scales are dynamic.
         group_shape: the elements that share a scale. Dynamic scales are per tensor, per token or per group of a row.
         num_token_padding: minimum number of rows of the fp8 values, and of per-token scales.
         column_major_scales, tma_aligned_scales, use_ue8m0: for group scales, see

@@ -1,4 +1,4 @@
-"""Rotary embedding as modules with tables of cosines and sines."""
+"""Rotary embeddings as modules with cos/sin tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 @CustomOp.register("apply_rotary_emb")
 class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
-    """Rotary embedding by given angles, see `pyops.apply_rotary_emb`.
+    """Rotary embedding with given cosines and sines, see `pyops.apply_rotary_emb`.
 
     ``forward(x, cos, sin)`` takes x [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or
     bfloat16, and cos and sin [seq_len, rotary_dim / 2]; the first rotary_dim elements of a head are rotated. It returns
@@ -79,7 +79,7 @@ def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbeddingBase(CustomOp):
-    """The table of a rotary embedding, see `pyops.rotary_embedding`; `RotaryEmbedding` rotates heads by it.
+    """The base of rotary embeddings, with the cos/sin table of `pyops.rotary_embedding`.
 
     The table is the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines, and not part of the state. A
     subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`.
@@ -177,11 +177,11 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         return int(positions.ndim)
 
     def _by_token(self, in_table: Tensor) -> Tensor:
-        """Whether the table has every position of a token, [num_tokens]; `in_table` says so of each position."""
+        """[num_tokens] bool: whether all positions of a token are in the table, from `in_table` for each position."""
         return in_table.flatten()
 
     def _angles(self, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all tokens, [num_tokens, rotary_dim / 2]; the table has all positions."""
+        """Cosines and sines of all tokens, [num_tokens, rotary_dim / 2]; all positions must be in the table."""
         cos, sin = table[positions.flatten()].chunk(2, -1)
         return cos, sin
 
@@ -190,14 +190,14 @@ class RotaryEmbedding(RotaryEmbeddingBase):
 
 
 class MRotaryEmbedding(RotaryEmbedding):
-    """Rotary embedding by positions in time, height and width, see `pyops.multimodal_rotary_embedding`.
+    """M-RoPE: rotary embedding by time, height and width positions, see `pyops.multimodal_rotary_embedding`.
 
     As `RotaryEmbedding`, but positions are [3, num_tokens], or [num_tokens] if the three are equal, as for text.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`. The
             table has `scaling_factor` times max_position_embeddings positions, or 4 times if that is None.
-        mrope_section: pairs of each axis, rotary_dim / 2 in all; None for text only.
+        mrope_section: number of pairs for each axis, rotary_dim / 2 in total; None for text only.
         mrope_interleaved: whether the pairs of the axes alternate.
         scaling_factor: the factor of YaRN; None for no YaRN.
         extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate: see `YaRNScalingRotaryEmbedding`.

@@ -1,4 +1,4 @@
-"""Rotary embeddings with tables that are scaled for sequences longer than the original context length."""
+"""Rotary embeddings scaled for sequences longer than the original context length."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies divided by a factor (Chen et al. 2023, arXiv:2306.15595); the table is as many times longer.
+    """Frequencies divided by a factor (Chen et al. 2023, arXiv:2306.15595); the table is longer by the same factor.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_factors: the factor, or several. The tables of several factors are concatenated;
-            `scaling_factor_to_offset` has the first row of each.
+        scaling_factors: a factor or several. The tables of several factors are concatenated;
+            `scaling_factor_to_offset` gives the first row of each.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """A larger base, see `pyops.ops.rotary.tables.dynamic_ntk_base`, for sequences longer than in training.
+    """Dynamic NTK: a larger base for sequences longer than in training, see `pyops.ops.rotary.tables.dynamic_ntk_base`.
 
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         max_position_embeddings: positions in the table, tokens of the longest sequence.
-        max_trained_positions: original context length, tokens. Where it equals max_position_embeddings, the base stays.
-        scaling_factor: how much the base grows with the length of sequences.
+        max_trained_positions: original context length, tokens. If it equals max_position_embeddings, the base stays.
+        scaling_factor: factor of the sequence length in the formula of the base.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
 
 
 class NTKScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies divided by up to a factor, low frequencies by more, see `pyops.ops.rotary.tables.ntk`.
+    """NTK scaling: low frequencies are divided by up to a factor, see `pyops.ops.rotary.tables.ntk`.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
@@ -179,7 +179,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 class YaRNScalingRotaryEmbedding(RotaryEmbedding):
     """YaRN (Peng et al. 2023, arXiv:2309.00071), see `pyops.ops.rotary.tables.yarn`.
 
-    The table has `scaling_factor` times as many positions.
+    The table has ``scaling_factor * max_position_embeddings`` positions.
 
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
@@ -187,7 +187,7 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
         scaling_factor: ratio of the longest sequence to the original context length.
         extrapolation_factor, beta_fast, beta_slow, truncate: see `pyops.ops.rotary.tables.yarn`.
         attn_factor: multiplies cosines and sines.
-        apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` multiplies them, too.
+        apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` also multiplies cosines and sines.
     """
 
     _init_cache = True  # whether the constructor makes the table
@@ -283,7 +283,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbedding):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor.
 
     There are factors for short sequences and for long ones. `max_model_len` selects one set for the lifetime of the
-    layer, because keys in a cache keep their angles.
+    layer, because keys in a KV cache are already rotated.
 
     Args:
         head_size, rotary_dim, base, dtype: as in `RotaryEmbeddingBase`.

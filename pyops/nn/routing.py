@@ -1,4 +1,4 @@
-"""Routing: the choice of experts for a token."""
+"""Routing of tokens to experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GroupedTopk(OpLayer, op=_grouped_topk):
     Scores are the softmax or the sigmoid of the logits, in float32. Experts are ranked by score, or by score plus bias
     if there is a bias. A group is ranked by its best expert, or by the sum of its two best experts if there is a bias.
     Experts are chosen from the `topk_group` best groups. The weight of an expert is its score, without the bias.
-    More than 32 groups, or more than 32 experts of a token, are computed by plain PyTorch.
+    Plain PyTorch computes more than 32 groups, or more than 32 experts per token.
 
     Args:
         topk: experts per token.

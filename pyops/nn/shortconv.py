@@ -37,8 +37,8 @@ class ShortConv(CustomOp):
 
     It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host,
     so the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
-    `pyops.causal_conv1d_prefill`, which is fastest if the channels of conv_state are contiguous in memory; where
-    conv_L_cache exceeds the 8 taps that the op takes, it is `forward_native`.
+    `pyops.causal_conv1d_prefill`, which is fastest if the channels of conv_state are contiguous in memory. If
+    conv_L_cache exceeds the op's limit of 8 taps, `forward_cuda` runs `forward_native`.
 
     Args:
         config: has `conv_L_cache`, the taps of the convolution, at least 2, and `conv_bias`, whether the convolution
@@ -124,7 +124,7 @@ class ShortConv(CustomOp):
     def _inputs_of(
         self, hidden_states: Tensor, conv_state: Tensor | None, query_start_loc: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(inputs of the convolution, the gate of its results, where sequences begin)."""
+        """(inputs of the convolution, gate of its outputs, first token of each sequence)."""
         gate_in, gate_out, x = self.in_proj(hidden_states)[0].chunk(3, -1)
         x = gate_in * x
         if conv_state is not None:
@@ -136,7 +136,7 @@ class ShortConv(CustomOp):
     def _past(
         self, x: Tensor, conv_state: Tensor | None, num_seqs: int, slots: Tensor | None, has_initial: Tensor | None
     ) -> Tensor:
-        """The inputs before the first token of each sequence: [num_seqs, L_cache - 1, channels], the newest last."""
+        """The inputs that precede each sequence's first token: [num_seqs, L_cache - 1, channels], the newest last."""
         if conv_state is None:
             return x.new_zeros(num_seqs, self.L_cache - 1, x.shape[1])
         return read_slots(conv_state, num_seqs, slots, has_initial).mT
@@ -161,7 +161,7 @@ class ShortConv(CustomOp):
 
 
 def _inputs(x: Tensor, past: Tensor, sequence: Tensor, place: Tensor, starts: Tensor) -> Tensor:
-    """The inputs at positions `place` of sequences `sequence`, tensors of one shape. Negative ones are in `past`."""
+    """The inputs at positions `place` of `sequence`, tensors of one shape. Negative positions are in `past`."""
     if not x.shape[0]:
         x = past.new_zeros(1, past.shape[2])
     inside = x[(starts[sequence] + place).clamp(0, x.shape[0] - 1)]

@@ -28,7 +28,7 @@ def read_slots(cache: Tensor, num_seqs: int, slots: Tensor | None, has_initial: 
 
 
 def write_slots(cache: Tensor, states: Tensor, starts: Tensor, slots: Tensor | None) -> None:
-    """Write the state of each sequence that has a slot and tokens to its slot.
+    """Write the state of each sequence to its slot. Sequences without a slot or without tokens are skipped.
 
     Args:
         cache: [num_slots, ...], written.
@@ -41,12 +41,12 @@ def write_slots(cache: Tensor, states: Tensor, starts: Tensor, slots: Tensor | N
     # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the
     # slot of the first sequence that has both, and writes the same values as that sequence.
     has_slot = (slots >= 0) & (starts.diff() > 0)
-    first = has_slot.int().argmax(0, keepdim=True)  # [1]: an index without dimensions would be read on the host
+    first = has_slot.int().argmax(0, keepdim=True)  # [1], because torch reads a 0-d index on the host
     slot = slots[first].clamp(min=0)
     again = torch.where(_as_column(has_slot[first], states), states[first].to(cache.dtype), cache[slot])
     cache[torch.where(has_slot, slots, slot)] = torch.where(_as_column(has_slot, states), states.to(cache.dtype), again)
 
 
 def _as_column(mask: Tensor, states: Tensor) -> Tensor:
-    """A mask of sequences that broadcasts over `states`."""
+    """A mask of sequences, reshaped to broadcast over `states`."""
     return mask.view(-1, *[1] * (states.ndim - 1))

@@ -1,14 +1,14 @@
-"""For tests of ops and kernels, those of pyops and those of its users: docs/testing.md.
+"""Tests of ops and kernels, for pyops and its users: see docs/testing.md.
 
-`assert_matches_reference` is the whole of it in one call; the rest is what it is made of. The strategies for hypothesis
-are in `pyops.testing.strategies`, the only module here that needs hypothesis.
+`assert_matches_reference` runs all checks in one call; the other functions are its parts. Strategies for hypothesis are
+in `pyops.testing.strategies`, the only module here that needs hypothesis.
 """
 
 from __future__ import annotations
 
 from .._core.config import cpu
-from .._core.host.run import SCHEDULES, Schedule, scheduled
-from .._core.ranks import Ranks as ranks
+from ..host.ranks import Ranks as ranks
+from ..host.run import SCHEDULES, Schedule, scheduled
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
 from .contents import CONTENTS, filled

@@ -1,4 +1,4 @@
-"""Calling any op on memory that is watched, and comparing what it wrote with what its reference writes."""
+"""Call any op on tensors surrounded by canary bytes, and compare its outputs with those of its reference."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .._core import config, dtypes
+from .._core import config
 from .._core.errors import OpError
-from .._core.host.run import SCHEDULES, Schedule, scheduled
-from .._core.lazy import torch
-from .._core.op import Op
-from .._core.typed import Wrapper
+from .._core.op.op import Op
+from .._core.op.typed import Wrapper
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
+from ..host.run import SCHEDULES, Schedule, scheduled
 from .compare import CODES, assert_close, same_bits
 from .memory import Canaries, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What outputs hold before a call, in turn: NaN in every float type, zeros, and small values.
+# Contents of outputs before a call, one call each: NaN in every float type, zeros, and small values.
 _POISONS = (0xFF, 0x00, 0x5A)
 
 
@@ -30,17 +31,19 @@ def assert_matches_reference(
     warp_sizes: Sequence[int] = (32,),
     **by_name: Any,
 ) -> None:
-    """Run the kernels of an op and hold them to its reference, as it is declared, within its `ulps`.
+    """Run the kernels of an op and compare the results with its reference, within the `ulps` that the op declares.
 
-    The kernels run on the host backend under each of `schedules` and in warps of each of `warp_sizes` lanes, with
-    watched bytes around every tensor and between its rows (see `Canaries`, which keeps strides and alignment). Where
-    tensors of `args` are on a GPU they run there first, and then on the host on contiguous copies. `args` and
-    `by_name`, torch tensors and scalars that the op takes, stay as they are: what is written are copies, of which
-    outputs hold garbage before each call.
+    The kernels run on the host backend under each of `schedules` and with each of `warp_sizes`, with canary bytes
+    around every tensor and between its rows (`Canaries` keeps strides and alignment). If tensors of `args` are on a
+    GPU, the kernels run there first, and then on the host on contiguous copies. The torch tensors and scalars in `args`
+    and `by_name` are not modified: the op gets copies, and its outputs hold garbage before each call.
 
-    Raises AssertionError, which names op, output, index, what was expected and what came, and the schedule; also where
-    an input or a byte around a tensor was written. KernelFault, for what the host backend finds, has a note of the
-    schedule. OpError where the op refuses the call; MissingDependencyError without a C++ compiler.
+    Raises:
+        AssertionError: a result differs, or an input or a canary byte was written. The message names op, output, index,
+            expected and actual value, and the schedule.
+        KernelFault: the host backend found an error; a note names the schedule.
+        OpError: the op refuses the call.
+        MissingDependencyError: there is no C++ compiler.
     """
     op, values = _arguments(op, args, by_name)
     if not schedules or not warp_sizes:
@@ -61,7 +64,7 @@ def assert_matches_reference(
 
 
 def _arguments(op: Wrapper[..., Any] | Op, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[Op, Sequence[Any]]:
-    """The op, and a value for each of its parameters."""
+    """The op, and the values of all its parameters."""
     found = op if isinstance(op, Op) else getattr(op, "op", None)
     if not isinstance(found, Op):
         raise TypeError(f"op: expected what @op made of a reference, got {op!r}")
@@ -79,7 +82,7 @@ def _arguments(op: Wrapper[..., Any] | Op, args: Sequence[Any], by_name: Mapping
 
 @contextmanager
 def _noted(circumstances: str) -> Iterator[None]:
-    """What is raised within says under which circumstances."""
+    """Exceptions raised within this context get a note of the circumstances."""
     try:
         yield
     except AssertionError as error:
@@ -94,28 +97,28 @@ def _is_tensor(value: Any) -> bool:
 
 
 def named(op: Op, args: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors among `args` by parameter."""
+    """{parameter: tensor} of the tensors among `args`."""
     return {p.name: arg for p, arg in zip(op.parameters, args, strict=True) if _is_tensor(arg)}
 
 
 def written(op: Op, args: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors among `args` that the op writes."""
+    """{parameter: tensor} of the tensors among `args` that the op writes."""
     return {p.name: arg for p, arg in zip(op.parameters, args, strict=True) if p.written and arg is not None}
 
 
 def clones(args: Sequence[Any]) -> list[Any]:
-    """`args` with a copy of each tensor."""
+    """`args` with copies of all tensors."""
     return [arg.clone() if _is_tensor(arg) else arg for arg in args]
 
 
 def replaced(op: Op, args: Sequence[Any], **values: Any) -> list[Any]:
-    """`args` with some of them, by name, replaced."""
+    """`args` with the arguments in `by_name` replaced."""
     assert values.keys() <= {p.name for p in op.parameters}
     return [values.get(p.name, arg) for p, arg in zip(op.parameters, args, strict=True)]
 
 
 class Expected(dict[str, "Tensor"]):
-    """What the reference of an op wrote, by parameter, and `cancelled` of its declaration for that call."""
+    """{parameter: tensor} that an op's reference wrote, and the declared `cancelled` tolerance of the call."""
 
     def __init__(self, results: Mapping[str, Tensor], atol: float) -> None:
         super().__init__(results)
@@ -123,7 +126,7 @@ class Expected(dict[str, "Tensor"]):
 
 
 def expected(op: Op, args: Sequence[Any]) -> Expected:
-    """What the reference makes of `args`, which stay as they are."""
+    """The outputs of the reference for `args`, which are not modified."""
     copies = clones(args)
     with torch.no_grad(), eager():
         atol = op.atol(*copies)
@@ -132,7 +135,7 @@ def expected(op: Op, args: Sequence[Any]) -> Expected:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Within it, eager PyTorch computes what kernels that are equal to it are compared with."""
+    """Within this context, references run in eager PyTorch with correctly rounded functions."""
     if not config.kernels_on_cpu():
         return nullcontext()
     from .rounded import CorrectlyRounded
@@ -148,9 +151,9 @@ def run(
     poison: int = 0xFF,
     call: Callable[..., None] | None = None,
 ) -> dict[str, Tensor]:
-    """Call the op on watched copies of `args`, placed in `layouts` by name, and return what it wrote.
+    """Call the op on copies of `args` among canary bytes, in the given `layouts` by name, and return its outputs.
 
-    Outputs hold `poison` before the call; inputs must be what they were after it, and so must every byte around.
+    Outputs hold `poison` before the call. Inputs and canary bytes must be unchanged after it.
     """
     placed = {
         name: layouts[name].place(value) for name, value in named(op, args).items() if layouts and name in layouts
@@ -176,7 +179,7 @@ def run(
 
 
 def assert_results(op: Op, expected: Expected, actual: Mapping[str, Tensor], ulps: int | None = None) -> None:
-    """Every output within `ulps`, or those that the op declares."""
+    """AssertionError unless every output is within `ulps`, by default those that the op declares."""
     assert expected.keys() == actual.keys()
     quantised = any(dtypes.of(value.dtype) in CODES for value in expected.values())
     for name, value in expected.items():
@@ -186,6 +189,6 @@ def assert_results(op: Op, expected: Expected, actual: Mapping[str, Tensor], ulp
 
 
 def assert_same(op: Op, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Every output equal bit for bit."""
+    """AssertionError unless every output is equal bit for bit."""
     for name, value in first.items():
         assert same_bits(value, second[name]), f"{op.name}: {name} differs"

@@ -1,16 +1,16 @@
-"""The one definition of "the kernel's result is the reference's"."""
+"""The definition of when a kernel's result equals its reference's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._core import dtypes
-from .._core.lazy import torch
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The bits of a number's significand, and the exponent of the smallest one.
+# {float type: (bits of the significand, exponent of the smallest number)}
 _FLOATS: dict[Any, tuple[int, int]] = {
     dtypes.float32: (24, -149),
     dtypes.float16: (11, -24),
@@ -18,23 +18,23 @@ _FLOATS: dict[Any, tuple[int, int]] = {
 }
 CODES = (*dtypes.E4M3, dtypes.float8_e5m2, dtypes.int8, dtypes.uint8)
 
-# Both sides of a float32 result compute in float32, where a sum of thousands of terms in another order moves the last
-# four bits: one `ulp` of an op counts as 16 units there.
+# Kernel and reference both accumulate float32 results in float32, where another order of thousands of terms changes the
+# last four bits: one `ulp` of an op is 16 units for float32.
 _FLOAT32_UNITS = 16
-# CuPy compiles with denormals flushed to zero, and a norm may scale what was lost by 1 / sqrt(epsilon) and a weight.
+# Absolute tolerance: CuPy flushes denormals to zero, and a norm may multiply the loss by weight / sqrt(epsilon).
 _FLUSHED = 1e-30
-# Where terms of the size of the largest result cancel, float32 leaves this much of it in a sum of a few thousand.
+# The error that float32 leaves, relative to the largest result, when a few thousand terms of its size cancel.
 CANCELLED = 2.0**-22
-# A scale is the largest of values rounded to 16 bits. Where a sum in another order rounds that one the other way, the
-# scale moves by a unit of the 16 bits: in so many scales, by so much.
+# A scale is the absmax of values that are rounded to 16 bits. If another order of summation flips the rounding of this
+# maximum, the scale changes by one 16-bit ulp: the fraction of scales that may flip, and the relative change.
 _FLIPPED, _FLIP = 2e-3, 2.0**-7
-# Fraction of quantized values that may differ by one step, because the value before rounding was next to a tie.
+# Fraction of quantized values that may differ by one step because the value was close to a rounding tie.
 _TIES = 1e-3
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Bytes of the elements, in order."""
-    # contiguous() would keep any stride of a dimension of size 1.
+    """The bytes of the elements, in order."""
+    # `contiguous` may keep odd strides of dimensions of size 1.
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
@@ -51,13 +51,12 @@ def assert_close(
     is_scale: bool = False,
     atol: float = CANCELLED,
 ) -> None:
-    """`actual` lies within `ulps` units in the last place of `expected`, or `cancelled` times its largest magnitude.
+    """Assert that `actual` is within `ulps` of `expected`, plus `cancelled` times its largest magnitude.
 
-    0 ulps means equal values.
-
-    Quantized values may differ by one step, in one element or a thousandth of them, and in as many more as may lie
-    next to a tie if `cancelled` of the largest is uncertain; scales that came with them, by the unit of a 16-bit value,
-    in two elements or a five-hundredth. NaN must meet NaN.
+    0 ulps means equal values, and NaN must be at the same positions. Quantized values may differ by one step in one
+    element or a thousandth of them, plus the number expected to be that close to a rounding tie if `cancelled` times
+    the largest value is uncertain. Scales of quantized values may differ by one 16-bit ulp in two elements or a
+    five-hundredth of them.
     """
     assert expected.shape == actual.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert expected.dtype == actual.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
@@ -76,7 +75,7 @@ def _assert_floats_close(expected: Tensor, actual: Tensor, ulps: int, what: str,
         f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
     )
     precision, smallest = _FLOATS[dtypes.of(expected.dtype)]
-    # Infinity is the value after the largest: a result that only just overflows is one unit away.
+    # Infinity counts as the next value after the largest: a result that barely overflows is one unit away.
     beyond = 2.0 * 2.0 ** (127 if expected.dtype != torch.float16 else 15)
     a, b = (x.double().nan_to_num(nan=0.0, posinf=beyond, neginf=-beyond) for x in (expected, actual))
     exponent = torch.frexp(a)[1].double()
@@ -106,7 +105,7 @@ def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, 
 
 
 def _spacing(dtype: Any, values: Tensor) -> Tensor:
-    """The distance from fp8 or int8 values of these magnitudes to the next."""
+    """The spacing of fp8 or int8 values at these magnitudes."""
     if not dtype.is_floating_point:
         return torch.ones_like(values)
     limits = torch.finfo(dtype)
@@ -114,7 +113,7 @@ def _spacing(dtype: Any, values: Tensor) -> Tensor:
 
 
 def _ordinal(codes: Tensor) -> Tensor:
-    """fp8 or int8 values as integers that count the steps between them; both zeros are equal, and so are all NaN."""
+    """fp8 or int8 values mapped to consecutive integers. Both zeros are equal, and so are all NaN."""
     if not codes.dtype.is_floating_point:
         return codes.int()
     nan = codes.float().isnan()

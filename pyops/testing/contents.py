@@ -1,15 +1,15 @@
-"""What tensors are filled with: values that are hard to treat."""
+"""Contents for test tensors: values that provoke errors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# In every float type: what takes normal values below the smallest normal number, near it, and near the largest.
+# {float type: factors that scale standard normal values to subnormals, to the smallest and to the largest numbers}
 _SCALES = {
     "float32": {"subnormal": 1e-39, "small": 1e-15, "large": 1e25},
     "bfloat16": {"subnormal": 1e-39, "small": 1e-15, "large": 1e25},
@@ -22,12 +22,12 @@ CONTENTS = ("normal", "nan", "inf", "subnormal", "small", "large", "extreme", "z
 
 
 def filled(x: Tensor, kind: str) -> Tensor:
-    """A copy of `x`, which has about normal values, with one of these CONTENTS.
+    """A copy of `x`, which holds standard normal values, with one kind of CONTENTS.
 
-    ``"normal"``: as it is. ``"nan"``, ``"inf"``: here and there one, infinities of both signs. ``"subnormal"``,
-    ``"small"``, ``"large"``: scaled to that end of the type's range. ``"extreme"``: neighbours differ by as much as the
-    type can hold, float32 from 1e-38 to 1e38. ``"zero"``: zeros of both signs. ``"equal"``: one value along each row,
-    of four bits, so that its sum is exact.
+    ``"normal"``: unchanged. ``"nan"``, ``"inf"``: a few of them, infinities of both signs. ``"subnormal"``,
+    ``"small"``, ``"large"``: scaled to that end of the type's range. ``"extreme"``: magnitudes spread over the whole
+    range of the type, from 1e-38 to 1e38 in float32. ``"zero"``: zeros of both signs. ``"equal"``: one value per row,
+    with four significant bits, so that sums are exact.
 
     Raises ValueError for a type that is none of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz and
     float8_e5m2.
@@ -48,7 +48,7 @@ def filled(x: Tensor, kind: str) -> Tensor:
             torch.tensor(limit, dtype=torch.float32, device=x.device).log2() for limit in (limits.tiny, limits.max)
         )
         order = torch.arange(flat.numel(), dtype=torch.float32, device=x.device)
-        spread = order * 0.6180339887 % 1  # evenly, in no order
+        spread = order * 0.6180339887 % 1  # a low-discrepancy sequence
         flat.copy_(torch.exp2(low + (high - low) * spread).clamp(max=limits.max).copysign(flat))
     elif kind == "zero":
         flat *= 0.0

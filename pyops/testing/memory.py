@@ -1,29 +1,29 @@
-"""Memory that is watched: tensors among bytes that nothing may change, in layouts that are hard to treat."""
+"""Test tensors in unusual memory layouts, surrounded by canary bytes that no kernel may change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core import dtypes
-from .._core.lazy import torch
-from .._core.tensor import library_of
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
+from .._core.tensors.tensor import library_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AROUND = 256  # bytes on either side of a tensor
-_ALIGNED = 64  # bytes: how aligned the memory of every library begins
+_AROUND = 256  # canary bytes on either side of a tensor
+_ALIGNED = 64  # bytes: the alignment of every library's allocations
 _PATTERN = 0xA5
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     Attributes:
         offset: elements from an aligned address to the first one.
         gap: elements from the end of a row to the next row.
-        lone: stride of every dimension of size 1, which says nothing about any address; None for the usual one.
+        lone: stride of every dimension of size 1, which never affects an address; None for the usual stride.
     """
 
     offset: int = 0
@@ -47,9 +47,9 @@ class Layout(NamedTuple):
 
 
 class Canaries:
-    """A copy of a torch tensor in a larger buffer. The other bytes are watched, also those between its rows.
+    """A copy of a torch tensor in a larger buffer. All other bytes, including those between its rows, are canaries.
 
-    It has the strides of the original and is as aligned.
+    The copy has the strides and the alignment of the original.
 
     Attributes:
         tensor: the copy.
@@ -59,12 +59,12 @@ class Canaries:
 
     def __init__(self, value: Tensor) -> None:
         itemsize, extent = value.element_size(), _extent(value.shape, value.stride())
-        # In whole elements: the buffer is viewed as the tensor's type.
+        # The offset is in whole elements, because the buffer is viewed as the tensor's dtype.
         self._start = (_AROUND + value.data_ptr() % _ALIGNED) // itemsize
         size = (self._start + max(1, extent)) * itemsize + _AROUND
         self.memory = torch.full((size,), _PATTERN, dtype=torch.uint8, device=value.device)
         self.tensor = self.memory.view(value.dtype).as_strided(value.shape, value.stride(), self._start)
-        # An expanded dimension is one element in memory, and torch refuses to write it twice.
+        # torch refuses to copy into expanded dimensions, so only their first element is written.
         self._shape = [min(size, 1) if stride == 0 else size for size, stride in zip(value.shape, value.stride())]  # noqa: B905
         _once(self.tensor, self._shape).copy_(_once(value, self._shape))
 
@@ -75,7 +75,7 @@ class Canaries:
         return memory.as_strided((*self._shape, itemsize), strides, self._start * itemsize)
 
     def poison(self, byte: int) -> None:
-        """Fill the tensor's elements with a byte."""
+        """Set all bytes of the tensor's elements to `byte`."""
         self._bytes(self.memory).fill_(byte)
 
     def check(self, name: str = "a tensor") -> None:
@@ -89,9 +89,10 @@ class Canaries:
 
 
 def canaries(value: Tensor) -> Canaries:
-    """`value`, a torch tensor on any device, copied among watched bytes: give ``.tensor`` away, then ``.check()``.
+    """Copy a torch tensor on any device into a buffer with canary bytes: pass on ``.tensor``, then call ``.check()``.
 
-    Raises TypeError for what is no torch tensor.
+    Raises:
+        TypeError: `value` is not a torch tensor.
     """
     if library_of(value) != "torch":
         raise TypeError(f"expected a torch tensor, got {type(value).__name__}")
@@ -99,7 +100,7 @@ def canaries(value: Tensor) -> Canaries:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one, both counted; 0 for none."""
+    """The number of elements from the first to the last one, inclusive; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

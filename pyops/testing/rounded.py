@@ -1,8 +1,8 @@
-"""Eager PyTorch with correctly rounded functions: what references are compared with where kernels run on the host.
+"""Eager PyTorch with correctly rounded functions, for references of kernels that run on the host backend.
 
-PyTorch's CPU functions are off by a unit in the last place here and there (and its GELU by more), each in its own way.
-The host backend computes them through double. Ops that promise to equal the reference are held to it by the formulas
-that PyTorch documents, in float32, with the one function in each of them rounded once.
+PyTorch's CPU functions are sometimes off by one ulp (GELU by more). The host backend computes these functions in double
+precision. Ops that must equal their reference bit for bit are compared with PyTorch's documented formulas in float32,
+with the transcendental function in each formula correctly rounded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     y = x.float()
     if approximate == "none":
         return (y * 0.5 * (1 + _erf(y * 0.7071067811865476))).to(x.dtype)
-    # PyTorch's compilers fuse the multiplication and the addition.
+    # One rounding, because PyTorch's compilers fuse the multiplication and the addition.
     fused = (0.04471499845385551 * (y * y * y).double() + y.double()).float()
     return (0.5 * y * (1 + _tanh(0.7978845608028654 * fused))).to(x.dtype)
 
@@ -56,7 +56,7 @@ FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class CorrectlyRounded(TorchFunctionMode):  # type: ignore[misc]
-    """While it lasts, eager functions round once."""
+    """While the mode is active, the functions in `FUNCTIONS` are correctly rounded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Arguments of every kind: numpy's scalars are scalars, and what no kernel can take is an OpError that names it."""
+"""Arguments of every kind: numpy scalars are scalars; an argument that no kernel takes is an OpError with its name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.op import Op
+from pyops._core import config
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,8 @@ def test_numpy_scalars_are_scalars(total: Any, numpys_first: bool) -> None:
 
 
 @pytest.mark.usefixtures("mode")
-def test_whatever_is_a_number_is_one(total: Any) -> None:
-    """Integers that are not Python's, and those that float32 rounds but torch would not take."""
+def test_any_number_type_is_a_number(total: Any) -> None:
+    """Other integers than Python's, and integers that float32 rounds but torch would not take."""
     for a, d in ((Index(3), 0.25), (numpy.array(3), numpy.array(0.25)), (torch.tensor(3), torch.tensor(0.25))):
         out = torch.zeros(1)
         total(out, a, Index(1), 0.5, d, (1, 2))
@@ -81,7 +82,7 @@ def test_whatever_is_a_number_is_one(total: Any) -> None:
 
 
 class Index:
-    """What says by `__index__` that it is an integer."""
+    """An integer by its `__index__`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -119,7 +120,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("planned", [True, False])
-def test_scalars_that_no_kernel_can_take(total: Any, name: str, planned: bool) -> None:
+def test_unsupported_scalars(total: Any, name: str, planned: bool) -> None:
     values = {"a": 3, "b": True, "c": 0.5, "d": 0.25, "e": (1, 2)}
     changed, message = BAD[name]
     out = torch.zeros(1)
@@ -131,7 +132,7 @@ def test_scalars_that_no_kernel_can_take(total: Any, name: str, planned: bool) -
     assert not out.any()
 
 
-def test_an_integer_that_a_kernel_takes_in_32_bits(total: Any) -> None:
+def test_32_bit_integer_parameter(total: Any) -> None:
     with config.cpu("kernels"), pytest.raises(pyops.OpError, match=r"^total: a: got 1099511627776: "):
         total(torch.zeros(1), 2**40, True, 0.5, 0.25, (1, 2))
 
@@ -162,7 +163,7 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", TENSORS)
 @pytest.mark.parametrize("planned", [True, False])
-def test_tensors_that_no_kernel_can_take(total: Any, kind: str, planned: bool) -> None:
+def test_unsupported_tensors(total: Any, kind: str, planned: bool) -> None:
     make, message = TENSORS[kind]
     out = torch.zeros(1)
     if planned:
@@ -184,7 +185,7 @@ def test_transforms_of_torch_are_refused(total: Any) -> None:
             transformed(x)
 
 
-def test_a_guarded_plan_takes_no_optional_tensor_without_memory() -> None:
+def test_guarded_plan_refuses_optional_tensor_without_memory() -> None:
     from benchmarks.fake_driver import fake_driver
 
     out, x, weight = torch.empty(2, 8), torch.randn(2, 8), torch.ones(8)
@@ -198,8 +199,8 @@ def test_a_guarded_plan_takes_no_optional_tensor_without_memory() -> None:
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("calls", [0, 1, 3])
 @pytest.mark.parametrize("between", [False, True])
-def test_a_negated_tensor_finds_no_plan(position: int, calls: int, between: bool) -> None:
-    """Neither by guard nor by key, be it an input, an output or an optional tensor, and whatever was called last."""
+def test_negated_tensor_finds_no_plan(position: int, calls: int, between: bool) -> None:
+    """Neither by guard nor by key, as an input, an output or an optional tensor, and after any other call."""
     from benchmarks.fake_driver import fake_driver
 
     def args(rows: int) -> list[torch.Tensor]:
@@ -220,7 +221,7 @@ def test_a_negated_tensor_finds_no_plan(position: int, calls: int, between: bool
 
 
 @pytest.mark.parametrize("name", ["out", "input", "weight"])
-def test_a_negated_tensor_is_refused_through_torch(name: str) -> None:
+def test_negated_tensor_is_refused_through_torch(name: str) -> None:
     args = {"out": torch.empty(2, 8), "input": torch.randn(2, 8), "weight": torch.ones(8)}
     args[name] = args[name]._neg_view()
     with pytest.raises(pyops.OpError, match=rf"^rms_norm: {name}: its elements .* call resolve_neg\(\) first"):
@@ -228,7 +229,7 @@ def test_a_negated_tensor_is_refused_through_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
-def test_a_tensor_without_dimensions_is_refused_or_right(op: Op) -> None:
+def test_0d_tensor_is_refused_or_right(op: Op) -> None:
     assert op.example is not None
     args = list(op.example(ArgMaker(device.host(), op.name)))
     for i, p in zip(op.declaration.tensor_positions, op.tensors, strict=True):

@@ -1,4 +1,4 @@
-"""What a first call does while a graph is captured, on a driver that keeps CUDA's rules about captures."""
+"""First calls during graph capture, on a driver with CUDA's rules about captures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import compiler, config, device, driver, launch, tensor, workspace
-from pyops._core.compiler import Compiled
-from pyops._core.kernel import Kernel, Scratch
+from pyops._core import config
+from pyops._core.launch import launch, workspace
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.scratch import Scratch
+from pyops._core.system import device, driver
+from pyops._core.tensors import tensor
+from pyops._core.text import compiler
+from pyops._core.text.compiler import Compiled
 from pyops.ops.collective import communicator, shared_memory
 from tests.core.conftest import Driver, call, text
 
@@ -32,9 +37,9 @@ class Refusal(Exception):
 
 
 class Cuda:
-    """A device with one stream that this thread captures in the mode "global", and what CuPy calls of its runtime.
+    """A device with one stream that this thread captures in the mode "global", and the CuPy runtime calls that ops use.
 
-    A call that is forbidden raises, and invalidates the capture. Memory holds garbage until it is written.
+    A forbidden call raises, and invalidates the capture. Memory holds garbage until it is written.
     """
 
     is_hip = False
@@ -46,14 +51,14 @@ class Cuda:
         self.capturing = True
         self.graph: list[Any] = []
         self.streams: dict[int, bool] = {CAPTURED: True, EAGER: True}  # whether a stream is non-blocking
-        self.pending: dict[int, list[Any]] = {}  # what a stream has not done yet
+        self.pending: dict[int, list[Any]] = {}  # the unfinished work of a stream
         self.waited: list[int] = []
         self.memory: dict[int, bytearray] = {}
         self.runtime = self
         self.cuda = SimpleNamespace(runtime=self, Memory=self.allocate, Device=lambda index: nullcontext())
         self.cuda.alloc = lambda nbytes: SimpleNamespace(ptr=self.malloc(nbytes))
 
-    # What ctypes finds in the driver.
+    # Entry points that ctypes finds in the driver.
 
     def ThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         thread = threading.get_ident()
@@ -64,7 +69,7 @@ class Cuda:
         status._obj.value = int(self.capturing and stream.value == CAPTURED)
         return 0
 
-    # What CuPy's runtime has.
+    # Entry points of CuPy's runtime.
 
     @property
     def mode(self) -> int:
@@ -129,7 +134,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 def loading(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> pyops.Op:
-    """An op whose kernel calls `then` when it is loaded."""
+    """An op with a kernel that calls `then` when it is loaded."""
 
     def load(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
         then()
@@ -143,10 +148,10 @@ def loading(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> pyops.
 
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
 @pytest.mark.parametrize("failure", [None, pyops.CompileError("k.cu", "N=1", "no"), KeyboardInterrupt(), Refusal(2)])
-def test_a_kernel_is_loaded_in_relaxed_mode(
+def test_kernel_is_loaded_in_relaxed_mode(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, mode: int, failure: BaseException | None
 ) -> None:
-    """And the thread has the mode from before afterwards, whatever happens. Errors are not touched."""
+    """Afterwards the thread is back in its mode, even after an error. Errors pass through."""
     seen = []
 
     def then() -> None:
@@ -168,9 +173,7 @@ def test_a_kernel_is_loaded_in_relaxed_mode(
 
 
 @pytest.mark.parametrize("status", [UNSUPPORTED, INVALIDATED, 906])
-def test_what_the_driver_refuses_yet_is_a_capture_error(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_driver_refusal_is_a_capture_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     refusal = Refusal(status)
 
     def then() -> None:
@@ -183,7 +186,7 @@ def test_what_the_driver_refuses_yet_is_a_capture_error(
     assert cuda.mode == GLOBAL
 
 
-def test_a_driver_without_the_call_refuses(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_the_call_refuses(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_capture_call", lambda name: None)
     op = loading(monkeypatch, cuda.unsafe)
     with pytest.raises(pyops.CaptureError):
@@ -192,7 +195,7 @@ def test_a_driver_without_the_call_refuses(cuda: Cuda, monkeypatch: pytest.Monke
     op.load(0, Kernel("norm/rms_norm.cu")(SIZE=1))
 
 
-def test_a_refused_load_is_not_blamed_on_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_load_is_not_blamed_on_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a warning about the folder, nor a second compile."""
     pytest.importorskip("cupy_backends")
     from cupy_backends.cuda.api.driver import CUDADriverError
@@ -239,7 +242,7 @@ def test_threads_do_not_share_the_mode(cuda: Cuda) -> None:
         assert (first.result(), second.result()) == ((RELAXED, GLOBAL), GLOBAL)
 
 
-def test_a_thread_without_a_context_gets_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_without_a_context_gets_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def exchange(mode: Any) -> int:
@@ -257,7 +260,7 @@ def test_a_thread_without_a_context_gets_one(cuda: Cuda, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("stream", [CAPTURED, EAGER])
 def test_zeros_are_zero_before_a_captured_call_returns(cuda: Cuda, stream: int) -> None:
-    """Whichever stream first needs them. Addresses that a graph may hold stay as they are."""
+    """Whichever stream needs them first. Addresses that a graph may hold stay as they are."""
     first = workspace.zeros("op", 0, stream, 100)
     assert cuda.memory[first] == bytes(workspace._MIN_BYTES)
     assert workspace.zeros("op", 0, stream, workspace._MIN_BYTES) == first
@@ -277,7 +280,7 @@ def test_memory_that_the_driver_refuses(cuda: Cuda, monkeypatch: pytest.MonkeyPa
     assert not workspace._pieces.get((0, CAPTURED, True)), "what was never cleared is given to the next call"
 
 
-def test_scratch_of_a_call_that_cupy_captures_is_kept(cuda: Cuda) -> None:
+def test_scratch_of_a_cupy_capture_is_kept(cuda: Cuda) -> None:
     """CuPy would give it to the next array, although each replay writes there."""
     owner, captured = workspace.allocate_cupy("op", 0, CAPTURED, 100)
     assert owner is None
@@ -288,8 +291,8 @@ def test_scratch_of_a_call_that_cupy_captures_is_kept(cuda: Cuda) -> None:
     assert eager == owner.ptr != captured
 
 
-def test_sync_waits_for_what_runs(cuda: Cuda, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYOPS_SYNC=1: a launch that is captured is not waited for."""
+def test_sync_skips_captured_launches(cuda: Cuda, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYOPS_SYNC=1 waits for eager launches only."""
     monkeypatch.setattr(config, "sync", lambda: True)
     one = Kernel("test/one.cu", text=text("one", "float* out"))
     bound = driver.bind([one().launch(1, 64)], ("out",), (), {})
@@ -300,7 +303,7 @@ def test_sync_waits_for_what_runs(cuda: Cuda, driver: Driver, monkeypatch: pytes
     assert (cuda.mode, cuda.capturing) == (GLOBAL, True)
 
 
-def test_a_captured_launch_has_zeros_and_scratch(cuda: Cuda, driver: Driver) -> None:
+def test_captured_launch_has_zeros_and_scratch(cuda: Cuda, driver: Driver) -> None:
     made = Kernel("test/two.cu", text=text("two", "float* out, float* counts, float* partial"))
     one = made().launch(1, 64, counts=Scratch(100, zeroed=True), partial=Scratch(100))
     bound = driver.bind([one], ("out",), (), {}, workspace.allocate_cupy)
@@ -312,8 +315,8 @@ def test_a_captured_launch_has_zeros_and_scratch(cuda: Cuda, driver: Driver) -> 
     assert cuda.capturing
 
 
-def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made on a stream that is not captured, and what a graph reads stays when the cache is emptied."""
+def test_scalars_of_cupy_captures_outlive_the_cache(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made on a stream that is not captured, and a graph's scalars stay when the cache is emptied."""
     streams, destroyed_late = [EAGER], []
 
     class Stream:
@@ -347,7 +350,7 @@ def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: py
         monkeypatch.setattr(tensor, name, {})
 
     class Device(nullcontext[None]):
-        """As CuPy's: it is entered, it has a number, and it has no hash."""
+        """As CuPy's: a context manager with a pointer and without a hash."""
 
         id = 0
         __hash__ = None  # type: ignore[assignment]

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import check, device, dtypes
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 
 
 def arg(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, **more: Any) -> TensorArg:
-    """A contiguous float32 Arg named x, unless told otherwise."""
+    """A contiguous float32 Arg named x by default."""
     if strides is None:
         strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
     values = {"op": "op", "name": "x", "dtype": dtypes.float32, "alignment": 16, "device": device.model()} | more
@@ -36,7 +38,7 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 @st.composite
 def _strided(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor of that shape whose dimensions lie in some order in memory, with gaps."""
+    """Strides of a tensor of that shape with its dimensions in some order in memory, with gaps."""
     order = draw(st.permutations(range(len(shape) - 1)))
     strides, step = [1] * len(shape), shape[-1] + draw(st.integers(0, 2))
     for dim in order:
@@ -57,7 +59,7 @@ def test_leading_visits_every_row_in_order(data: st.DataObject) -> None:
         sizes = tuple(size for size, _ in merged)
         strides = tuple(strides[i] for _, strides in merged)
         assert _offsets(sizes, strides) == _offsets(shape[:-1], tensor.strides[:-1])
-    # No two neighbours could still be merged.
+    # No two adjacent dimensions could still be merged.
     for (_, outer), (size, inner) in pairwise(merged):
         assert any(a != size * b for a, b in zip(outer, inner, strict=True))
 
@@ -94,7 +96,7 @@ def test_vector_width_is_the_widest_that_fits(data: st.DataObject, size: int, wi
         tensors.append(arg(shape, strides, dtype=dtype, alignment=alignment))
 
     def fits(width: int) -> bool:
-        """Every row splits into vectors that lie at multiples of their own size, none larger than allowed."""
+        """Every row splits into aligned vectors of at most the given size."""
         return size % width == 0 and all(
             width * t.dtype.itemsize <= max(widest, t.dtype.itemsize)
             and all(
@@ -125,7 +127,7 @@ def test_threads(needed: int, max_threads: int) -> None:
 
 
 @given(data=st.data())
-def test_contiguous_is_what_numpy_calls_so(data: st.DataObject) -> None:
+def test_contiguous_as_in_numpy(data: st.DataObject) -> None:
     import numpy
 
     shape = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple))
@@ -164,7 +166,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_messages(call: Any, message: str) -> None:
+def test_error_messages(call: Any, message: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^{message}"):
         call()
 
@@ -205,7 +207,7 @@ def test_dimensions_merge_where_all_tensors_allow_it() -> None:
         check.leading(one, gaps, max_dims=1)
 
 
-def test_the_longest_rows_that_are_counted_in_32_bits() -> None:
+def test_longest_rows_with_32_bit_indices() -> None:
     check.narrow(arg((1, 2**30)))
     with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):
         check.narrow(arg((1, 2**30 + 1)))

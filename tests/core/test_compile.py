@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 import pyops
-from pyops._core import device, offline
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Kernel
-from tests.test_nvrtc import MISSING
+from pyops import offline
+from pyops._core.launch.kernel import Kernel
+from pyops._core.system import device
+from pyops.example import ArgMaker
+from tests.every_op.test_nvrtc import MISSING
 
 MakeKernel = Callable[[str, str], Kernel]
 
@@ -34,7 +35,7 @@ def test_error_shows_the_kernels_own_file_and_line(kernel: MakeKernel) -> None:
     assert message.startswith("test/broken.cu did not compile for SIZE=4\n")
     line = BROKEN.splitlines().index("    out[threadIdx.x] = SIZE + undeclared;") + 1
     assert f'kernels_cu/test/broken.cu({line}): error: identifier "undeclared" is undefined' in message
-    assert "python -m pyops source" not in message  # no file holds it
+    assert "python -m pyops source" not in message  # no file has this text
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -47,8 +48,8 @@ def test_error_in_a_header_names_the_header(kernel: MakeKernel) -> None:
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_report_tells_spills_and_shared_memory(kernel: MakeKernel) -> None:
-    """The figures that fail a kernel are seen: an array that is indexed at run time lies in local memory."""
+def test_report_has_spills_and_shared_memory(kernel: MakeKernel) -> None:
+    """The figures that fail a kernel: an array with run-time indices is in local memory."""
     text = """
 extern "C" __global__ void local(int* out, int at) {
     __shared__ int shared[96];
@@ -69,7 +70,7 @@ extern "C" __global__ void local(int* out, int at) {
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_architecture_is_the_one_asked_for(kernel: MakeKernel, arch: str) -> None:
+def test_architecture_is_the_requested_one(kernel: MakeKernel, arch: str) -> None:
     text = f"""
 #if __CUDA_ARCH__ != {arch.removeprefix("sm_")}0
 #error another architecture
@@ -80,7 +81,7 @@ extern "C" __global__ void target(int* out) {{ out[0] = __CUDA_ARCH__; }}
     assert offline.compile("test/target.cu", "", specialisation.text, arch).registers > 0
 
 
-def test_specialisation_reads_like_a_command_line() -> None:
+def test_specialisation_prints_as_a_command_line() -> None:
     op = pyops.registry["rms_norm"]
     (launch,) = op.launches(*op.example(ArgMaker(device.model())))
     assert re.fullmatch(r"scalar_t=bfloat16 HIDDEN_SIZE=4096( [A-Z_]+=\d+)+", str(launch.specialisation))

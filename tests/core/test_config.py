@@ -1,4 +1,4 @@
-"""What switches of the environment may hold."""
+"""Values of the environment switches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize(("name", "read"), FLAGS.items(), ids=FLAGS)
-def test_a_switch_is_on_or_off(name: str, read: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_is_on_or_off(name: str, read: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(name, raising=False)
     assert read() is False
     for value in ("", "0", "false", "False", "OFF", "no", " no "):
@@ -34,7 +34,7 @@ def test_a_switch_is_on_or_off(name: str, read: Callable[[], bool], monkeypatch:
 
 
 @pytest.mark.parametrize("value", ["", "0", "off", "False", "no"])
-def test_the_plugin_is_off_for_the_same_words(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_off_for_the_same_words(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_VLLM", value)
     assert config.vllm() == ()
     monkeypatch.setenv("PYOPS_VLLM", f"all,{value}")
@@ -48,7 +48,7 @@ def test_the_plugin_is_off_for_the_same_words(value: str, monkeypatch: pytest.Mo
         ("PYOPS_JIT", config.jit_forbidden, {"": False, "compile": False, "error": True}),
     ],
 )
-def test_a_switch_of_words_takes_no_others(
+def test_switch_refuses_unknown_words(
     name: str, read: Callable[[], bool], words: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, right in words.items():
@@ -60,7 +60,7 @@ def test_a_switch_of_words_takes_no_others(
             read()
 
 
-def test_a_context_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CPU", "kernels")
     with config.cpu("reference"):
         assert not config.kernels_on_cpu()

@@ -1,4 +1,4 @@
-"""dequant.cuh: every code of every type, with every zero point, as float64 has it."""
+"""dequant.cuh: every quant of every type, with every zero point, against float64."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.host.toolchain import toolchains
+from pyops._core.tensors import dtypes
+from pyops.host.toolchain import toolchains
 
 TEXT = """
 #include "linear/dequant.cuh"
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 extern "C" __global__ void unpack(scalar_t* out, const uint32_t* words, const uint32_t* zeros, float* factor, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i == 0) *factor = codes_t::FACTOR * codes_t::SUM_FACTOR;
+    if (i == 0) *factor = quants_t::FACTOR * quants_t::SUM_FACTOR;
     if (i >= n) return;
-    for (int pair = 0; pair < codes_t::PAIRS; ++pair) {
-        const auto numbers = codes_t().pair(words[i], pair, codes_t::zero(zeros[i]));
-        for (int j = 0; j < 2; ++j) out[i * 2 * codes_t::PAIRS + pair + j * codes_t::PAIRS] = numbers.data[j];
+    for (int pair = 0; pair < quants_t::PAIRS; ++pair) {
+        const auto numbers = quants_t().pair(words[i], pair, quants_t::zero(zeros[i]));
+        for (int j = 0; j < 2; ++j) out[i * 2 * quants_t::PAIRS + pair + j * quants_t::PAIRS] = numbers.data[j];
     }
 }
 """
@@ -31,10 +31,10 @@ FLOATS = {(8, 4): ml_dtypes.float8_e4m3fn, (4, 2): ml_dtypes.float4_e2m1fn}
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16])
 @pytest.mark.parametrize(("bits", "exponent"), [(2, 0), (4, 0), (8, 0), (8, 4), (4, 2)])
-def test_every_code(run_on_host: Callable[..., None], dtype: dtypes.DType, bits: int, exponent: int) -> None:
+def test_every_quant(run_on_host: Callable[..., None], dtype: dtypes.DType, bits: int, exponent: int) -> None:
     codes = numpy.arange(2**bits)
     points = numpy.array([0]) if exponent else numpy.arange((256 if bits == 8 else 16) + 1)
-    # In each place of a word every code, the codes of a word all different.
+    # Each position of a word takes every quant, and the quants of a word all differ.
     fields = (codes[:, None] + numpy.arange(32 // bits)[None] * 5) % 2**bits
     packed = (fields << bits * numpy.arange(32 // bits)).sum(1).astype(numpy.uint32)
     words, zeros = numpy.tile(packed, len(points)), numpy.repeat(points, len(packed)).astype(numpy.uint32)

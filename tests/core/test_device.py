@@ -1,4 +1,5 @@
-"""The runtime on a device: what reaches a kernel, what is compiled when, and what a broken kernel cache costs."""
+"""The runtime on a device: parameters of kernels, when kernels are compiled, and the effects of a broken kernel
+cache."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import compiler
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +39,7 @@ RMS_NORM = pyops.registry["rms_norm"]
 
 
 def unload() -> None:
-    """Let the process forget every kernel it holds."""
+    """Make the process forget all its kernels."""
     import cupy
 
     for op in pyops.registry.values():
@@ -51,14 +53,14 @@ def unload() -> None:
 
 
 def norm(hidden_size: int = 64) -> None:
-    """A call whose result is checked."""
+    """A call with a checked result."""
     x = torch.randn(3, hidden_size, device="cuda")
     out = torch.full_like(x, float("nan"))
     pyops.rms_norm(out, x, None, 1e-6)
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (hidden_size,), None, 1e-6))
 
 
-# What reaches a kernel
+# Parameters of kernels
 
 ECHO = """
 // What each parameter holds, as bits.
@@ -116,7 +118,7 @@ extern "C" __global__ void count(int64_t* out, uint32_t* counter) {
 """
 
 
-def test_zeroed_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKernel) -> None:
+def test_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKernel) -> None:
     @pyops.op(inout="out")
     def count(out: Tensor) -> None:
         raise NotImplementedError
@@ -168,7 +170,7 @@ extern "C" __global__ void clusters(int64_t* out) {
 """
 
 
-def test_a_launch_says_its_clusters_and_its_block_of_three_dimensions(kernel: MakeKernel) -> None:
+def test_launch_passes_clusters_and_3d_blocks(kernel: MakeKernel) -> None:
     @pyops.op(out="out")
     def clusters(out: Tensor) -> None:
         raise NotImplementedError
@@ -194,7 +196,7 @@ extern "C" __global__ void {name}(float* out, const float* input, int64_t size) 
 """
 
 
-def test_two_launches_make_one_op(kernel: MakeKernel) -> None:
+def test_two_launches_of_one_op(kernel: MakeKernel) -> None:
     """They run in order, and an empty one among them is left out."""
 
     @pyops.op(out="out")
@@ -219,7 +221,7 @@ def test_two_launches_make_one_op(kernel: MakeKernel) -> None:
     assert {one.kernel for one in two_steps.compiled()} == {"test/first_step.cu", "test/second_step.cu"}
 
 
-# Kernels that start before their turn
+# Programmatic dependent launch
 
 SLOW = """
 // Write long after having let the next kernel start.
@@ -233,7 +235,7 @@ extern "C" __global__ void {name}(float* out, float value) {{
 
 
 @pytest.mark.parametrize("first", ["", "await_previous_kernel();"], ids=["in turn", "early"])
-def test_a_kernel_waits_for_what_the_one_before_it_writes(kernel: MakeKernel, first: str) -> None:
+def test_kernel_waits_for_the_writes_of_the_kernel_before(kernel: MakeKernel, first: str) -> None:
     name = "slow_early" if first else "slow"
 
     def reference(out: Tensor, value: float) -> None:
@@ -254,7 +256,7 @@ def test_a_kernel_waits_for_what_the_one_before_it_writes(kernel: MakeKernel, fi
     def calls() -> None:
         for i, out in enumerate(outs):
             slow(x, float(i))
-            pyops.relu2(stale, x)  # two kernels of the library in a row
+            pyops.relu2(stale, x)  # two kernels of the library in succession
             pyops.relu2(out, stale)
 
     for run in (calls, graph.replay):
@@ -270,8 +272,9 @@ def test_a_kernel_waits_for_what_the_one_before_it_writes(kernel: MakeKernel, fi
             assert (out == float(i) ** 4).all()
 
 
-def test_early_starts_keep_the_order_among_copies_events_and_other_kernels() -> None:
-    """A chain in which every step reads what the step before it wrote, alone and as a graph."""
+def test_early_starts_keep_the_order_of_all_work() -> None:
+    """A chain of copies, events and kernels, in which every step reads the result of the previous one, alone and as a
+    graph."""
     torch.manual_seed(0)
     first = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
@@ -311,7 +314,7 @@ def test_early_starts_keep_the_order_among_copies_events_and_other_kernels() -> 
             assert torch.equal(x, expected)
 
 
-# What is compiled when
+# When kernels are compiled
 
 
 def test_many_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +333,7 @@ def test_many_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compiled) == 1
 
 
-def test_every_kernel_made_ready_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_loaded_kernel_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     unload()
     with caplog.at_level("INFO", "pyops"):
         norm()
@@ -343,7 +346,7 @@ def test_every_kernel_made_ready_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_compile_error_at_a_call(kernel: MakeKernel) -> None:
-    """Nothing is written, and the next call says the same."""
+    """Nothing is written, and the next call raises the same error."""
 
     @pyops.op(out="out")
     def miscompiled(out: Tensor) -> None:
@@ -399,12 +402,12 @@ def test_sync_names_the_op_that_faulted() -> None:
     assert out.strip() == "named", err
 
 
-# What a broken kernel cache costs: one warning, never a failed or wrong call
+# Effects of a broken kernel cache: one warning, never a failed or wrong call
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
-    """CuPy's kernel cache, empty and in a folder of its own, in a process that holds no kernels."""
+    """CuPy's kernel cache, empty and in its own folder, in a process without kernels."""
     import cupy.cuda.compiler as backend
     from cupy.cuda._compiler_cache import DiskKernelCacheBackend
 
@@ -419,7 +422,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def _norms_with(max_warnings: int) -> None:
-    """Two kernels made ready from this cache, with right results and at most so many warnings."""
+    """Load two kernels from this cache, with right results and at most this many warnings."""
     unload()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -446,7 +449,7 @@ def test_intact_cache(cache: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
 def test_corrupt_entries(cache: Path, damage: str) -> None:
-    """CuPy's checksum finds them: they are compiled again and replaced, without a word."""
+    """CuPy's checksum finds them: they are compiled again and replaced, without a warning."""
     _norms_with(0)
     for entry in _entries(cache):
         data = bytearray(entry.read_bytes())
@@ -459,7 +462,7 @@ def test_corrupt_entries(cache: Path, damage: str) -> None:
 
 
 def test_foreign_entries(cache: Path) -> None:
-    """Their checksum is right, but what they hold is no kernel."""
+    """Their checksum is right, but they contain no kernel."""
     _norms_with(0)
     for entry in _entries(cache):
         garbage = b"not a kernel" * 100
@@ -467,7 +470,7 @@ def test_foreign_entries(cache: Path) -> None:
     _norms_with(1)
 
 
-def test_folders_in_the_place_of_entries(cache: Path) -> None:
+def test_folders_instead_of_entries(cache: Path) -> None:
     _norms_with(0)
     for entry in _entries(cache):
         entry.unlink()
@@ -485,7 +488,7 @@ def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _norms_with(1)
 
 
-def test_folder_that_went_away(cache: Path) -> None:
+def test_deleted_folder(cache: Path) -> None:
     shutil.rmtree(cache)
     _norms_with(1)
 
@@ -505,8 +508,8 @@ print(sum("kernel cache" in str(one.message) for one in caught))
 
 
 @pytest.mark.parametrize("where", ["a file", "under a file", "not writable"])
-def test_folder_that_cannot_be_used(tmp_path: Path, where: str) -> None:
-    """Also for the superuser, whom no permission stops: /proc takes no files from anybody."""
+def test_unusable_folder(tmp_path: Path, where: str) -> None:
+    """Even for root, whom no permission stops: /proc takes no files from anybody."""
     file = tmp_path / "file"
     file.write_text("in the way")
     folder = {"a file": file, "under a file": file / "cache", "not writable": Path("/proc")}[where]

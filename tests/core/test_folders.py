@@ -1,4 +1,4 @@
-"""Caches that several processes share: one compiles, and what is killed or damaged does no harm."""
+"""Caches that several processes share: one process compiles; killed processes and damaged files do no harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core import folders
+from pyops._core.system import folders
 
 LAUNCH = """
 import numpy, sys
@@ -38,7 +38,7 @@ def started(folder: Path) -> subprocess.Popen[str]:
 
 
 def compiles(*processes: subprocess.Popen[str]) -> int:
-    """How many compilations the processes made together; each must have the right result."""
+    """The number of compilations of the processes together; each must have the right result."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -67,7 +67,7 @@ def damaged(content: bytes, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["half", "flipped", "empty", "zeros"])
-def test_damage_is_seen(tmp_path: Path, how: str) -> None:
+def test_damage_is_detected(tmp_path: Path, how: str) -> None:
     path = str(tmp_path / "file")
     content = bytes(range(256)) * 8
     folders.write_sealed(path, content)
@@ -77,7 +77,7 @@ def test_damage_is_seen(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_libraries_are_made_anew(tmp_path: Path) -> None:
+def test_damaged_libraries_are_rebuilt(tmp_path: Path) -> None:
     """Loading one would kill the process."""
     compiles(started(tmp_path))
     for file in (tmp_path / "pyops-host").iterdir():
@@ -87,7 +87,7 @@ def test_damaged_libraries_are_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     process = started(tmp_path)
     assert process.stdin is not None
     process.stdin.write("\n")
@@ -104,7 +104,7 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     assert {entry.suffix for entry in host.iterdir()} <= {".so", ".gch"}
 
 
-def test_what_a_killed_process_has_begun_is_not_worked_on(tmp_path: Path) -> None:
+def test_unfinished_work_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / f"folder{folders.SUFFIX}"
     folder.mkdir()
     (folder / "half.so").write_bytes(b"half")
@@ -112,8 +112,8 @@ def test_what_a_killed_process_has_begun_is_not_worked_on(tmp_path: Path) -> Non
         assert list(folder.iterdir()) == []
 
 
-def test_the_lock_on_a_folder_that_is_gone_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who held it before removes the folder between the moments when this process opens and locks it."""
+def test_lock_on_a_deleted_folder_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its previous holder removes the folder between the moments when this process opens and locks it."""
     folder, flock, calls = tmp_path / f"folder{folders.SUFFIX}", fcntl.flock, list[int]()
 
     def late(descriptor: int, operation: int) -> None:
@@ -127,10 +127,8 @@ def test_the_lock_on_a_folder_that_is_gone_does_not_count(tmp_path: Path, monkey
         assert folder.is_dir()
 
 
-def test_a_lock_is_given_back_though_a_child_has_its_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a folder that cannot be removed; a descriptor that is copied shares the lock, as that of a child does."""
+def test_lock_is_released_though_a_child_has_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a folder that cannot be removed; a duplicated descriptor, such as a child's, shares the lock."""
     folder = str(tmp_path / f"folder{folders.SUFFIX}")
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     lock = folders._taken(folder, 0.0)
@@ -144,9 +142,7 @@ def test_a_lock_is_given_back_though_a_child_has_its_descriptor(
     os.close(again)
 
 
-def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_folder_ends_with_its_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / f"folder{folders.SUFFIX}")
     monkeypatch.setattr(folders, "PATIENCE", 0.1)
     with folders.worked_in(folder) as first:
@@ -162,14 +158,14 @@ def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(
 
 FORKED = (
     "import os, tempfile, warnings; warnings.simplefilter('ignore')\n"
-    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "from pyops.host import build; from pyops._core.system import lazy\n"
     "assert os.path.isdir(build.folder()) and lazy.cupy.__name__\n"
     "if not (child := os.fork()): raise SystemExit\n"
     "os.waitpid(child, 0); assert os.path.isdir(build.folder())"
 )
 WORKER = (
     "import multiprocessing, os, warnings; warnings.simplefilter('ignore')\n"
-    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "from pyops.host import build; from pyops._core.system import lazy\n"
     "work = lambda: os.path.isdir(build.folder()) and lazy.cupy.__name__ or os._exit(1)\n"
     "worker = multiprocessing.get_context('fork').Process(target=work)\n"
     "worker.start(); worker.join(); assert worker.exitcode == 0"
@@ -177,7 +173,7 @@ WORKER = (
 
 
 @pytest.mark.parametrize("code", [FORKED, WORKER], ids=["forked", "worker"])
-def test_the_place_of_a_cache_that_cannot_be_written_goes_with_its_process(tmp_path: Path, code: str) -> None:
+def test_substitute_of_an_unwritable_cache_is_removed_at_exit(tmp_path: Path, code: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "temporary")}

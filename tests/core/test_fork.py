@@ -62,7 +62,7 @@ def test_children_of_a_process_that_launches() -> None:
 
 
 def in_a_fork(lock: threading.Lock) -> bool:
-    """Whether a child can take the lock, which a thread of the parent holds while it forks."""
+    """Whether a child can take the lock that a thread of the parent holds while it forks."""
     held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -82,11 +82,11 @@ def in_a_fork(lock: threading.Lock) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
-def test_a_child_finds_locks_open() -> None:
+def test_child_finds_locks_open() -> None:
     assert in_a_fork(locks.new())
     assert not in_a_fork(threading.Lock())
 
 
-def test_every_lock_of_the_package_is_one_of_these() -> None:
+def test_every_lock_of_the_package_is_listed() -> None:
     files = Path(locks.__file__).parents[1].rglob("*.py")
     assert [file.name for file in files if "Lock()" in file.read_text(encoding="utf-8")] == ["locks.py"]

@@ -1,4 +1,4 @@
-"""Ops beside autograd: what requires grad is refused, and what is written counts as written."""
+"""Ops and autograd: tensors that require grad are refused, and written tensors get a new version."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def by_torch_ops(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None
 
 @pytest.mark.parametrize("call", [norm, by_torch_ops])
 @pytest.mark.parametrize("name", ["out", "input", "weight"])
-def test_what_requires_grad_is_refused(call: Callable[..., None], name: str) -> None:
+def test_tensors_that_require_grad_are_refused(call: Callable[..., None], name: str) -> None:
     tensors = {"out": torch.zeros(2, 8), "input": torch.randn(2, 8), "weight": torch.ones(8)}
     tensors[name].requires_grad_()
     with torch.no_grad():
-        call(*tensors.values())  # its plan must not serve the next call
+        call(*tensors.values())  # this plan must not serve the next call
     tensors["out"].detach().zero_()
     for _ in range(3):
         with pytest.raises(pyops.OpError, match=REFUSED.format(name)):
@@ -41,7 +41,7 @@ def test_what_requires_grad_is_refused(call: Callable[..., None], name: str) -> 
     assert tensors["out"].all()
 
 
-def test_a_plan_that_is_guarded_serves_no_call_that_requires_grad() -> None:
+def test_guarded_plan_refuses_tensors_that_require_grad() -> None:
     out, x = torch.zeros(2, 8), torch.randn(2, 8, requires_grad=True)
     with fake_driver():
         for _ in range(3):
@@ -55,7 +55,7 @@ def test_a_plan_that_is_guarded_serves_no_call_that_requires_grad() -> None:
         norm(out, x.detach())
 
 
-def test_a_compiler_refuses_what_requires_grad() -> None:
+def test_compiled_call_refuses_tensors_that_require_grad() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     out, x = torch.zeros(2, 8), torch.randn(2, 8, requires_grad=True)
@@ -68,7 +68,7 @@ def test_a_compiler_refuses_what_requires_grad() -> None:
 
 @pytest.mark.parametrize("mode", ["reference", "kernels"])
 @pytest.mark.parametrize("call", [norm, by_torch_ops])
-def test_a_graph_knows_that_its_tensor_was_written(call: Callable[..., None], mode: str) -> None:
+def test_autograd_notices_written_tensors(call: Callable[..., None], mode: str) -> None:
     x = torch.randn(2, 8, requires_grad=True)
     y = x.exp()
     with torch.no_grad(), config.cpu(mode):
@@ -82,20 +82,20 @@ def versions(*tensors: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("check_indices", ["", "1"])
-def test_every_call_on_a_device_counts_as_a_write(check_indices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_on_a_device_bumps_the_version(check_indices: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CHECK", check_indices)
     out, scale, x = torch.empty(2, 8, dtype=torch.float8_e4m3fn), torch.ones(2, 1), torch.randn(2, 8)
     with fake_driver():
         for count in range(1, 5):
             pyops.dynamic_per_token_scaled_fp8_quant(out, x, scale, None)
             assert versions(out, scale, x) == [count, count, 0]
-        with torch.inference_mode():  # the tensors count in this mode, too
+        with torch.inference_mode():  # the tensors have versions in this mode, too
             for count in range(5, 9):
                 pyops.dynamic_per_token_scaled_fp8_quant(out, x, scale, None)
                 assert versions(out, scale, x) == [count, count, 0]
 
 
-def test_an_optional_tensor_counts_as_written() -> None:
+def test_written_optional_tensor_bumps_its_version() -> None:
     x, residual = torch.randn(2, 8), torch.randn(2, 8)
     with fake_driver():
         for count in range(1, 5):
@@ -126,7 +126,7 @@ def test_tensors_of_inference_mode_have_no_versions() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 @pytest.mark.parametrize("compiled", [False, True])
-def test_layers_that_are_trained_take_their_native_path(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_layers_take_their_native_path(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with pyops.nn.set_custom_ops("all", platform="cuda"):
         layer, native = RMSNorm(8), RMSNorm(8)
     native._forward_method = native.forward_native
@@ -159,7 +159,7 @@ def test_layers_without_gradients_take_their_kernels(monkeypatch: pytest.MonkeyP
     layer(x)
 
 
-def test_a_layer_may_be_differentiable_itself() -> None:
+def test_layer_may_be_differentiable_itself() -> None:
     class Doubled(pyops.nn.CustomOp):
         differentiable = True
 

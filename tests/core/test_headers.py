@@ -1,4 +1,4 @@
-"""Functions of kernels_cu/include that kernels of every family call, one by one."""
+"""Functions of kernels_cu/include that several families call, one by one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
-from pyops._core.host.toolchain import toolchains
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
@@ -35,10 +35,10 @@ extern "C" __global__ void moved(scalar_t* loaded, scalar_t* loaded_once, const 
         (dtypes.float16, numpy.float16, 8, 8),
     ],
 )
-def test_a_vector_of_several_accesses(
+def test_vector_of_several_accesses(
     run_on_host: Callable[..., None], dtype: DType, native: Any, size: int, access: int
 ) -> None:
-    """Every element is moved once, at addresses that are aligned for one access alone."""
+    """Every element is moved once, at addresses with the alignment of one access alone."""
     count = 64 * size
     values = numpy.arange(count * dtype.itemsize, dtype=numpy.uint64).astype(numpy.uint8).view(native)
     arrays = {name: _at(access, count, native) for name in ("loaded", "loaded_once", "in")}
@@ -63,8 +63,9 @@ extern "C" __global__ void swizzled(int* at) {
 
 
 @pytest.mark.slow
-def test_bytes_of_a_swizzled_box(run_on_host: Callable[..., None]) -> None:
-    """The 16 bytes of a row change places with those of other columns, by the row's number; none moves within them."""
+def test_swizzled_box_keeps_16_byte_units(run_on_host: Callable[..., None]) -> None:
+    """The 16-byte units of a row swap with those of other columns, by the row's index; bytes within them stay in
+    order."""
     at = numpy.zeros((16, 128), numpy.int32)
     run_on_host(SWIZZLED, grid=1, block=128, at=at)
     for row in range(16):
@@ -87,7 +88,7 @@ extern "C" __global__ void decoded(float* e4m3, float* e5m2, float* fnuz, uint8_
 
 
 def test_fp8_by_integer_arithmetic(run_on_host: Callable[..., None]) -> None:
-    """Every code that some platform has no instruction for, there and back."""
+    """Every fp8 value that some platform has no instruction for, in both directions."""
     kinds = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "fnuz": ml_dtypes.float8_e4m3fnuz}
     found = {name: numpy.zeros(256, numpy.float32) for name in kinds}
     again, codes = numpy.zeros((3, 256), numpy.uint8), numpy.arange(256, dtype=numpy.uint8)
@@ -100,7 +101,7 @@ def test_fp8_by_integer_arithmetic(run_on_host: Callable[..., None]) -> None:
         assert numpy.isnan(there.view(kind)[numpy.isnan(right)].astype(numpy.float32)).all()
 
 
-# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. What lies next to the results stays 7.
+# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. Elements next to the results stay 7.
 FOURS = """#include "packed.cuh"
 extern "C" __global__ void fours(int8_t* small, float* bytes, uint32_t* sums, const int* in, int word) {
     store_four_integers(small + 1, in);
@@ -114,7 +115,7 @@ extern "C" __global__ void fours(int8_t* small, float* bytes, uint32_t* sums, co
 """
 
 
-def test_fours_and_pairs(run_on_host: Callable[..., None]) -> None:
+def test_packed_fours_and_pairs(run_on_host: Callable[..., None]) -> None:
     small, bytes_ = numpy.full(6, 7, numpy.int8), numpy.zeros(6, numpy.float32)
     sums, values = numpy.zeros(3, numpy.uint32), numpy.array([-1000, 127, -128, 300], numpy.int32)
     run_on_host(FOURS, grid=1, block=1, small=small, bytes=bytes_, sums=sums, word=0x04F00A02, **{"in": values})

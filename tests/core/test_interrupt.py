@@ -1,4 +1,4 @@
-"""Ctrl-C and outputs that cannot be written, as programs meet them."""
+"""Ctrl-C and outputs that cannot be written, as user programs meet them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ extern "C" __global__ void spin(volatile int* flag) {
 
 @pytest.fixture(autouse=True)
 def _interrupts() -> Iterator[None]:
-    """Python's own handler: a shell that starts the tests in the background has them ignore interrupts."""
+    """Python's own handler, because a shell that starts the tests in the background makes them ignore interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -39,7 +39,7 @@ def interrupt_after(seconds: float) -> threading.Timer:
     return timer
 
 
-def test_a_kernel_on_the_host_is_interrupted(run_on_host: Callable[..., None]) -> None:
+def test_host_kernel_is_interrupted(run_on_host: Callable[..., None]) -> None:
     import numpy
 
     flag = numpy.zeros(1, numpy.int32)
@@ -55,7 +55,7 @@ def test_a_kernel_on_the_host_is_interrupted(run_on_host: Callable[..., None]) -
     run_on_host(SPIN, 1, 1, flag=flag)  # the next launch runs
 
 
-def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -106,20 +106,20 @@ def test_an_import_that_is_interrupted(tmp_path: Path, words: list[str], module:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("words", [["list"], ["doctor", "--json"], ["source", "rms_norm"]])
 @pytest.mark.slow
-def test_an_output_that_cannot_be_written(words: list[str]) -> None:
+def test_unwritable_output(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "pyops", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "the output cannot be written: No space left on device\n")
 
 
-def test_sizes_below_zero_are_no_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_sizes_are_no_example(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("show", "source"):
         assert main([command, "rms_norm", "hidden_size=-1"]) == 2
         assert "expected sizes of 0 or more, got shape" in capsys.readouterr().err
 
 
-def test_a_wrong_switch_is_named_before_anything_is_loaded(
+def test_wrong_switch_is_named_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYOPS_CPU", "bogus")

@@ -1,4 +1,4 @@
-"""Packing and launching on a driver that is a Python function: what a kernel parameter holds when it is launched."""
+"""Packing and launching on a driver that is a Python function: the values of kernel parameters at a launch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device, index_check, launch
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel
+from pyops._core.op import index_check
+from pyops._core.system import device
 from tests.core.conftest import Driver, call, text
 
 MakeKernel = Callable[[str, str], Kernel]
 
 
-def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver) -> None:
+def test_parameters_hold_the_given_values(kernel: MakeKernel, driver: Driver) -> None:
     every = kernel(
         "every",
         text(
@@ -46,7 +48,7 @@ def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver)
 
 
 def test_keyed_scalars_of_the_op_reach_the_kernel(kernel: MakeKernel, driver: Driver) -> None:
-    """By name; a value that the plan fixes comes before the op's own, also for a tensor."""
+    """By name; a value that the plan fixes precedes the op's own, also for a tensor."""
     scalars = kernel("scalars", text("scalars", "float* out, float* residual, int rows, bool causal"))
     one = scalars().launch(1, 64, residual=0, rows=9)
     bound = driver.bind([one], ("out", "residual"), (("unused", "d"),), {"rows": 4, "causal": True, "window": 8})
@@ -54,8 +56,8 @@ def test_keyed_scalars_of_the_op_reach_the_kernel(kernel: MakeKernel, driver: Dr
     assert driver.launches[0][-1] == {"out": 111, "residual": 0, "rows": 9, "causal": True}
 
 
-def test_a_renamed_kernel_is_fed_by_other_names(kernel: MakeKernel, driver: Driver) -> None:
-    """Parameters of any kernel of that text; the loaded function is that of the kernel."""
+def test_renamed_kernel_is_fed_by_other_names(kernel: MakeKernel, driver: Driver) -> None:
+    """Parameters of any kernel with that text; the loaded function is the kernel's."""
     plain = kernel("plain", text("plain", "float* out, const float* input, const float* bias, int rows"))
     renamed = plain.renamed(out="result", input="x")
     assert renamed is plain.renamed(out="result", input="x")
@@ -69,7 +71,7 @@ def test_a_renamed_kernel_is_fed_by_other_names(kernel: MakeKernel, driver: Driv
 
 
 def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver) -> None:
-    """Each kernel takes those of the op's values that it names, in the C type it names them with."""
+    """Each kernel gets those of the op's values that it names, in the C type of its signature."""
     first = kernel("first", text("first", "float* out, int rows"))
     second = kernel("second", text("second", "int rows, const float* input, float* out, float epsilon"))
     third = kernel("third", text("third", "double limit, float* out"))
@@ -90,14 +92,14 @@ def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver
     assert {stream for *_, stream, _ in driver.launches} == {5}
 
 
-def test_one_word_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
+def test_shared_parameter_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
     single = kernel("single", text("single", "float* out, float epsilon"))
     double = kernel("double", text("double", "float* out, double epsilon"))
     with pytest.raises(TypeError, match=r"test/double\.cu: epsilon has another type than in a kernel launched before"):
         driver.bind([single().launch(1, 64), double().launch(1, 64)], ("out",), (("epsilon", "d"),), {})
 
 
-def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel, driver: Driver) -> None:
+def test_missing_parameter_and_unused_value_are_errors(kernel: MakeKernel, driver: Driver) -> None:
     scale = kernel("scale", text("scale", "float* out, int64_t size, int times"))
     with pytest.raises(TypeError, match=r"test/scale\.cu: nothing feeds the parameter times"):
         driver.bind([scale().launch(1, 64, size=1)], ("out",), (), {})
@@ -106,7 +108,7 @@ def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel, driver: Dri
 
 
 @pytest.mark.parametrize("value", [1e300, None, "x"])
-def test_a_value_that_does_not_fit_is_named(kernel: MakeKernel, driver: Driver, value: Any) -> None:
+def test_value_that_does_not_fit_is_named(kernel: MakeKernel, driver: Driver, value: Any) -> None:
     single = kernel("narrow", text("narrow", "float* out, float slope, float epsilon"))
     bound = driver.bind([single().launch(1, 64)], ("out",), (("slope", "d"), ("epsilon", "d")), {})
     words = (64, 1.0, value)
@@ -142,7 +144,7 @@ def test_threads_do_not_mix_their_words(kernel: MakeKernel, driver: Driver) -> N
         assert values["out"] // 1000 == stream
 
 
-def test_each_library_says_whether_its_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_library_knows_whether_its_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
     stream = mock.create_autospec(cupy.cuda.Stream, instance=True)
@@ -154,7 +156,7 @@ def test_each_library_says_whether_its_stream_is_captured(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_threads_that_the_runtime_cannot_count_are_refused(
+def test_thread_counts_beyond_the_runtime_are_refused(
     kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     monkeypatch.setattr(device, "get", lambda index: device.model(arch))
@@ -168,16 +170,14 @@ def test_threads_that_the_runtime_cannot_count_are_refused(
 
 
 @pytest.mark.parametrize("grid", [(2**31,), (2**33 + 1,), (1, 2**16), (1, 1, 2**16)])
-def test_blocks_that_a_launch_cannot_have_are_refused(
-    kernel: MakeKernel, driver: Driver, grid: tuple[int, ...]
-) -> None:
+def test_impossible_blocks_are_refused(kernel: MakeKernel, driver: Driver, grid: tuple[int, ...]) -> None:
     """The driver would refuse some of them, and take others modulo 2^32."""
     many = kernel("many", text("many", "float* out"))
     with pytest.raises(OpError, match=r"out: needs .* blocks, but a launch has at most"):
         driver.bind([many().launch(grid, 1)], ("out",), (), {})
 
 
-def test_launches_of_few_streams_are_kept() -> None:
+def test_launches_of_few_streams_are_cached() -> None:
     """A program that makes a stream for every request does not fill memory."""
     streams = launch.Streams(lambda stream: lambda: stream)
     for stream in range(1000):

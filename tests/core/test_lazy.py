@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.lazy import loaded
+from pyops._core.system.lazy import loaded
 
 
-def test_what_another_thread_is_importing_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a module has not all of its names yet."""
+def test_module_being_imported_by_another_thread_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-imported module does not have all of its names yet."""
     (tmp_path / "imported_slowly.py").write_text("import threading\nthreading.begun.set()\nthreading.go_on.wait(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
     begun, go_on = threading.Event(), threading.Event()

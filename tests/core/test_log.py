@@ -1,4 +1,4 @@
-"""What a program sees of compiles: nothing, a line after a second, or a line for each kernel."""
+"""Log lines of compiles: none, one after a second, or one for each kernel."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 from pyops import compile_ahead
-from pyops._core import compiler, device, log
-from pyops._core.compiler import Compiled
-from pyops._core.host.toolchain import toolchains
+from pyops._core import log
+from pyops._core.system import device
+from pyops._core.text import compiler
+from pyops._core.text.compiler import Compiled
+from pyops.host.toolchain import toolchains
 
 
 def stderr_of(folder: Path, size: int, before: str = "", **switches: str) -> str:
-    """What a program writes to its standard error that calls an op on the CPU; each size has a kernel of its own."""
+    """The standard error of a program that calls an op on the CPU; each size has its own kernel."""
     code = f"""
 import logging
 import numpy
@@ -41,7 +43,7 @@ pyops.silu_and_mul(out, numpy.ones((1, {2 * size}), "float32"))
 
 @pytest.fixture
 def slow_compiler(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine whose C++ compiler takes more than a second for a kernel, which is built by -Og."""
+    """The environment of a machine on which a C++ compile, here with -Og, takes more than a second."""
     real = shutil.which("g++")
     if real is None:
         pytest.skip("no g++")
@@ -53,18 +55,18 @@ def slow_compiler(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_compile_of_more_than_a_second_is_told(tmp_path: Path, slow_compiler: dict[str, str]) -> None:
+def test_compile_of_more_than_a_second_is_logged(tmp_path: Path, slow_compiler: dict[str, str]) -> None:
     told = "pyops: compiling activation/act_and_mul.cu for the CPU ...\n"
     assert told in stderr_of(tmp_path, 4, **slow_compiler)
-    assert stderr_of(tmp_path, 4, **slow_compiler) == ""  # the cache folder holds the kernel
+    assert stderr_of(tmp_path, 4, **slow_compiler) == ""  # the cache folder has the kernel
     shown = stderr_of(tmp_path, 8, "logging.basicConfig(format='%(levelname)s %(name)s')", **slow_compiler)
-    assert shown == "WARNING pyops.compile\n"  # once, as the program wants it
+    assert shown == "WARNING pyops.compile\n"  # once, in the program's own format
     assert stderr_of(tmp_path, 16, "logging.getLogger('pyops').setLevel('ERROR')", **slow_compiler) == ""
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_every_kernel_is_told_by_the_switch_or_the_level(tmp_path: Path) -> None:
+def test_every_kernel_is_logged_by_the_switch_or_the_level(tmp_path: Path) -> None:
     line = r"^pyops: activation/act_and_mul\.cu scalar_t=float32 .* host: {} in \d+ ms$"
     by_switch = stderr_of(tmp_path, 4, PYOPS_LOG="1")
     by_level = stderr_of(tmp_path, 8, "logging.getLogger('pyops').setLevel('INFO')")
@@ -74,8 +76,8 @@ def test_every_kernel_is_told_by_the_switch_or_the_level(tmp_path: Path) -> None
     assert len(again.splitlines()) == 1
 
 
-def test_what_a_gpu_is_compiled_for_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a CuPy that compiles nothing, slowly."""
+def test_compiles_for_a_gpu_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake CuPy compiles nothing, but takes long."""
 
     class Module:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
@@ -105,7 +107,7 @@ def test_what_a_gpu_is_compiled_for_is_told(caplog: pytest.LogCaptureFixture, mo
     assert re.fullmatch(r"norm/rms_norm\.cu scalar_t=float16 sm_90: compiled in \d+ ms, 32 registers", ready)
 
 
-def test_a_short_wait_is_not_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_wait_is_not_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "PATIENCE", 60.0)
     threads = threading.active_count()
     with caplog.at_level(logging.INFO, "pyops"), log.waiting("compiling"):
@@ -113,7 +115,7 @@ def test_a_short_wait_is_not_told(caplog: pytest.LogCaptureFixture, monkeypatch:
     assert not caplog.records
 
 
-def test_of_nested_waits_the_outer_one_is_told(
+def test_only_the_outer_of_nested_waits_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.01)
@@ -155,6 +157,6 @@ def test_kernels_that_are_loaded_together_are_one_wait(
     assert [one.getMessage() for one in caplog.records] == ["compiling 2 kernels ..."]
 
 
-def test_a_program_without_a_standard_error_goes_on() -> None:
+def test_program_without_a_standard_error_goes_on() -> None:
     code = "import logging, sys, pyops\nsys.stderr = None\nlogging.getLogger('pyops.compile').warning('lost')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""

@@ -1,4 +1,4 @@
-"""Declaring ops, and the way of a call: keys, plans, refusals, switches."""
+"""Declaring ops, and the path of a call: keys, plans, refusals, switches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ import torch
 
 import pyops
 from benchmarks.fake_driver import fake_driver
-from pyops._core import check, compiler, device
-from pyops._core import op as core
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.kernel import Kernel
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.launch.kernel import Kernel
+from pyops._core.op import op as core
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
+from pyops.example import ArgMaker, TorchMaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +89,7 @@ def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message
 
 
 def test_annotations_may_be_types_or_text() -> None:
-    """As they come with and without ``from __future__ import annotations``."""
+    """With and without ``from __future__ import annotations``."""
 
     def reference(out, state, slope, steps, causal, kind, pair) -> None: ...  # type: ignore[no-untyped-def]
 
@@ -105,8 +108,8 @@ def test_annotations_may_be_types_or_text() -> None:
     ]  # fmt: skip
 
 
-def test_a_module_may_declare_an_op_again() -> None:
-    """A notebook's cell that is run twice. torch's registry has the later one too, with its own schema."""
+def test_module_may_declare_an_op_again() -> None:
+    """As a notebook cell does that is run twice. torch's registry gets the later op too, with its own schema."""
 
     def declare(factor: int) -> Any:
         def declared_again(out: Tensor, input: Tensor) -> None:
@@ -125,7 +128,7 @@ def test_a_module_may_declare_an_op_again() -> None:
     assert pyops.registry["declared_again"] is wrapper.op
 
 
-def test_an_op_of_another_module_is_not_replaced() -> None:
+def test_op_of_another_module_is_not_replaced() -> None:
     def rms_norm(out: Tensor, input: Tensor) -> None: ...
 
     before = pyops.registry["rms_norm"]
@@ -134,7 +137,7 @@ def test_an_op_of_another_module_is_not_replaced() -> None:
     assert pyops.registry["rms_norm"] is before
 
 
-def test_a_plan_is_made_once_for_a_signature() -> None:
+def test_plan_is_made_once_per_signature() -> None:
     planned = []
 
     @pyops.op(out="out", keyed="slope")
@@ -161,6 +164,29 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
     assert planned == [((2, 4), 2.0, 1), ((3, 4), 2.0, 1), ((2, 4), 3.0, 1), ((2, 4), 2.0, 2)]
 
 
+@dataclass
+class _Rows:
+    input: TensorArg
+    weight: TensorArg | None
+
+
+def test_a_plan_takes_arguments_in_groups() -> None:
+    planned = []
+
+    @pyops.op(out="out")
+    def planned_by_groups(out: Tensor, input: Tensor, steps: int, weight: Tensor | None = None) -> None: ...
+
+    @planned_by_groups.plan
+    def plan_planned_by_groups(steps: int, rows: _Rows) -> list[Any]:
+        planned.append((steps, rows.input.name, rows.weight))
+        return []
+
+    planned_by_groups(torch.empty(2), torch.ones(2), 3)
+    assert planned == [(3, "input", None)]
+    with pytest.raises(TypeError, match="planned_by_groups: call is no parameter of the op"):
+        planned_by_groups.plan(lambda **call: [])
+
+
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_MAX_PLANS", 4)
     op = pyops.registry["rms_norm"]
@@ -172,7 +198,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(args[0], expected)
 
 
-def test_plans_that_are_forgotten_are_made_again() -> None:
+def test_forgotten_plans_are_made_again() -> None:
     """Also the one that torch's own guard finds from its third call on."""
     op = pyops.registry["rms_norm"]
     x, out = torch.ones(2, 8), torch.empty(2, 8)
@@ -187,7 +213,7 @@ def test_plans_that_are_forgotten_are_made_again() -> None:
         assert len(op.plans) == 1
 
 
-def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
+def test_new_number_of_tokens_is_the_same_specialisation() -> None:
     op = pyops.registry["rms_norm"]
     texts = {
         launch.specialisation.text
@@ -197,10 +223,8 @@ def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
     assert len(texts) == 1
 
 
-def test_specialisations_are_told_apart_by_the_names_of_their_constants(
-    kernel: MakeKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a process holds is found again by names and values, not by values alone."""
+def test_specialisations_differ_by_names_of_constants(kernel: MakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process finds its kernels again by names and values, not by values alone."""
     monkeypatch.setattr(compiler, "load", lambda device, text, *_: (device, text))
     scale = kernel("told_apart", SCALE.replace("scale", "told_apart"))
     made = [scale(A=1, B=2), scale(A=1, C=2), scale(A=2, B=1)]
@@ -234,7 +258,7 @@ assert torch.equal(out, x / (1 + 1e-6) ** 0.5), out
 @pytest.mark.parametrize("first", ["call(out, x)", "torch.compile(call, fullgraph=True, backend='aot_eager')(out, x)"])
 @pytest.mark.slow
 def test_torch_imported_after_pyops(first: str) -> None:
-    """Ops register with torch at the first call, also when that call is traced."""
+    """Ops register with torch at the first call, even if that call is traced."""
     run = subprocess.run(
         [sys.executable, "-c", LATE_TORCH.format(first=first)], cwd=ROOT, capture_output=True, text=True, env=os.environ
     )
@@ -253,8 +277,8 @@ with torch._dynamo.config.patch(error_on_recompile=True):
 
 
 @pytest.mark.slow
-def test_a_call_that_is_traced_first_is_compiled_once() -> None:
-    """Though the wrapper gets its code at the first call."""
+def test_call_that_is_traced_first_is_compiled_once() -> None:
+    """Though the wrapper gets its source at the first call."""
     subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, check=True)
 
 
@@ -265,8 +289,8 @@ def test_mixed_libraries_are_refused() -> None:
 
 
 @pytest.mark.parametrize("where", ["torch", "numpy"])
-def test_one_tensor_for_input_and_output_has_one_layout(where: str) -> None:
-    """Rows of `out` that lie elsewhere would be written over rows of `input` that are still to be read."""
+def test_in_place_tensor_has_one_layout(where: str) -> None:
+    """A row of `out` at another address would overwrite rows of `input` that are still to be read."""
     memory: Any = torch.arange(32.0) if where == "torch" else numpy.arange(32, dtype=numpy.float32)
     x, out = memory[:16].reshape(2, 8), memory.reshape(2, 16)[:, :8]
     pyops.rms_norm(x, x, None, 1e-6)
@@ -276,8 +300,8 @@ def test_one_tensor_for_input_and_output_has_one_layout(where: str) -> None:
     assert (memory == before).all()
 
 
-def test_tensors_that_interleave_are_told_by_their_whole_distance() -> None:
-    """Of rows that are 3 pages apart, `out` lies 1 page after `input`, between its rows; then 3, on its rows."""
+def test_interleaved_tensors_are_compared_exactly() -> None:
+    """With a row stride of 3 pages, `out` begins 1 page after `input`, between its rows; then 3 pages, on its rows."""
     page = 4096 // 4
     memory = torch.ones(4, 3 * page)
     x, between = memory[:3, :8], memory[:3, page : page + 8]
@@ -296,7 +320,7 @@ def test_errors_are_value_errors_with_parts() -> None:
     assert type(error).__module__ == "pyops"
 
 
-def test_the_message_of_the_issue() -> None:
+def test_message_of_an_error() -> None:
     x = torch.empty(2, 4096, dtype=torch.bfloat16)
     with pytest.raises(pyops.OpError) as caught:
         pyops.rms_norm(x.clone(), x, torch.empty(4095, dtype=torch.bfloat16), 1e-6)
@@ -320,7 +344,7 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None
         assert switch() is False
 
 
-def test_no_kernel_is_compiled_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_compiles_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyops._core import config
 
     monkeypatch.setenv("PYOPS_JIT", "error")
@@ -340,7 +364,7 @@ def test_no_kernel_is_compiled_where_that_is_forbidden(monkeypatch: pytest.Monke
             pyops.rms_norm(torch.empty(2, 40), torch.ones(2, 40), None, 0.0)
 
 
-def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:
+def test_tensor_with_a_freed_storage_is_refused() -> None:
     x = torch.ones(2, 8)
     x.untyped_storage().resize_(0)
     with pytest.raises(pyops.OpError, match=r"^rms_norm: input: has no memory$"):

@@ -1,4 +1,4 @@
-"""Arguments other than plain tensors and floats: integers of every call, numbers as tensors, scratch, indices."""
+"""Arguments besides tensors and floats: integers that are read at every call, numbers as tensors, scratch, indices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import check, config
+from pyops import check
+from pyops._core import config
 from pyops._core.errors import KernelFault
-from pyops._core.host.toolchain import toolchains
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg
-from tests.calls import DEVICES
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.tensors.tensor import TensorArg
+from pyops.host.toolchain import toolchains
+from tests.support.calls import DEVICES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +72,7 @@ def _called(take: Any, device: Any, scale: Any, step: int = 0, index: tuple[int,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_integer_of_every_call_makes_no_plan(take: Any, device: str) -> None:
+def test_unkeyed_integer_makes_no_plan(take: Any, device: str) -> None:
     for step in (0, 1, 2**40, -5):
         assert _called(take, device, 1.0, step) == [numpy.float32(x + step) for x in (3, 0, 2)]
     assert len(take.planned) == 1
@@ -80,11 +82,11 @@ def test_an_integer_of_every_call_makes_no_plan(take: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_number_may_be_given_for_a_tensor(take: Any, device: str) -> None:
-    """As a Python number, as numpy's, as a scalar in host memory, and as a tensor of any rank."""
+def test_number_may_be_given_for_a_tensor(take: Any, device: str) -> None:
+    """As a Python number, a numpy scalar, a scalar in host memory, and a tensor of any rank."""
     tensors = [torch.tensor(2.0, device=device), torch.full((1,), 2.0, device=device), torch.tensor(2.0)]
     for scale in (2, 2.0, numpy.float32(2), numpy.float64(2), numpy.int64(2), *tensors):
-        for _ in range(3):  # by the plan, by the plan's guard
+        for _ in range(3):  # first by the plan, then by its guard
             assert _called(take, device, scale) == [6.0, 0.0, 4.0]
     for wrong in (True, "x", None, [2.0], torch.ones(2, device=device), torch.tensor(2, device=device)):
         with pytest.raises(pyops.OpError, match=r"^take: scale: "):
@@ -102,7 +104,7 @@ def test_torch_sees_the_tensor(take: Any, device: str) -> None:
         assert out.tolist() == [5.0, 0.0]
 
 
-def test_a_number_beside_numpy_arrays(take: Any) -> None:
+def test_number_with_numpy_arrays(take: Any) -> None:
     out = numpy.empty(2, numpy.float32)
     for mode in ("reference", *(["kernels"] if toolchains() else [])):
         with config.cpu(mode):
@@ -112,7 +114,7 @@ def test_a_number_beside_numpy_arrays(take: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_indices_out_of_range_are_named(take: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYOPS_CHECK=1, and after the call has done its work; the switch is read where a plan is made."""
+    """With PYOPS_CHECK=1, after the call has done its work; the switch is read when a plan is made."""
     assert _called(take, device, 1.0, index=(1, 4, -7)) == [1.0, 0.0, 0.0]
     monkeypatch.setenv("PYOPS_CHECK", "1")
     take.op.forget()
@@ -171,7 +173,7 @@ def test_scratch_is_shared_by_the_launches_of_a_call(device: str) -> None:
         assert torch.equal(out, x * 1.5)
 
 
-def test_every_index_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_index_tensor_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CHECK", "1")
 
     @pyops.op(out="out")
@@ -204,7 +206,7 @@ extern "C" __global__ void count(float* out, float* garbage, float* zeros, bool 
 
 
 @on_host
-def test_zeros_are_apart_from_garbage_and_stay_zero() -> None:
+def test_zeros_are_separate_from_scratch_and_stay_zero() -> None:
     @pyops.op(out="out")
     def zero(out: Tensor, clears: bool) -> None:
         out.zero_()
@@ -222,7 +224,7 @@ def test_zeros_are_apart_from_garbage_and_stay_zero() -> None:
             zero(out, False)
 
 
-def test_a_truth_is_no_number(take: Any) -> None:
+def test_bool_is_no_number(take: Any) -> None:
     out, x, index = torch.zeros(3), torch.arange(4.0), torch.tensor([0, 1, 2])
     with pytest.raises(pyops.OpError, match=r"^take: scale: expected a torch tensor or a cupy array, got bool$"):
         take(out, x, index, True, 0)
@@ -230,7 +232,7 @@ def test_a_truth_is_no_number(take: Any) -> None:
 
 @pytest.mark.gpu
 def test_scratch_in_a_graph_and_in_cupy() -> None:
-    """A captured call has scratch of its own; CuPy's arrays take it from CuPy."""
+    """A captured call has its own scratch; CuPy's arrays take it from CuPy."""
     import cupy
 
     halves, add = Kernel("test/halves.cu", text=HALVES), Kernel("test/sum.cu", text=SUM)
@@ -273,7 +275,7 @@ def test_wrong_declarations(declaration: dict[str, str], message: str) -> None:
         pyops.op(out="out", **declaration)(wrongly_declared)  # type: ignore[arg-type]
 
 
-def test_an_integer_of_every_call_has_eight_bytes() -> None:
+def test_unkeyed_integer_has_eight_bytes() -> None:
     kernel = Kernel("test/narrow.cu", text='extern "C" __global__ void narrow(float* out, int step) {}')
 
     @pyops.op(out="out", runtime="step")
@@ -290,8 +292,8 @@ def test_an_integer_of_every_call_has_eight_bytes() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_integer_may_be_a_tensor(device: str) -> None:
-    """Its value counts, at every call: not which tensor it is."""
+def test_integer_may_be_a_tensor(device: str) -> None:
+    """Its value counts, at every call, and not the tensor's identity."""
 
     @pyops.op(out="out")
     def filled_with(out: Tensor, count: int) -> None:

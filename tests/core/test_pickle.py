@@ -1,4 +1,4 @@
-"""Errors and ops go to other processes and into files."""
+"""Errors and ops can be pickled, for other processes and for files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _raise(error: Exception) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_comes_back_from_another_process() -> None:
+def test_error_comes_back_from_another_process() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for error in ERRORS:
             with pytest.raises(type(error)) as caught:
@@ -75,7 +75,7 @@ class Holds(torch.nn.Module):
         self.op, self.reference = pyops.rms_norm, pyops.registry["rms_norm"]
 
 
-def test_a_module_that_holds_an_op_is_saved() -> None:
+def test_module_that_holds_an_op_is_saved() -> None:
     file = io.BytesIO()
     torch.save(Holds(), file)
     file.seek(0)

@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyops
-from pyops._core import check, dtypes
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.planner import Result
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.op.planner import Result
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,8 +128,8 @@ def test_fakes_and_compile(halves: Any) -> None:
     torch.library.opcheck(torch.ops.pyops.halves.default, (x,))
 
 
-def test_a_size_that_is_an_argument_stays_any_size(halves: Any) -> None:
-    """A compiler that passes a symbol gets one graph: a fixed size would be wrong where guards are left out."""
+def test_size_argument_stays_symbolic(halves: Any) -> None:
+    """A compiler that passes a symbol gets one graph: specialising would be wrong where guards are left out."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(lambda x: halves(x, x.shape[0])[0], fullgraph=True, backend="aot_eager")
         for rows in (7, 9):
@@ -146,7 +147,7 @@ def test_new_outputs_of_an_op_that_is_given_them_by_position(centred: Any) -> No
     assert torch.equal(codes, right_codes)
     assert torch.equal(mean, right_mean)
     largest = torch.empty(())
-    codes, mean = centred.new(x, 2, largest)  # what may be None stays an argument
+    codes, mean = centred.new(x, 2, largest)  # an optional argument stays an argument
     assert largest == right_codes.abs().max()
     codes, mean = centred.new(x.numpy(), 2)
     assert isinstance(codes, numpy.ndarray)
@@ -187,7 +188,7 @@ def test_compiled_form(centred: Any) -> None:
         assert largest == right
 
 
-def test_some_outputs_are_given_to_what_is_compiled(halves: Any) -> None:
+def test_compiled_call_with_some_outputs_given(halves: Any) -> None:
     x, given, right = torch.randn(3, 8), torch.empty(3, 8), torch.empty(3, 8)
     compiled = torch.compile(lambda x, given: halves(x, doubled=given)[1], fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, given), halves(x, doubled=right)[1])
@@ -195,8 +196,8 @@ def test_some_outputs_are_given_to_what_is_compiled(halves: Any) -> None:
     assert torch.equal(given, x * 2)
 
 
-def test_a_call_is_checked_before_anything_is_allocated() -> None:
-    """The plan sees what would be allocated: nothing is, of this size, on any machine."""
+def test_call_is_checked_before_anything_is_allocated() -> None:
+    """The plan sees descriptors of the outputs; this size could not be allocated on any machine."""
 
     @pyops.op(returns="out", ulps=0)
     def repeated(x: Tensor, times: int, *, out: Tensor) -> None:
@@ -242,7 +243,7 @@ def test_a_call_is_checked_before_anything_is_allocated() -> None:
 
 
 def test_sizes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shapes, dtypes and scalars: of arguments that look the same, the result function is asked once."""
+    """By shapes, dtypes and scalars: for equal ones the result function runs once."""
     op, asked = pyops.registry["static_scaled_int8_quant"], []
     results = op.results
     monkeypatch.setattr(op, "results", lambda *args: asked.append(args) or results(*args))
@@ -280,7 +281,7 @@ def test_returned_outputs_stand_last() -> None:
         pyops.op(returns=("a", "b"), inout="x")(several)
 
 
-def test_what_requires_grad_is_refused(halves: Any) -> None:
+def test_tensors_that_require_grad_are_refused(halves: Any) -> None:
     x = torch.randn(2, 8, requires_grad=True)
     calls = (halves, lambda x: torch.ops.pyops.halves(x), lambda x: halves(x.to("meta")))
     for call in calls:

@@ -1,4 +1,4 @@
-"""Kernel texts: what is flattened, what the compiler is told about lines, what is read from a signature."""
+"""Kernel texts: inlined includes, line numbers for the compiler, and parsed signatures."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Callable
 import pytest
 
 import kernels_cu
-from pyops._core import dtypes, source
-from pyops._core.kernel import Kernel
+from pyops._core.launch.kernel import Kernel
+from pyops._core.tensors import dtypes
+from pyops._core.text import source
 
 KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
 MakeKernel = Callable[[str, str], Kernel]
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_line_keeps_its_place(name: str) -> None:
-    """What the compiler calls line n of a file is line n of that file."""
+def test_every_line_keeps_its_number(name: str) -> None:
+    """Line n of a file is line n in the compiler's messages."""
     file, number = "", 0
     checked = set()
     for line in source.flatten(name, {"VEC_SIZE": 8}).splitlines()[1:]:
@@ -65,7 +66,7 @@ def test_constants(value: object, declaration: str) -> None:
     assert f'#line 1 "constants"\n{declaration}\n' in source.flatten(KERNELS[0], {"X": value})
 
 
-def test_description_is_what_a_person_types() -> None:
+def test_description_is_a_command_line() -> None:
     constants = {"scalar_t": dtypes.float16, "HIDDEN_SIZE": 64, "HAS_WEIGHT": True}
     assert source.describe(constants) == "scalar_t=float16 HIDDEN_SIZE=64 HAS_WEIGHT=1"
 
@@ -117,7 +118,7 @@ def test_signature(kernel: MakeKernel) -> None:
         ("{ // await_previous_kernel();\n", False),
     ],
 )
-def test_a_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: str, overlaps: bool) -> None:
+def test_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: str, overlaps: bool) -> None:
     made = kernel("early", f'extern "C" __global__ void early(int* out) {body} }}')
     assert made.signature.overlaps is overlaps
 
@@ -131,6 +132,6 @@ def test_a_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body
         ('extern "C" __global__ void f(unsigned char a) {}', "parameter a has type 'unsigned char'"),
     ],
 )
-def test_signatures_that_nothing_can_feed(kernel: MakeKernel, text: str, message: str) -> None:
+def test_signatures_that_cannot_be_fed(kernel: MakeKernel, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assert kernel("refused", text).signature

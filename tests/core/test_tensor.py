@@ -1,4 +1,4 @@
-"""What the runtime sees of a tensor, and which memory tensors share, against numpy and against every address."""
+"""Descriptions of tensors, and which tensors share memory, against numpy and against every address."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device, dtypes, tensor
-from pyops._core.tensor import TensorArg
+from pyops._core.system import device
+from pyops._core.tensors import dtypes, tensor
+from pyops._core.tensors.tensor import TensorArg
 
 
 def _arg(
@@ -35,7 +36,7 @@ _LAYOUT = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=3)
 _DTYPES = st.sampled_from([dtypes.float32, dtypes.bfloat16, dtypes.int8])
 
 
-@example(layout=[(3, 2), (4, 1)])  # rows of 4 elements that begin 2 apart
+@example(layout=[(3, 2), (4, 1)])  # rows of 4 elements with a stride of 2
 @given(layout=_LAYOUT)
 def test_no_overlap_within_a_tensor_is_missed(layout: list[tuple[int, int]]) -> None:
     arg = _arg(tuple(size for size, _ in layout), tuple(stride for _, stride in layout))
@@ -55,7 +56,7 @@ def test_dimensions_in_any_order_with_gaps_do_not_overlap(sizes: list[int], data
 
 
 @given(first=_LAYOUT, second=_LAYOUT, dtype=_DTYPES, other=_DTYPES, distance=st.integers(-60, 60))
-def test_shared_memory_is_what_addresses_say(
+def test_shared_memory_is_exact(
     first: Any, second: Any, dtype: dtypes.DType, other: dtypes.DType, distance: int
 ) -> None:
     a, b = (
@@ -70,7 +71,7 @@ def test_shared_memory_is_what_addresses_say(
     assume(theirs)
     assume(ours)
     assert tensor.shares_memory(a, at_a, b, at_b) == bool(theirs & ours)
-    # The quick test of a call, by extents, may see an overlap where there is none, never the other way.
+    # The quick test of a call, by extents, may report an overlap where there is none, never the reverse.
     assert (at_a < at_b + b.extent and at_b < at_a + a.extent) or not theirs & ours
 
 
@@ -84,7 +85,7 @@ def test_sizes_of_an_arg(layout: list[tuple[int, int]], dtype: dtypes.DType) -> 
 
 
 @pytest.mark.parametrize("dtype", dtypes._TABLE.values(), ids=repr)
-def test_dtypes_are_one_in_every_library(dtype: dtypes.DType) -> None:
+def test_dtypes_are_equal_across_libraries(dtype: dtypes.DType) -> None:
     native = getattr(torch, dtype.name)
     array = numpy.dtype(getattr(ml_dtypes, dtype.name, None) or dtype.name)
     assert dtypes.of(native) is dtypes.of(array) is dtypes.of(dtype.name) is dtype
@@ -92,13 +93,13 @@ def test_dtypes_are_one_in_every_library(dtype: dtypes.DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.uint16, torch.float8_e5m2fnuz])
-def test_other_dtypes_are_none(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     assert dtypes.of(dtype) is None
     with pytest.raises(pyops.OpError, match=f"^op: x: dtype {dtype} is not supported"):
         tensor.describe("op", "x", torch.zeros(2, dtype=dtype), "torch", written=False)
 
 
-def test_an_address_between_elements_is_refused() -> None:
+def test_address_between_elements_is_refused() -> None:
     memory = numpy.zeros(64, numpy.uint8)
     start = -memory.ctypes.data % 16
     assert tensor.describe("op", "x", memory[start + 4 :][:8].view(numpy.float32), "numpy", False).alignment == 4
@@ -108,15 +109,15 @@ def test_an_address_between_elements_is_refused() -> None:
             tensor.describe("op", "x", odd, "numpy", written=False)
 
 
-def test_what_is_empty_does_not_overlap() -> None:
-    """Whatever strides numpy gives it."""
+def test_empty_tensors_do_not_overlap() -> None:
+    """With any strides that numpy gives them."""
     for shape, strides in (((0, 8), (0, 0)), ((3, 0), (4, 4))):
         empty = numpy.lib.stride_tricks.as_strided(numpy.zeros(0, numpy.float32), shape, strides)
         assert tensor.describe("op", "x", empty, "numpy", written=True).numel == 0
 
 
 @given(offset=st.integers(0, 40), rows=st.integers(1, 3), gap=st.integers(0, 3))
-def test_description_of_torch_and_numpy_agree(offset: int, rows: int, gap: int) -> None:
+def test_descriptions_of_torch_and_numpy_agree(offset: int, rows: int, gap: int) -> None:
     memory = torch.zeros(256, dtype=torch.uint8)
     base = -memory.data_ptr() % 64  # from here on addresses are multiples of 64
     for dtype, itemsize in ((torch.float32, 4), (torch.int8, 1)):
@@ -132,7 +133,7 @@ def test_description_of_torch_and_numpy_agree(offset: int, rows: int, gap: int) 
             assert arg.device.index == -1
 
 
-def test_numpy_arrays_that_no_kernel_can_take() -> None:
+def test_unsupported_numpy_arrays() -> None:
     backwards = numpy.zeros(8, numpy.float32)[::-1]
     with pytest.raises(pyops.OpError, match="not negative"):
         tensor.describe("op", "x", backwards, "numpy", written=False)
@@ -157,8 +158,9 @@ def test_to_torch_shares_memory_and_bits(name: str) -> None:
     assert value.float().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_the_least_number_that_float32_has_as_infinity_is_not_held() -> None:
-    """It is given back, to be refused by the name of its argument; the double below it is the largest float32."""
+def test_double_that_rounds_to_infinity_is_not_converted() -> None:
+    """It stays a double, to be refused by the name of its argument; the double below it rounds to the largest
+    float32."""
     like, least = torch.ones(1), tensor.MAX_FLOAT
     below = numpy.nextafter(least, 0.0)
     with numpy.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Tensor maps: what a plan may describe, what kernels are given at every call, and what that takes a driver."""
+"""Tensor maps: which tensors can be described, which maps kernels get at every call, and the driver calls for that."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import pytest
 import torch
 
 import pyops
-from pyops import compile_ahead
-from pyops._core import config, device, dtypes, launch, offline, tensor_map
-from pyops._core import driver as driver_calls
+from pyops import compile_ahead, offline
+from pyops._core import config
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg, describe_new
-from pyops._core.tensor_map import TensorMap, mappable
+from pyops._core.launch import launch, tensor_map
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap, mappable
+from pyops._core.system import device
+from pyops._core.system import driver as driver_calls
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg, describe_new
 from pyops.cli import show
-from tests.calls import KERNELS
+from pyops.host import launch as host
 from tests.core.conftest import Driver, call, text
+from tests.support.calls import KERNELS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,13 +53,13 @@ def arg(
         (arg(33, 64), (64, 33), (128,)),
         (arg(33, 64, strides=(72, 1)), (64, 33), (144,)),
         (arg(2, 3, 64, strides=(64, 128, 1)), (64, 3, 2), (256, 128)),  # a transposed view
-        (arg(1, 60, strides=(7, 1)), (60, 1), (128,)),  # one row: no stride to look at
+        (arg(1, 60, strides=(7, 1)), (60, 1), (128,)),  # one row: its stride does not matter
         (arg(5, 1, 8, strides=(24, 3, 1)), (8, 1, 5), (16, 48)),
         (arg(7), (7,), ()),
         (arg(4, 16, dtype="float8_e4m3fn"), (16, 4), (16,)),
     ],
 )
-def test_a_whole_argument(one: TensorArg, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_whole_argument(one: TensorArg, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
     assert mappable(one)
     made = TensorMap.of(one, (16, *(1 for _ in sizes[1:])), 32)
     assert (made.sizes, made.strides, made.dtype, made.offset) == (sizes, strides, one.dtype, 0)
@@ -75,14 +80,14 @@ def test_a_whole_argument(one: TensorArg, sizes: tuple[int, ...], strides: tuple
         (arg(8, 64, arch="gfx942"), "compute capability 9.0 and later"),
     ],
 )
-def test_what_takes_the_portable_kernel(one: TensorArg, message: str) -> None:
+def test_unsupported_tensors_take_the_portable_kernel(one: TensorArg, message: str) -> None:
     assert not mappable(one)
     assert not mappable(arg(8, 64), one)
     with pytest.raises(OpError, match=rf"^op: x: .*{message}"):
         TensorMap.of(one, (8, *(1 for _ in one.shape[1:])))
 
 
-def test_the_largest_that_can_be_mapped() -> None:
+def test_largest_tensors_that_can_be_mapped() -> None:
     assert mappable(arg(2**32, 8), arg(2, 2, 2, 2, 8), arg(8, 64, arch="sm_100"))
 
 
@@ -105,7 +110,7 @@ def test_the_largest_that_can_be_mapped() -> None:
         ({"sizes": (72, 16)}, "reaches over bytes 0 to 2064 of 2048"),
     ],
 )
-def test_what_the_driver_would_refuse(change: dict[str, Any], message: str) -> None:
+def test_maps_that_the_driver_would_refuse(change: dict[str, Any], message: str) -> None:
     right = {"sizes": (64, 16), "strides": (128,), "box": (64, 16), "swizzle": 128}
     for memory, error in ((arg(16, 64), OpError), (Scratch(2048), ValueError)):
         TensorMap(memory, dtypes.bfloat16, **right)
@@ -119,20 +124,20 @@ def test_no_map_reaches_a_byte_beyond_its_memory() -> None:
         TensorMap(Scratch(2048), dtypes.uint8, (129, 16), (128,), (64, 16))
 
 
-def test_is_shown_in_the_order_of_a_tensor() -> None:
+def test_map_prints_in_the_order_of_a_tensor() -> None:
     shown = "x [16, 64] bfloat16, boxes of [8, 32], swizzled by 64 bytes"
     assert str(TensorMap.of(arg(16, 64), (32, 8), 64)) == shown
     part = TensorMap(Scratch(256), dtypes.float32, (8, 2), (96,), (4, 2), offset=32)
     assert str(part) == "scratch memory from byte 32 [2, 8] float32, boxes of [2, 4]"
 
 
-# What a kernel is given
+# The maps that a kernel gets
 
 MAPS = "const __grid_constant__ TensorMap"
 
 
-def test_a_map_follows_its_tensor(kernel: MakeKernel, driver: Driver) -> None:
-    """Encoded once; told an address where that is another than at the last call."""
+def test_map_follows_its_tensor(kernel: MakeKernel, driver: Driver) -> None:
+    """Encoded once; its address is replaced when it differs from that of the last call."""
     made = kernel("mapped", text("mapped", f"float* out, {MAPS} x_map, int rows, {MAPS} y_map, float epsilon"))
     x, y = arg(16, 64), arg(32, 8, name="y", dtype="float32")
     maps = {"x_map": TensorMap.of(x, (64, 8), 128), "y_map": TensorMap(y, y.dtype, (4, 32), (32,), (4, 2), 0, 16)}
@@ -154,8 +159,9 @@ def test_a_map_follows_its_tensor(kernel: MakeKernel, driver: Driver) -> None:
     assert len(driver.replaced) == 6
 
 
-def test_launches_of_a_plan_have_maps_of_their_own(kernel: MakeKernel, driver: Driver) -> None:
-    """In each launch's own parameters, of one tensor or of scratch memory that a launch writes and the next reads."""
+def test_launches_of_a_plan_have_their_own_maps(kernel: MakeKernel, driver: Driver) -> None:
+    """In each launch's own parameters, for one tensor or for scratch memory that one launch writes and the next
+    reads."""
     first = kernel("first", text("first", f"{MAPS} x_map, {MAPS} to"))
     second = kernel("second", text("second", f"float* out, {MAPS} x_map, float* counts, {MAPS} from_"))
     x, memory, counts = arg(16, 64), Scratch(1000), Scratch(64, zeroed=True)
@@ -166,7 +172,7 @@ def test_launches_of_a_plan_have_maps_of_their_own(kernel: MakeKernel, driver: D
     lies = [2**20]
     workspace = pytest.MonkeyPatch()
     with workspace.context() as patch:
-        patch.setattr("pyops._core.workspace.zeros", lambda *_: 2**21)
+        patch.setattr("pyops._core.launch.workspace.zeros", lambda *_: 2**21)
         bound = driver.bind(launches, ("out", "x"), (), {}, lambda *_: (None, lies[0]))
         for lies[0], page in ((2**20, 1), (2**20, 1), (2**22, 1), (2**22, 2)):
             call(bound, 0, PAGE, page * PAGE)
@@ -184,7 +190,7 @@ def test_launches_of_a_plan_have_maps_of_their_own(kernel: MakeKernel, driver: D
     assert len(driver.replaced) == 6 + 0 + 2 + 3
 
 
-def test_a_map_that_could_not_be_told_is_told_again(kernel: MakeKernel, driver: Driver) -> None:
+def test_map_with_a_failed_update_is_updated_again(kernel: MakeKernel, driver: Driver) -> None:
     made = kernel("mapped", text("mapped", f"{MAPS} x_map, {MAPS} again"))
     x_map = TensorMap.of(arg(16, 64), (64, 8))
     bound = driver.bind([made().launch(1, 64, x_map=x_map, again=x_map)], ("x",), (), {})
@@ -199,7 +205,7 @@ def test_a_map_that_could_not_be_told_is_told_again(kernel: MakeKernel, driver: 
     assert len(driver.replaced) == 4
 
 
-def test_maps_that_a_driver_or_device_does_not_have(
+def test_maps_without_driver_or_device_support(
     kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kernel("mapped", text("mapped", f"{MAPS} x_map"))
@@ -217,9 +223,7 @@ def test_maps_that_a_driver_or_device_does_not_have(
         driver.bind(launches, ("x",), (), {})
 
 
-def test_a_thread_without_a_context_gets_one(
-    kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_without_a_context_gets_one(kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = mock.MagicMock()
     monkeypatch.setattr(tensor_map, "cupy", cupy)
     made = kernel("mapped", text("mapped", f"{MAPS} x_map"))
@@ -245,13 +249,13 @@ def test_maps_are_fed_to_maps(
         driver.bind([made().launch(1, 64, **fixed)], ("x",), (), {})
 
 
-def test_a_map_is_of_a_tensor_of_the_op(kernel: MakeKernel, driver: Driver) -> None:
+def test_map_needs_a_tensor_of_the_op(kernel: MakeKernel, driver: Driver) -> None:
     made = kernel("mapped", text("mapped", f"{MAPS} x_map"))
     with pytest.raises(TypeError, match=r"tensor map of x \[16, 64\].*: the op has no such tensor"):
         driver.bind([made().launch(1, 64, x_map=TensorMap.of(arg(16, 64), (64, 8)))], ("y",), (), {})
 
 
-def test_a_map_without_grid_constant_is_no_parameter(kernel: MakeKernel) -> None:
+def test_map_without_grid_constant_is_no_parameter(kernel: MakeKernel) -> None:
     with pytest.raises(ValueError, match="parameter x_map has type 'TensorMap'"):
         assert kernel("mapped", text("mapped", "const TensorMap x_map")).signature
 
@@ -281,7 +285,7 @@ extern "C" __global__ void reads(int64_t* out, const __grid_constant__ TensorMap
 """
 
 
-def test_the_host_s_maps(kernel: MakeKernel) -> None:
+def test_maps_on_the_host(kernel: MakeKernel) -> None:
     x = numpy.arange(6 * 72, dtype=numpy.int16).reshape(6, 72)
     out = numpy.zeros(26 + 5, numpy.int64)
     described = arg(6, 72)
@@ -289,23 +293,23 @@ def test_the_host_s_maps(kernel: MakeKernel) -> None:
     launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
     for moved in (x, x + 1000):
         words = (out.ctypes.data, moved.ctypes.data)
-        launch.run_on_host([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
+        host.run_launches([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
         assert out[:4].tolist() == [144, 0, 0, 0]
         assert out[4:26].tolist() == [0x70616D74, 2, 2, 2, 64, 5, 0, 0, 0, 32, 3, *(0,) * 11]
         assert out[26:].tolist() == moved[1:, 8].tolist()
 
 
 def test_scratch_memory_on_the_host(kernel: MakeKernel) -> None:
-    """Reads what lies in a workspace: the bytes that the host fills it with."""
+    """Reads a workspace: the bytes that the host fills it with."""
     out = numpy.zeros(26 + 5, numpy.int64)
     for memory, expected in ((Scratch(2048), -1), (Scratch(2048, zeroed=True), 0)):
         one = TensorMap(memory, dtypes.bfloat16, (64, 5), (256,), (64, 5), offset=256)
         launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
-        launch.run_on_host([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
+        host.run_launches([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
         assert out[26:].tolist() == [expected] * 5
 
 
-def test_the_fake_driver_takes_maps(kernel: MakeKernel) -> None:
+def test_fake_driver_takes_maps(kernel: MakeKernel) -> None:
     from benchmarks.fake_driver import fake_driver
 
     made = kernel("mapped", text("mapped", f"float* out, {MAPS} x_map"))
@@ -385,7 +389,7 @@ extern "C" __global__ void portable(float* out, const float* input, int rows, in
 
 @pytest.fixture
 def triple(kernel: MakeKernel) -> Any:
-    """An op by maps of an argument and of scratch memory, and by a portable kernel."""
+    """An op with maps of an argument and of scratch memory, and with a portable kernel."""
     first, second, plain = kernel("doubled", DOUBLED), kernel("summed", SUMMED), kernel("portable", PORTABLE)
     planned: list[str] = []
 
@@ -420,7 +424,7 @@ def triple(kernel: MakeKernel) -> Any:
     return triple
 
 
-def test_an_example_shows_and_warms_up_what_it_plans(triple: Any) -> None:
+def test_example_shows_and_warms_up_its_plan(triple: Any) -> None:
     shown = show.show("triple", {})
     assert "input_map: input [20, 100] float32, boxes of [8, 32]" in shown
     assert "doubled_map: scratch memory [20, 100] float32, boxes of [8, 32]" in shown
@@ -436,12 +440,12 @@ def test_an_example_shows_and_warms_up_what_it_plans(triple: Any) -> None:
 def test_compiles_for_a_gpu(kernel: MakeKernel, arch: str) -> None:
     for name, source in (("reads", READS), ("summed", SUMMED)):
         report = offline.compile(name, "", kernel(name, source)().text, arch)
-        # Nothing copies a map to a stack, where TMA does not read.
+        # Nothing copies a map to a stack, where TMA cannot read it.
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("where", KERNELS)
-def test_boxes_are_what_the_plan_describes(triple: Any, where: str) -> None:
+def test_boxes_match_their_description(triple: Any, where: str) -> None:
     """At addresses that change from call to call, in views, and by the portable kernel where there is no map."""
     with config.cpu("kernels"):
         whole = torch.randn(40, 104, device=where)
@@ -456,7 +460,7 @@ def test_boxes_are_what_the_plan_describes(triple: Any, where: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_keeps_the_maps_that_it_was_captured_with(triple: Any) -> None:
+def test_graph_keeps_its_captured_maps(triple: Any) -> None:
     inputs = [torch.randn(20, 100, device="cuda") for _ in range(3)]
     outs = [torch.zeros_like(x) for x in inputs]
     triple(outs[2], inputs[2])

@@ -1,4 +1,4 @@
-"""What overrides the choice of a plan: a forced Config, and the table of the device."""
+"""Overrides of a plan's choice: a forced Config, and the table of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pyops._core import device, tuning
+from pyops import tuning
+from pyops._core.system import device
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ def write(tables: Path, name: str, **table: Any) -> None:
     (tables / f"{name}.json").write_text(json.dumps(table))
 
 
-def test_without_a_table_the_choice_is_taken() -> None:
+def test_without_a_table_the_choice_is_used() -> None:
     assert config(5) == Config(2)
     assert config(5, device.model()) == Config(2)
 
 
-def test_a_table_changes_the_fields_that_it_names(tables: Path) -> None:
-    """Of its own op, its own buckets and its own device."""
+def test_table_changes_the_fields_that_it_names(tables: Path) -> None:
+    """For its own op, its own buckets and its own device."""
     write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
     assert config(5) == config(8) == Config(2, 4)
     assert config(4) == Config(1)
@@ -76,14 +77,14 @@ def test_a_table_changes_the_fields_that_it_names(tables: Path) -> None:
     assert config(5, device.model()) == Config(2)
 
 
-def test_a_table_names_fields_of_the_config(tables: Path) -> None:
+def test_table_names_fields_of_the_config(tables: Path) -> None:
     write(tables, "nvidia-h200", an_op={"rows=8": {"warps": 4}})
     with pytest.raises(TypeError, match="warps"):
         config(5)
 
 
-def test_a_forced_config_outdoes_the_table(tables: Path) -> None:
-    """Contexts nest, and end with an error, too."""
+def test_forced_config_overrides_the_table(tables: Path) -> None:
+    """Contexts nest, and also end with an error."""
     write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
     with tuning.forced("an_op", Config(7)):
         assert config(5) == config(500) == Config(7)
@@ -96,7 +97,7 @@ def test_a_forced_config_outdoes_the_table(tables: Path) -> None:
     assert config(5) == Config(2, 4)
 
 
-def test_the_last_config_of_an_op_is_known() -> None:
+def test_last_config_of_an_op_is_known() -> None:
     config(5)
     config(6, op="another_op")
     config(7)
@@ -108,16 +109,16 @@ def test_power_of_two(count: int, power: int) -> None:
     assert tuning.power_of_two(count) == power
 
 
-# What candidates are made of
+# Parts of candidates
 
 
 def test_one_field_is_changed_to_each_of_its_values() -> None:
-    """What a Config refuses is left out."""
+    """Values that a Config refuses are left out."""
     found = tuning.varied(Config(4, 2), num_warps=(4, 8, 16), cluster_size=[1, 4])
     assert found == [Config(4, 2), Config(8, 2), Config(4, 1), Config(4, 4)]
 
 
-def test_a_count_is_halved_and_doubled_within_bounds() -> None:
+def test_count_is_halved_and_doubled_within_bounds() -> None:
     assert tuning.beside(4, 1, 16) == [2, 8]
     assert tuning.beside(4, 4, 7) == []
     assert tuning.beside(1, 1, 2) == [2]
@@ -131,7 +132,7 @@ def test_occupancies(num_threads: int, min_blocks: int, found: list[int]) -> Non
     assert list(tuning.occupancies(num_threads, min_blocks)) == found
 
 
-def test_other_blocks_are_as_many_as_keep_the_threads() -> None:
+def test_other_blocks_keep_the_number_of_threads() -> None:
     @dataclass(frozen=True)
     class Blocks:
         num_threads: int
@@ -143,7 +144,7 @@ def test_other_blocks_are_as_many_as_keep_the_threads() -> None:
     assert tuning.resized(Blocks(256, None), 128) == Blocks(128, None)
 
 
-def test_a_device_names_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_names_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """As benchmarks name the folder of its results."""
     properties = {
         "name": b"NVIDIA H200",

@@ -1,4 +1,4 @@
-"""What type checkers see of a user's calls: right ones pass, and each wrong one is an error in its line."""
+"""Type checking of a user's calls: correct ones pass, and each wrong one is an error in its line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ COMMANDS = {
 def errors(checker: str, text: str, folder: Path) -> set[int]:
     """The lines of the text in which the checker finds errors."""
     (folder / "user.py").write_text(text)
-    # torch alone takes a minute to read.
+    # torch alone takes a minute to check.
     (folder / "mypy.ini").write_text("[mypy]\nmypy_path = " + str(ROOT) + "\n[mypy-torch.*]\nfollow_imports = skip\n")
     (folder / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"], "typeCheckingMode": "standard"}}')
     command = [*COMMANDS[checker], "user.py"]
@@ -85,7 +85,7 @@ def errors(checker: str, text: str, folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("checker", COMMANDS)
 @pytest.mark.slow
-def test_a_users_script(checker: str, tmp_path: Path) -> None:
+def test_users_script_is_checked(checker: str, tmp_path: Path) -> None:
     pytest.importorskip(checker)
     if checker == "pyright" and not shutil.which("node"):
         pytest.skip("pyright needs node")
@@ -95,15 +95,15 @@ def test_a_users_script(checker: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_op_is_seen(tmp_path: Path) -> None:
+def test_every_op_is_typed(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     lines = ["import pyops", *(f"pyops.{name}" for name in pyops.registry)]
     assert errors("mypy", "\n".join(lines) + "\n", tmp_path) == set()
 
 
-def test_the_package_has_no_names_but_its_own() -> None:
+def test_package_has_no_undeclared_names() -> None:
     names = {name for name in dir(pyops) if not name.startswith("_")}
     assert names >= {*pyops.registry, "OpError", "op", "registry", "warmup", "check"}
-    assert not names & {"annotations", "axes", "compile_ahead", "ops", "cli"}
+    assert not names & {"annotations", "axes", "compile_ahead", "example", "host", "ops", "cli", "tuning"}
     modules = {name for name in names if type(getattr(pyops, name)) is type(pyops)}
     assert modules <= {"check", "errors", "fused", "integrations", "models", "nn", "testing"}

@@ -4,7 +4,7 @@ python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
 python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures, and of
                                           two for three that are like one of them
 python -m tests.hip compile FOLDER --all  compile every specialisation
-    --part 2/3 --save FILE                of three parts the second, but for what FILE holds, and add results to FILE
+    --part 2/3 --save FILE                the second of three parts, without the results in FILE; adds to FILE
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
                                           run small cases of every op, for four architectures, in the instruction
                                           emulator of tinygrad's tests
@@ -31,11 +31,11 @@ from .emulator import cases
 from .emulator.checkout import COMMIT, Unavailable
 from .packages import Folder
 
-_PER_KERNEL = 1  # of each architecture; half a second of a CPU each
+_PER_KERNEL = 1  # for each architecture; half a second of a CPU each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What the command line asks for; its exit status."""
+    """Run the command line; returns its exit status."""
     assert __doc__
     parser = argparse.ArgumentParser(
         "python -m tests.hip", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,7 +84,7 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
     known = []
 
     def unknown() -> Iterator[Job]:
-        """The jobs that were asked for, found while others compile; the results of the others go to `known`."""
+        """The requested jobs, found while others compile; results of jobs outside this part go to `known`."""
         for key, job in _jobs(folder, options):
             if key in saved_before:
                 known.append(saved_before[key])
@@ -102,7 +102,7 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
 
 
 def _jobs(folder: Folder, options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
-    """The jobs that the command line asks for with their digests, each once."""
+    """The jobs of the command line with their digests, each once."""
     archs = options.arch or specialisations.ARCHS
     per_kernel = None if options.all else _PER_KERNEL
     chosen = ((arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel))

@@ -1,4 +1,4 @@
-"""Compile specialisations by hiprtc and report the resources of what came out."""
+"""Compile specialisations by hiprtc and report the resources of the results."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
 
 from .metadata import Resources, resources
 from .packages import Folder
 from .specialisations import ARCHS, RELATIVES
 
-Job = tuple[str, Specialisation]  # for an architecture
+Job = tuple[str, Specialisation]  # (architecture, specialisation)
 _WORKER = Path(__file__).with_name("worker.py")
-_BATCH = 10  # jobs of a worker, whose results come all at once
+_BATCH = 10  # jobs of a worker, which returns all results at once
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One specialisation for one architecture. `resources` is None where it did not compile; `log` then says why."""
+    """One specialisation for one architecture. `resources` is None if it did not compile; `log` then has the reason."""
 
-    digest: str  # of its job
+    digest: str  # of the job
     kernel: str
     constants: str
     arch: str
@@ -37,7 +37,7 @@ class Compiled:
 
     @property
     def trouble(self) -> str:
-        """What a kernel may not do: not compile, or keep anything in scratch memory."""
+        """The reason why a kernel fails: it does not compile, or uses scratch memory."""
         if self.resources is None:
             lines = self.log.splitlines()
             return next((line for line in lines if "error" in line), lines[-1] if lines else "no log")
@@ -47,13 +47,13 @@ class Compiled:
 
 
 def digest(folder: Folder, job: Job) -> str:
-    """Of all that a result depends on: the text, the architecture, the version of hiprtc."""
+    """A digest of everything that a result depends on: the text, the architecture, the version of hiprtc."""
     arch, one = job
     return hashlib.sha256(f"{folder.library.resolve().name} {arch}\n{one.text}".encode()).hexdigest()
 
 
 def compile_all(folder: Folder, jobs: Iterable[Job], processes: int) -> Iterator[Compiled]:
-    """Compile each (architecture, specialisation), by so many processes at a time. Results come in any order.
+    """Compile each (architecture, specialisation) in this many processes. Results come in any order.
 
     The first jobs compile while `jobs` finds the next ones.
     """
@@ -101,7 +101,7 @@ def _built(folder: Folder, jobs: Sequence[Job]) -> Iterator[tuple[float, str, by
 
 
 def table(found: Sequence[Compiled]) -> str:
-    """Markdown: for each kernel and architecture how many compiled, and the largest of each resource."""
+    """Markdown: for each kernel and architecture the number that compiled, and the maximum of each resource."""
     archs = [arch for arch in (*ARCHS, *RELATIVES) if any(one.arch == arch for one in found)]
     lines = [f"| kernel | {' | '.join(archs)} |", "|---" * (len(archs) + 1) + "|"]
     for kernel in sorted({one.kernel for one in found}):

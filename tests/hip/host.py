@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import pytest
 
 import pyops
-from pyops._core import device
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.system import device
 
 
 @contextmanager
 def on_matrix_core(core: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Within it, the host plans for a device with this one, and emulates it. Gives the lanes of its warps.
+    """In this context, the host plans for a device with this matrix core, and emulates it. Yields the lanes of its
+    warps.
 
-    Plans made before or within it are forgotten: their keys do not tell the devices apart.
+    Plans made before or within it are dropped, because their keys do not distinguish the devices.
     """
     lanes, arch = {"MFMA": (64, "gfx90a"), "WMMA_11": (32, "gfx1100"), "WMMA_12": (32, "gfx1201")}[core]
     text = Specialisation.text.fget

@@ -1,9 +1,9 @@
-"""What lanes hold of operands and sums of AMD's matrix cores, held to AMD's tables lane by lane.
+"""Operand and accumulator fragments of AMD's matrix cores, compared with AMD's tables lane by lane.
 
-The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4). It lacks CDNA 4, whose longer
-instructions are taken for those of CDNA 3 with twice the registers. `check_registers` multiplies registers of any
+The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4). It lacks CDNA 4: its longer
+instructions are assumed to be those of CDNA 3 with twice the registers. `check_registers` multiplies registers of any
 content, `check_tiles` tiles in shared memory by product.cuh. Both run by the host backend
-(tests/core/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
+(tests/host/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
-from tests.core.conftest import launched
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
+from tests.support.kernels import launched
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _wmma_12_row(lane: int, register: int) -> int:
     return 8 * (lane // 16) + register
 
 
-# By the bytes of an element; of CDNA 4 those of twice as many registers, and int8 of CDNA 2.
+# By element size in bytes; CDNA 4 also has those of twice as many registers, and int8 those of CDNA 2.
 MFMA = {
     2: Instruction(16, 2, lambda lane, gpr, e: 4 * (lane // 16) + 2 * gpr + e, _mfma_row),
     1: Instruction(32, 2, lambda lane, gpr, e: 8 * (lane // 16) + 4 * gpr + e, _mfma_row),
@@ -118,13 +118,13 @@ def _numpy(dtype: DType) -> Any:
 
 
 def _values(dtype: DType, *shape: int, seed: int) -> Any:
-    """Small integers, whose products and sums are exact, as elements of the dtype."""
+    """Small integers with exact products and sums, as elements of the dtype."""
     most = 127 if dtype is dtypes.int8 else 15
     return numpy.random.default_rng(seed).integers(-most, most, shape, endpoint=True).astype(_numpy(dtype))
 
 
 def check_registers(instruction: Instruction, dtype: DType, words: int, core: str = "") -> None:
-    """matrix_core.cuh's product of registers is that of the tables: of b by the transpose of a."""
+    """matrix_core.cuh's MMA of registers matches the tables; it computes b times the transpose of a."""
     lanes, sums = (64, 4) if instruction.row_of is _mfma_row else (32, 8)
     elements = 4 // dtype.itemsize
     a, b = (_values(dtype, lanes, words * elements, seed=seed) for seed in (0, 1))
@@ -164,7 +164,7 @@ def check_tiles(dtype: DType, lanes: int, short: bool, core: str = "") -> None:
     assert numpy.array_equal(d, expected), f"{dtype} {'short' if short else 'long'}"
 
 
-# (table by the bytes of an element, dtypes, registers of a lane in one product): what matrix_core.cuh does on each.
+# (table by element size in bytes, dtypes, registers per lane of one MMA): the instructions of matrix_core.cuh on each.
 _HALVES, _FP8 = (dtypes.float16, dtypes.bfloat16), (dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 _BY_ARCH: dict[str, list[tuple[dict[int, Instruction], tuple[DType, ...], tuple[int, ...]]]] = {
     "gfx90a": [(MFMA, _HALVES, (2, 4)), (MFMA_SHORT, (dtypes.int8,), (2, 4))],
@@ -180,7 +180,7 @@ _BY_ARCH: dict[str, list[tuple[dict[int, Instruction], tuple[DType, ...], tuple[
 
 
 def check_arch(arch: str) -> None:
-    """Every product that matrix_core.cuh has on an architecture, by whatever launches kernels of the CPU now."""
+    """Every MMA that matrix_core.cuh has on an architecture, by whichever backend launches CPU kernels now."""
     for table, kinds, widths in _BY_ARCH[arch]:
         for dtype in kinds:
             for words in widths:

@@ -11,7 +11,7 @@ _AMDGPU_METADATA = 32  # type of a note, from LLVM's User Guide for AMDGPU Backe
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel.
+    """The resources of one kernel.
 
     Attributes:
         vgprs, sgprs: vector registers of a lane, scalar registers of a wave.
@@ -29,7 +29,7 @@ class Resources:
 
 
 def resources(code: bytes) -> Resources:
-    """Of the one kernel of a code object."""
+    """The resources of the one kernel of a code object."""
     kernel = metadata(code)
     return Resources(
         kernel[".vgpr_count"],
@@ -42,8 +42,8 @@ def resources(code: bytes) -> Resources:
 
 
 def metadata(code: bytes) -> dict[str, Any]:
-    """What LLVM's User Guide for AMDGPU Backend lists for the one kernel of a code object."""
-    # A machine with a GPU has these two packages only where this project's extra `test` is installed.
+    """The entry of LLVM's User Guide for AMDGPU Backend for the one kernel of a code object."""
+    # A machine with a GPU has these two packages only if this project's extra `test` is installed.
     import msgpack
     from elftools.elf.elffile import ELFFile
     from elftools.elf.sections import NoteSection

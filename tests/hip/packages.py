@@ -1,7 +1,7 @@
-"""hiprtc from Debian's packages, unpacked into a folder: no root, no system of its own, no GPU.
+"""hiprtc from Debian's packages, unpacked into a folder: no root, no changes to the system, no GPU.
 
-hiprtc 7 is in Debian's experimental suite, its needs in sid. They are newer than what a stable system has, C library
-included: `Folder.command` therefore starts this Python under the C library of the folder.
+hiprtc 7 is in Debian's experimental suite, its dependencies in sid. They are newer than those of a stable system,
+including the C library: `Folder.command` therefore starts this Python under the C library of the folder.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOCK = "lock.txt"
-_SECONDS = 60  # that a server may be silent
-# Debian's main version of hiprtc, and the suites that are searched, first come first served.
+_SECONDS = 60  # timeout of a silent server
+# Debian's main version of hiprtc, and the suites in the order of the search.
 _SUITES = {7: ("experimental", "sid"), 6: ("sid",)}
 _OF_ROCM = re.compile(r"libhip|libamd")
 
@@ -42,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Folder:
-    """Packages that are unpacked."""
+    """Unpacked packages."""
 
     path: Path
 
@@ -52,7 +52,7 @@ class Folder:
 
     @property
     def library(self) -> Path:
-        """libhiprtc, whatever its version."""
+        """libhiprtc of any version."""
         return next(iter(sorted((self.path / "usr" / "lib" / "x86_64-linux-gnu").glob("libhiprtc.so.?"))))
 
     def command(self, *arguments: str) -> list[str]:
@@ -93,7 +93,7 @@ def _mirror() -> str:
 
 
 def _needed(mirror: str, version: int) -> Iterator[Package]:
-    """hiprtc, the headers of element types, and all that hiprtc needs."""
+    """hiprtc, the headers of element types, and all dependencies of hiprtc."""
     suites = [_list(mirror, suite) for suite in _SUITES[version]]
     yield _find(suites, "libamdhip64-dev")  # for its headers only
     waiting, seen = [f"libhiprtc{version}", f"libhiprtc-builtins{version}", "libamd-comgr3", "libnuma1"], set()
@@ -105,7 +105,7 @@ def _needed(mirror: str, version: int) -> Iterator[Package]:
 
 
 def _find(suites: list[dict[str, Package]], name: str) -> Package:
-    """The package, from the first suite that has it; from experimental only what is ROCm's own."""
+    """The package, from the first suite that has it; from experimental only ROCm's own packages."""
     *own, last = suites
     return next((suite[name] for suite in own if name in suite and _OF_ROCM.match(name)), None) or last[name]
 
@@ -117,7 +117,7 @@ def _list(mirror: str, suite: str) -> dict[str, Package]:
 
 
 def _package(fields: dict[str, str]) -> Package:
-    # Of alternatives, the first. A package that others stand for ("libc6-dev | libc-dev") is in the list itself.
+    # Of alternatives, the first. A package that others can replace ("libc6-dev | libc-dev") is in the list itself.
     depends = [re.split(r"[\s(:|]", one.strip())[0] for one in fields.get("Depends", "").split(",") if one.strip()]
     return Package(fields["Package"], fields["Version"], tuple(depends), fields["Filename"], fields["SHA256"])
 

@@ -1,4 +1,4 @@
-"""Results of compiles in a file, a line of JSON each, so that a run goes on where another one was stopped."""
+"""Results of compiles in a file, a line of JSON each, so that a run resumes where another one was stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .metadata import Resources
 
 
 def read(file: Path) -> Iterator[Compiled]:
-    """What the file holds. A line that is cut off, because a run was stopped, does not count."""
+    """The contents of the file, without a line that is truncated because a run was stopped."""
     for line in file.read_text().splitlines() if file.exists() else ():
         with suppress(ValueError):
             fields = json.loads(line)
@@ -22,9 +22,9 @@ def read(file: Path) -> Iterator[Compiled]:
 
 
 def append(file: Path, found: Iterable[Compiled]) -> Iterator[Compiled]:
-    """The same results, each of them written before it is handed on."""
+    """The same results, each of them written before it is yielded."""
     with file.open("a") as lines:
-        lines.write("\n")  # ends a line that is cut off
+        lines.write("\n")  # ends a truncated line
         for one in found:
             print(json.dumps(asdict(one)), file=lines, flush=True)
             yield one

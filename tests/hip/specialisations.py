@@ -1,4 +1,4 @@
-"""What plans compile for AMD GPUs."""
+"""The specialisations that plans compile for AMD GPUs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from functools import cache
 from typing import Any
 
 import pyops
-from pyops._core import device, dtypes
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Specialisation
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker
 from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
-from tests import axes
+from tests.support import axes
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-# Architectures with the instructions of another: nothing but the name that a compiler is given differs.
+# Architectures with the instructions of another: only the name for the compiler differs.
 RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
-_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # what is compiled for them
+_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # the kernels for RELATIVES
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 
 def of_op(op: Op, arch: str) -> Iterator[Specialisation]:
-    """What the op compiles, for every axis, few and many tokens, aligned and not."""
+    """The op's specialisations for every axis, few and many tokens, aligned and not."""
     assert op.example is not None
     for case in axes.combinations(op):
         for num_tokens, aligned in _SITUATIONS:
@@ -41,7 +42,7 @@ def _unaligned(arg: Any) -> Any:
 
 
 def of_ranks() -> list[Specialisation]:
-    """Of the kernels of several ranks, which no op of the registry launches."""
+    """Specialisations of kernels of several ranks, which no op of the registry launches."""
     shared = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
     rows = shared | {"VEC_SIZE": 8, "HIDDEN_SIZE": 7168, "TOP_K": 8, "NUM_EXPERTS": 256}
@@ -75,7 +76,7 @@ def of_arch(arch: str) -> dict[str, list[Specialisation]]:
 
 
 def of_relatives(archs: Sequence[str]) -> list[tuple[str, Specialisation]]:
-    """One specialisation of two kernels of matrix cores for each relative of these architectures."""
+    """One specialisation of two matrix core kernels for each relative of these architectures."""
     return [
         (relative, one)
         for relative, arch in RELATIVES.items()
@@ -86,7 +87,7 @@ def of_relatives(archs: Sequence[str]) -> list[tuple[str, Specialisation]]:
 
 
 def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:
-    """So many specialisations of each kernel, always the same ones; all of them for None."""
+    """At most this many specialisations of each kernel, the same ones at each call; all of them for None."""
     chosen = []
     for file, every in of_arch(arch).items():
         few = per_kernel is not None and len(every) > per_kernel

@@ -1,4 +1,4 @@
-"""Mutation testing: break a kernel, a plan or a function at one place, and see whether a test fails.
+"""Mutation testing: make one change in a kernel, a plan or a function, and see whether a test fails.
 
 A *mutant* is one such change of one file. Its *operator* names the kind of change. A mutant is *killed* if a test fails
 that passes without the mutant. `python -m tests.mutation --help` says how to run them. The modules, each built on those

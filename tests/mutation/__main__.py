@@ -42,7 +42,7 @@ def _is_asked(mutant: Mutant, asked: argparse.Namespace) -> bool:
 
 
 def score(outcomes: Counter[str]) -> float:
-    """The share of the judged mutants that were killed, without those that are none."""
+    """The share of killed mutants among the judged ones, without equivalent and invalid ones."""
     judged = outcomes.total() - outcomes["equivalent"] - outcomes["invalid"]
     return outcomes["killed"] / judged if judged else 1.0
 

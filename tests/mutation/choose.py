@@ -14,29 +14,30 @@ from pathlib import Path
 import pytest
 
 import kernels_cu
-from pyops._core import device, source
-from pyops._core.example import ArgMaker
-from pyops._core.op import Op, registry
-from tests import axes
+from pyops._core.op.op import Op, registry
+from pyops._core.system import device
+from pyops._core.text import source
+from pyops.example import ArgMaker
 from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
+from tests.support import axes
 
 _EVERY_OP = (
-    "tests/test_every_op.py",
-    "tests/test_every_op_host.py",
-    "tests/test_every_op_pipelines.py",
-    "tests/test_every_op_tokens.py",
+    "tests/every_op/test_every_op.py",
+    "tests/every_op/test_host.py",
+    "tests/every_op/test_pipelines.py",
+    "tests/every_op/test_tokens.py",
 )
-_REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
+_REFUSALS = ("tests/every_op/test_refuses.py", "tests/every_op/test_limits.py")
 _HEADERS = "tests/core/test_headers.py"
 _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
     (device.model("sm_90"), {}),
     (device.model("sm_90"), {"num_tokens": 256}),
     (device.model("sm_90"), {"num_tokens": 4096}),
-    (replace(device.model("sm_90"), multiprocessors=1), {}),  # the tiles of any matrix fill one SM
+    (replace(device.model("sm_90"), num_sms=1), {}),  # the tiles of any matrix fill one SM
     (device.model("gfx942"), {}),
 )
-_HEAD_START = 2  # turns that tests of an op have before others of their file
+_HEAD_START = 2  # rounds that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
 
 
@@ -53,7 +54,7 @@ def kernels_of(op: Op) -> frozenset[str]:
 
 @cache
 def sources_of(kernel: str, text: str | None = None) -> frozenset[str]:
-    """A kernel's file and all that it includes; `text` is that of a kernel that no file holds."""
+    """A kernel's file and its includes; `text` is the text of a kernel that is in no file."""
     seen: set[str] = set()
     source.inline("include/number.cuh", seen)
     source.inline(kernel, seen, text)
@@ -70,7 +71,7 @@ def _declared(file: str) -> list[tuple[str, frozenset[str]]]:
 
 
 def kernels_with(file: str, name: str) -> set[str]:
-    """The kernels that use the declaration `name` of a file, by way of others or not."""
+    """The kernels that use the declaration `name` of a file, directly or through others."""
     including = {kernel for op in registry.values() for kernel in kernels_of(op) if file in sources_of(kernel)}
     if file in including or not name:
         return including
@@ -98,25 +99,25 @@ def ops_of(mutant: Mutant) -> frozenset[str]:
 
 
 def _of_ranks(file: str) -> list[str]:
-    """The kernels of several ranks, which no op launches, that a file is part of."""
+    """The kernels of several ranks, which no op launches, that include a file."""
     names = (name for name in kernels_cu.names() if name.startswith("collective/") and name.endswith(".cu"))
     return [name for name in names if file in sources_of(name)]
 
 
 @cache
 def _own_files(mutant: Mutant) -> frozenset[str]:
-    """The tests that the mutant names, or of the families whose kernels it breaks, and of the header that it breaks."""
+    """The tests that the mutant names, or those of the families and the header that it breaks."""
     if mutant.tests:
         return frozenset(mutant.tests)
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
     folders = {Path(kernel).parent.name for kernel in (*kernels, *_of_ranks(mutant.file))}
-    own = {str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py")}
+    own = {str(path) for folder in folders for path in Path("tests/ops", folder).glob("test_*.py")}
     return frozenset(own | ({_HEADERS} if mutant.file.startswith("include/") else set()))
 
 
 def files_of(mutants: Iterable[Mutant]) -> list[str]:
-    """The files of tests that could notice any of the mutants."""
+    """The test files that could notice any of the mutants."""
     mutants = list(mutants)
     own = {file for mutant in mutants for file in _own_files(mutant)}
     every = [] if all(mutant.tests for mutant in mutants) else [*_EVERY_OP, *_REFUSALS]
@@ -126,11 +127,11 @@ def files_of(mutants: Iterable[Mutant]) -> list[str]:
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
     """The tests that run the mutant's kernels, plan or function on the CPU.
 
-    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
-    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
-    and those whose code names the declaration that the mutant changes; then the files that name an op. In these, test
-    functions take turns, because the parameters of one are much alike; a function that names an op itself has a head
-    start.
+    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests with
+    names that share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
+    and tests with code that names the declaration that the mutant changes; then the files that name an op. In these,
+    test functions take turns, because the parameters of one are much alike; a function that names an op itself has a
+    head start.
     """
     every = {*_EVERY_OP, *(_REFUSALS if mutant.is_plan else ())}
     files, turns = _own_files(mutant) | (set() if mutant.tests else every), defaultdict(list)
@@ -139,7 +140,7 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
             ops = _named(item) & registry.keys()
             if _runs_on_host(item, mutant) and (not ops or ops & ops_of(mutant)):
                 turns[min(ops, default="")].append(item)
-    family = turns.pop("", [])  # tests that name no op: every other one
+    family = turns.pop("", [])  # tests that name no op: every second one
     functions = defaultdict(list)
     for item in in_turn(family, in_turn(*turns.values())):
         functions[item.path, getattr(item, "originalname", item.name)].append(item)
@@ -179,13 +180,13 @@ def _named(item: pytest.Item) -> set[str]:
 
 
 def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
-    """A test without a device runs on the host, or where it is cheap: a reference. On "cpu" only a plan is noticed."""
+    """Tests without a device: on the host, or, where it is cheap, the reference. On "cpu" only a plan is noticed."""
     named = {type(value).__name__ for value in _values(item)} | _named(item)
     if "cuda" in named or item.get_closest_marker("gpu"):
         return False
     if mutant.tests:
         return True
-    if item.path.name in {Path(file).name for file in _REFUSALS}:
+    if str(item.path.relative_to(item.config.rootpath)) in _REFUSALS:
         return mutant.is_plan
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
 
@@ -217,5 +218,5 @@ def _shared(item: pytest.Item, words: set[str]) -> int:
 
 
 def _words(text: str) -> set[str]:
-    """The telling ones, in the singular."""
+    """The significant words, in the singular."""
     return {word.removesuffix("s") for word in re.findall("[a-z]{4,}", text.lower())} - _COMMON

@@ -31,7 +31,7 @@ class Token(NamedTuple):
 
 @cache
 def tokens(text: str) -> tuple[Token, ...]:
-    """The code of `text`. What a preprocessor conditional hides from the host's compiler is left out."""
+    """The tokens of `text`, without code that the preprocessor hides from the host's compiler."""
     found = []
     shown: list[bool] = []  # for each conditional around the current line: is its branch compiled?
     taken: list[bool] = []  # for each: was one of its branches compiled?
@@ -64,7 +64,7 @@ def _enter(directive: str, condition: str, shown: list[bool], taken: list[bool])
 
 
 def _holds(condition: str) -> bool:
-    """The value of a preprocessor condition on the host, where names that are not defined are 0."""
+    """The value of a preprocessor condition on the host, where undefined names are 0."""
     plain = re.sub(r"//.*|/\*.*?\*/|\\\n", " ", condition)
     plain = re.sub(r"defined\s*\(?\s*(\w+)\s*\)?", lambda m: str(int(m[1] in _DEFINED_ON_HOST)), plain)
     plain = re.sub(r"[A-Za-z_]\w*", lambda m: str(int(m[0] in _DEFINED_ON_HOST)), plain)
@@ -94,7 +94,7 @@ class Declaration(NamedTuple):
 
 
 def declarations(code: Sequence[Token]) -> Iterator[Declaration]:
-    """Everything that a file declares, in order. What has no name of its own, as an operator, is called ''."""
+    """Everything that a file declares, in order. A declaration without a name, such as an operator, is called ''."""
     partner, _ = brackets(code)
     begin = i = 0
     while i < len(code):

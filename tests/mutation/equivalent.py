@@ -1,4 +1,4 @@
-"""Generated mutants that are known to change no result. `python -m tests.mutation` names those that are gone."""
+"""Generated mutants that are known to change no result. `python -m tests.mutation` names those that no longer exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EQUIVALENT: dict[str, str] = {
     "quantize/awq_dequantize.cu:cast:3a3253eb": "a product of 64 bits has the same bits with a sign and without",
     "quantize/dynamic_tensor_quant.cu:cast:d14c1dd5": "a quotient of numbers of 32 bits is the same in 64 bits",
     "quantize/ggml_dequantize.cu:comparison:10ffbb84": "four bytes are copied by the other way, to the same place",
-    "quantize/masked_silu_mul_quant.cu:cast:510d4f18": "the warps of a few blocks to a multiprocessor fit in 32 bits",
+    "quantize/masked_silu_mul_quant.cu:cast:510d4f18": "the warps of a few blocks per SM fit in 32 bits",
     "rotary/rotary_embedding.cu:comparison:45a0957a": "3 * SECTION_W leaves no rest of 2, which the pair must leave",
     "sampling/apply_repetition_penalties.cu:condition:589119e6": "a true division rounds to the same result",
     "sampling/apply_repetition_penalties.cu:constant:fd1a984e": "the nearest float is refined to itself",

@@ -24,16 +24,17 @@ import hypothesis
 import pytest
 
 import kernels_cu
-from pyops._core import source
 from pyops._core.errors import CompileError
-from pyops._core.host.run import Schedule, scheduled
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.text import source
+from pyops.host import run
+from pyops.host.run import Schedule, scheduled
 from tests.mutation import choose, python
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutant import Mutant
 
 OUTCOMES = ("killed", "survived", "timeout", "equivalent", "invalid")
-# Seconds of the process's own work, without the compiler's, after which a test is ended: a kernel loops without end.
+# Seconds of the process's own work, without the compiler's, after which a test is ended: a kernel may loop forever.
 _ENDLESS = 20.0
 _ENDED = f" (did not end in {_ENDLESS:.0f} s)"
 _PYTEST = ["-q", "-s", "--no-header", "--no-summary", "-o", "timeout=0"]
@@ -43,7 +44,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant: one of OUTCOMES, and how that is known."""
+    """The verdict on a mutant: one of OUTCOMES, and the evidence."""
 
     outcome: str
     by: str
@@ -53,7 +54,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Job:
-    """A fork: a mutant that meets its tests, or, without a mutant, one test that must pass."""
+    """A fork: a mutant with its tests, or, without a mutant, one test that must pass."""
 
     mutant: Mutant | None
     items: list[pytest.Item]
@@ -63,7 +64,7 @@ class _Job:
 
 
 class Judge:
-    """Judges `mutants`, `max_jobs` at a time, each for at most `seconds`; begins with none after `deadline`.
+    """Judges `mutants`, `max_jobs` at a time, each for at most `seconds`; starts none after `deadline`.
 
     `report` is called with each mutant and its verdict. A test that fails without one kills none, and is `unsound`.
     """
@@ -81,7 +82,7 @@ class Judge:
         self.sound: dict[str, float] = {}  # test -> seconds of the process's own work without a mutant
         self.unsound: set[str] = set()
         self._killers: dict[str, list[str]] = defaultdict(list)
-        self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it would have killed
+        self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it seems to kill
         self._uncollected: list[str] = []  # why tests could not be collected
         self._failed = ""
         self._numbers = itertools.count()
@@ -95,14 +96,14 @@ class Judge:
             raise RuntimeError(f"pytest ended with {status}")
 
     def pytest_sessionstart(self) -> None:
-        """What fails need not be made small."""
+        """Failing examples need not be shrunk."""
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
         settings = hypothesis.settings()
         hypothesis.settings.register_profile("mutation", settings, phases=phases, report_multiple_bugs=False)
         hypothesis.settings.load_profile("mutation")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what cannot be collected: the mutants that it kills would seem to survive."""
+        """Note files that cannot be collected: mutants that their tests kill would seem to survive."""
         if report.failed:
             self._uncollected.append(f"{report.nodeid}: {report.longreprtext}")
 
@@ -152,7 +153,7 @@ class Judge:
         job.process.start()
 
     def _end(self, job: _Job, seconds: float, late: bool) -> str:
-        """Take note of what a fork has found. Returns a test that must be run without a mutant, or ''."""
+        """Record the result of a fork. Returns a test that must be run without a mutant, or ''."""
         if late:
             os.killpg(job.process.pid, signal.SIGKILL)
         job.process.join()
@@ -184,7 +185,7 @@ class Judge:
         return ""
 
     def _settle(self, test: str) -> None:
-        """It is known now whether the test passes without a mutant, and in much less time than one that is endless."""
+        """The test has now passed or failed without a mutant, in much less time than an endless one takes."""
         for mutant, verdict in self._doubted.pop(test, []):
             if verdict.by.endswith(_ENDED) and self.sound.get(test, 0.0) > _ENDLESS / 4:
                 self.unsound.add(test)
@@ -194,7 +195,7 @@ class Judge:
             else:
                 self.waiting.appendleft(mutant)
 
-    # What follows runs in a fork.
+    # The functions below run in a fork.
 
     def _run(self, job: _Job) -> None:
         os.setsid()
@@ -226,32 +227,32 @@ class Judge:
             self._failed = report.nodeid
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
-        """A text that no compiler takes is no mutant."""
+        """A text that does not compile is no mutant."""
         if call.excinfo is not None and call.excinfo.errisinstance(CompileError):
             print("invalid does not compile", file=self._log)
             os._exit(0)
 
 
 def _apply(mutant: Mutant, folder: Path) -> list[tuple[Specialisation, int, str]]:
-    """Break the kernel or the function in this process. Returns what is going to be loaded of a broken kernel."""
+    """Break the kernel or the function in this process. Returns the texts of the broken kernel that will be loaded."""
     loaded: list[tuple[Specialisation, int, str]] = []
     if mutant.is_python:
         python.apply(mutant)
         python.apply_in_children(mutant, folder)
         return loaded
-    read, load = kernels_cu.read, Specialisation.load_on_host
+    read, load = kernels_cu.read, run.load
     broken = mutant.apply(read(mutant.file))
     _read_with(lambda name: broken if name == mutant.file else read(name))
 
-    def load_and_note(self: Specialisation) -> Any:
-        function = load(self)
-        if mutant.file in choose.sources_of(self.kernel.file, self.kernel.text):
-            loaded.append((self, function.warp_size, function.library))
+    def load_and_note(one: Specialisation) -> Any:
+        function = load(one)
+        if mutant.file in choose.sources_of(one.kernel.file, one.kernel.text):
+            loaded.append((one, function.warp_size, function.library))
         return function
 
-    Specialisation.load_on_host = load_and_note
+    run.load = load_and_note
     _restore.append(lambda: _read_with(read))
-    _restore.append(lambda: setattr(Specialisation, "load_on_host", load))
+    _restore.append(lambda: setattr(run, "load", load))
     return loaded
 
 
@@ -266,12 +267,12 @@ def _read_with(read: Callable[[str], str]) -> None:
 
 
 def _same_code(loaded: Sequence[tuple[Specialisation, int, str]]) -> bool:
-    """Whether the compiler makes the same of the unbroken kernels."""
+    """Whether the compiled code equals that of the unbroken kernels."""
     for undo in _restore:
         undo()
     for specialisation, warp_size, library in loaded:
         with scheduled(Schedule(), warp_size=warp_size):
-            if machine_code(specialisation.load_on_host().library) != machine_code(library):
+            if machine_code(run.load(specialisation).library) != machine_code(library):
                 return False
     return True
 

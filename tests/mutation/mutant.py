@@ -17,7 +17,7 @@ class Mutant:
     """Replaces text[start:end] of a file by `new`.
 
     Attributes:
-        name: ``file:operator:digest``. The digest is of the code around the place: comments, line breaks and edits
+        name: ``file:operator:digest``. The digest is of the code around the change: comments, line breaks and edits
             elsewhere in the file do not change the name. A semantic mutant is called ``file: why``.
         file: of a kernel, the path in `kernels_cu`; of Python, the path from the root of the repository.
         within: the top-level declaration that is changed.
@@ -54,12 +54,12 @@ class Mutant:
 
 
 def digest(*parts: str) -> str:
-    """Eight hexadecimal digits for what a mutant changes and the code around it."""
+    """Eight hexadecimal digits of the change and the code around it."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 
 def numbered(mutants: Iterable[Mutant]) -> list[Mutant]:
-    """The same mutants; those whose names are equal get .2, .3, ... after them, in the order of the file."""
+    """The same mutants; repeated names get .2, .3, ... in the order of the file."""
     seen: Counter[str] = Counter()
     found = []
     for mutant in mutants:
@@ -70,7 +70,7 @@ def numbered(mutants: Iterable[Mutant]) -> list[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], per_file: int, seed: int) -> list[Mutant]:
-    """`per_file` mutants of each file: of each operator in turn, so that no operator crowds out the others.
+    """`per_file` mutants of each file, from its operators in rotation, so that no operator dominates.
 
     The same mutants and seed give the same sample. The first mutant of every file comes before the second of any.
     """

@@ -56,7 +56,7 @@ class Source:
         return self.words[i] if 0 <= i < len(self.words) else ""
 
     def is_binary(self, i: int) -> bool:
-        """Whether the sign stands between operands, in white space on both sides, as no bracket of a template does."""
+        """Whether the sign stands between operands, with white space on both sides, unlike a template bracket."""
         token = self.code[i]
         spaced = self.text[token.start - 1].isspace() and self.text[token.end : token.end + 1].isspace()
         before = self.code[i - 1]
@@ -121,7 +121,7 @@ def _min_max(source: Source, i: int, token: Token) -> Iterator[Change]:
 
 
 def _condition(source: Source, i: int, token: Token) -> Iterator[Change]:
-    """Of an `if`: negated, or never true. Of a conditional expression: the other value."""
+    """An `if` is negated, or never true; a conditional expression takes its other value."""
     if token.text == "if":
         opening = i + 2 if source.word(i + 1) == "constexpr" else i + 1
         closing = source.partner[opening]
@@ -136,7 +136,7 @@ def _condition(source: Source, i: int, token: Token) -> Iterator[Change]:
 
 
 def _predicate(source: Source, i: int, token: Token) -> Iterator[Change]:
-    """A statement that an `if` guards, of a store most of all, or an early exit, happens always."""
+    """A statement guarded by an `if`, usually a store or an early exit, always happens."""
     if token.text == "if":
         opening = i + 2 if source.word(i + 1) == "constexpr" else i + 1
         yield opening, source.partner[opening], "(true)"
@@ -149,7 +149,7 @@ def _cast(source: Source, i: int, token: Token) -> Iterator[Change]:
 
 
 def _is_implicit(source: Source, i: int) -> bool:
-    """Whether the cast is all that initialises a variable of its own type."""
+    """Whether the cast is the whole initialiser of a variable of its own type."""
     if source.word(i - 1) != "=" or source.word(source.partner[i + 1] + 1) not in (",", ";"):
         return False
     first = i - 1

@@ -1,9 +1,9 @@
 """The mutants that can be generated from plans: the functions that check a call and choose its launches.
 
-A plan function is what an op was given by ``@<op>.plan``, or a function of the package, outside its core, that such a
-function calls. What a plan chooses for the sake of speed changes no result, so most of its arithmetic is left alone.
-Changed are the checks, and what the launches are given: geometry, constants, strides and other arguments. (A block too
-many is no mistake: kernels return where there is no work.)
+A plan function is the one that an op got by ``@<op>.plan``, or a function of the package, outside its core, that such a
+function calls. A choice made for speed changes no result, so most of its arithmetic is left alone. Changed are the
+checks, and the values that launches get: geometry, constants, strides and other arguments. (One block too many is no
+mistake: kernels return where there is no work.)
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyops._core.op import Op, registry
+from pyops._core.op.op import Op, registry
 from tests.mutation.mutant import Mutant, digest, numbered
 from tests.mutation.python import ROOT, parts, read
 
 _BOUNDARIES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _GEOMETRY = ("grid", "block")
 _HINTS = ("MIN_BLOCKS",)  # change no result
-# Another value of a constant. Twice a truth would be the same to a kernel.
+# Another value of a constant. True is not doubled, because a kernel would see no change.
 _OTHER = "(lambda value: not value if isinstance(value, bool) else value * 2)"
 
 
 class Change(NamedTuple):
-    """An expression or statement, and the text to put in its place."""
+    """An expression or statement, and its replacement."""
 
     operator: str
     node: Any
@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 @cache
 def functions() -> dict[types.FunctionType, frozenset[str]]:
-    """Every plan function, and the names of the ops whose plans call it."""
+    """Every plan function, with the names of its ops."""
     callers: dict[types.FunctionType, set[str]] = defaultdict(set)
     for op in registry.values():
         reached: set[types.FunctionType] = set()
@@ -60,7 +60,7 @@ def _plan_of(op: Op) -> types.FunctionType | None:
 
 
 def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The functions outside the core that `function` names, of its own module or by way of another."""
+    """The functions outside the core that `function` names, of its own module or through another."""
     names = {name for part in parts(function.__code__) for name in part.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     modules = [value for value in known if isinstance(value, types.ModuleType)]
@@ -68,7 +68,7 @@ def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
     for value in map(inspect.unwrap, (value for value in known if callable(value))):
         if isinstance(value, types.FunctionType) and not value.__closure__:
             package = value.__module__ or ""
-            if package.startswith("pyops.") and not package.startswith("pyops._core"):
+            if package.startswith("pyops.") and not package.startswith(("pyops._core", "pyops.check", "pyops.tuning")):
                 yield value
 
 
@@ -108,7 +108,7 @@ def changed(file: str, text: str, function: ast.FunctionDef) -> Iterator[Mutant]
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Every statement but docstrings, those inside of others, too."""
+    """Every statement but docstrings, nested ones included."""
     for statement in body:
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if not is_text:
@@ -143,7 +143,7 @@ def _changes_of_check(test: ast.expr) -> Iterator[Change]:
 
 
 def _changes_of_keywords(call: ast.Call) -> Iterator[Change]:
-    """The geometry, the constants and the arguments that a launch is given."""
+    """The geometry, the constants and the arguments of a launch."""
     strides = [keyword for keyword in call.keywords if keyword.arg and "stride" in keyword.arg]
     for one, other in pairwise(strides):
         if ast.unparse(one.value) != ast.unparse(other.value):
@@ -164,7 +164,7 @@ def _changes_of_keywords(call: ast.Call) -> Iterator[Change]:
 
 
 def ops_of(mutant: Mutant) -> frozenset[str]:
-    """The names of the ops whose plans call the function that the mutant changes."""
+    """The names of the ops with plans that call the function that the mutant changes."""
     return functions()[function_of(mutant)]
 
 

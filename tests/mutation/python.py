@@ -1,6 +1,6 @@
-"""Mutants of Python code: where a fragment stands, and a changed file put into a process that has imported it.
+"""Mutants of Python code: the position of a fragment, and loading a changed file into a process that has imported it.
 
-What a file computes once, at its import, stays as it was: a mutant is in the body of a function.
+Values that a file computes once, at its import, stay as they were: a mutant is in the body of a function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read(file: str) -> str:
 
 
 def find(text: str, fragment: str) -> list[tuple[int, int]]:
-    """Where `fragment` occurs, as (start, end). How much white space there is between words does not matter."""
+    """Where `fragment` occurs, as (start, end). The amount of white space between words does not matter."""
     return [match.span() for match in re.finditer(r"\s+".join(map(re.escape, fragment.split())), text)]
 
 
@@ -46,7 +46,7 @@ def function_at(text: str, start: int) -> str:
 
 
 def parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object, and all that it holds: functions, classes, comprehensions."""
+    """A code object, and all that it contains: functions, classes, comprehensions."""
     yield code
     for held in _held(code):
         yield from parts(held)
@@ -57,7 +57,7 @@ def _held(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _paired(old: types.CodeType, new: types.CodeType) -> Iterator[tuple[types.CodeType, types.CodeType]]:
-    """Parts of both, by their names and their order among those of one name."""
+    """Corresponding parts of both, by their names and their order among equal names."""
     yield old, new
     for name in {held.co_name for held in _held(old)}:
         before, after = ([held for held in _held(code) if held.co_name == name] for code in (old, new))
@@ -65,7 +65,7 @@ def _paired(old: types.CodeType, new: types.CodeType) -> Iterator[tuple[types.Co
             yield from _paired(*pair)
 
 
-# What a new process of Python runs first.
+# The first code of a new Python process.
 _IN_CHILDREN = """
 from importlib.machinery import SourceFileLoader
 get_code = SourceFileLoader.get_code
@@ -76,7 +76,7 @@ SourceFileLoader.get_code = changed
 
 
 def apply_in_children(mutant: Mutant, folder: Path) -> None:
-    """Have the processes that this one starts import the changed file; `folder` is for what that takes."""
+    """Make processes that this one starts import the changed file; `folder` is for the files of this."""
     folder.mkdir()
     text = _IN_CHILDREN.format(text=mutant.apply(read(mutant.file)), path=str(ROOT / mutant.file))
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
@@ -84,12 +84,12 @@ def apply_in_children(mutant: Mutant, folder: Path) -> None:
 
 
 def apply(mutant: Mutant) -> None:
-    """Put the changed code into every function of the file, in this process. What was cached of them is forgotten."""
+    """Put the changed code into every function of the file, in this process. Their caches are cleared."""
     text = read(mutant.file)
     old, new = (compile(one, mutant.file, "exec", dont_inherit=True) for one in (text, mutant.apply(text)))
     changed = {before: after for before, after in _paired(old, new) if before != after}
     importlib.import_module(mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    gc.unfreeze()  # tests/conftest.py has frozen what there was when tests were collected
+    gc.unfreeze()  # tests/conftest.py has frozen the objects that existed when tests were collected
     objects, count = gc.get_objects(), 0
     for function in (one for one in objects if type(one) is types.FunctionType):
         is_of_file = function.__code__.co_filename == str(ROOT / mutant.file)

@@ -28,7 +28,7 @@ class Semantic(NamedTuple):
 
 
 def parse(text: str) -> list[Semantic]:
-    """The mutants that a text in this format holds."""
+    """The mutants that a text in this format contains."""
     found = []
     for part in re.split("^== ", text, flags=re.MULTILINE)[1:]:
         first, *lines = part.split("\n")
@@ -45,7 +45,7 @@ SEMANTIC = [one for name in _TEXTS for one in parse(Path(__file__).with_name(nam
 
 
 def anchored(written: Iterable[Semantic]) -> tuple[list[Mutant], list[str]]:
-    """(the mutants, a message for each whose code does not stand exactly once in its file)."""
+    """(the mutants, a message for each whose code does not occur exactly once in its file)."""
     mutants, problems = [], []
     for one in written:
         mutant = _of_python(one) if one.file.endswith(".py") else _of_kernel(one)
@@ -57,7 +57,7 @@ def anchored(written: Iterable[Semantic]) -> tuple[list[Mutant], list[str]]:
 
 
 def _of_kernel(one: Semantic) -> Mutant | str:
-    """The mutant, or what is wrong with it."""
+    """The mutant, or the error in its definition."""
     if one.file not in kernels_cu.names():
         return "the file does not exist"
     found = code.tokens(kernels_cu.read(one.file))
@@ -69,7 +69,7 @@ def _of_kernel(one: Semantic) -> Mutant | str:
 
 
 def _of_python(one: Semantic) -> Mutant | str:
-    """The mutant, or what is wrong with it."""
+    """The mutant, or the error in its definition."""
     lacking = [file for file in (one.file, *one.tests) if not (python.ROOT / file).is_file()]
     if lacking:
         return f"{lacking[0]} does not exist"

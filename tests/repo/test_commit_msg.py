@@ -31,7 +31,7 @@ def run(folder: Path, files: dict[str, str], message: str) -> str:
     return done.stderr
 
 
-def test_it_is_executable() -> None:
+def test_hook_is_executable() -> None:
     assert os.access(HOOK, os.X_OK)
 
 
@@ -45,7 +45,7 @@ def test_it_is_executable() -> None:
         (KERNEL, "fixup! rms_norm: keep the row in registers\n"),
     ],
 )
-def test_a_good_message_passes(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_good_message_passes(tmp_path: Path, files: dict[str, str], message: str) -> None:
     assert run(tmp_path, files, message) == ""
 
 
@@ -58,5 +58,5 @@ def test_a_good_message_passes(tmp_path: Path, files: dict[str, str], message: s
         (CONSTANT, "rms_norm: 16 rows\n", "a constant in pyops/ops changes"),
     ],
 )
-def test_a_bad_message_is_refused(tmp_path: Path, files: dict[str, str], message: str, fault: str) -> None:
+def test_bad_message_is_refused(tmp_path: Path, files: dict[str, str], message: str, fault: str) -> None:
     assert run(tmp_path, files, message).startswith(f"commit-msg: {fault}")

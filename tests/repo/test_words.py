@@ -1,4 +1,4 @@
-"""Private words are replaced by the field's: no count rises, and the table of counts follows each that falls."""
+"""The counts of private words never rise, and the table of counts follows each count that falls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.repo import words
 
 
 @pytest.mark.skipif(not (words.ROOT / ".git").exists(), reason="not a git checkout")
-def test_no_private_word_spreads() -> None:
+def test_no_count_of_a_private_word_rises() -> None:
     found = words.counts()
     assert words.MOST.keys() == found.keys()
     faults = [words.fault(word, count, words.MOST[word]) for word, count in found.items()]
@@ -16,7 +16,7 @@ def test_no_private_word_spreads() -> None:
 
 
 @pytest.mark.parametrize(("count", "start"), [(101, '"behind" occurs 101 times, at most 100'), (94, '"behind" occurs')])
-def test_a_count_that_rises_or_falls_far_is_a_fault(count: int, start: str) -> None:
+def test_count_far_from_its_most_is_a_fault(count: int, start: str) -> None:
     message = words.fault("behind", count, 100)
     assert message is not None
     assert message.startswith(start)
@@ -24,11 +24,11 @@ def test_a_count_that_rises_or_falls_far_is_a_fault(count: int, start: str) -> N
 
 
 @pytest.mark.parametrize("count", [95, 100])
-def test_a_count_near_its_most_passes(count: int) -> None:
+def test_count_near_its_most_passes(count: int) -> None:
     assert words.fault("behind", count, 100) is None
 
 
-def test_a_word_that_is_gone_stays_gone() -> None:
+def test_word_with_count_zero_stays_out() -> None:
     assert words.fault("multiprocessor", 0, 0) is None
     assert "write SM" in str(words.fault("multiprocessor", 1, 0))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENDINGS = (".py", ".cu", ".cuh", ".h", ".md")
-OWN = ("docs/glossary.md", "tests/repo/words.py")  # the files that name the words
+OWN = ("docs/glossary.md", "tests/repo/words.py", "tests/repo/test_words.py")  # the files that name the words
 
 # {word: (pattern, the folder name that a path must contain, the field's word)}
 WORDS = {
@@ -36,23 +36,23 @@ WORDS = {
 
 # The most that each word may occur. A change that lowers a count lowers the number here.
 MOST: dict[str, int] = {
-    "multiprocessor": 123,
-    "of which": 39,
-    "whose": 196,
-    "place": 1127,
-    "join": 70,
-    "codes": 1717,
-    "turn": 335,
-    "copy engine": 1,
-    "largest logit": 11,
-    "shrink": 26,
-    "behind": 100,
-    "beside": 168,
-    "anew": 9,
-    "room": 74,
-    "apart": 117,
-    "widen": 28,
-    "sums": 573,
+    "multiprocessor": 0,
+    "of which": 8,
+    "whose": 33,
+    "place": 1065,
+    "join": 65,
+    "codes": 1409,
+    "turn": 314,
+    "copy engine": 0,
+    "largest logit": 10,
+    "shrink": 25,
+    "behind": 90,
+    "beside": 156,
+    "anew": 5,
+    "room": 62,
+    "apart": 105,
+    "widen": 23,
+    "sums": 540,
 }
 
 
@@ -68,7 +68,7 @@ def counts() -> dict[str, int]:
 
 
 def fault(word: str, count: int, most: int) -> str | None:
-    """What is wrong with a count: it rose, or it fell by more than 5 % and `MOST` did not follow."""
+    """The fault of a count: it rose, or it fell by more than 5 % and `MOST` did not follow."""
     if count > most:
         return f'"{word}" occurs {count} times, at most {most} allowed: write {WORDS[word][2]} (docs/glossary.md)'
     if count < 0.95 * most:

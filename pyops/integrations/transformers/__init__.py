@@ -1,23 +1,23 @@
-"""Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
+"""Kernels of this library for transformers' models. A file imports only files above it, and ops of pyops:
 
-trial replacement         what a module computes, found out by running it; what every replaced forward has
-cache joined              keys and values of a batch; several projections as one GEMM
-norms mlp rotary          parts of layers, known by what they compute
-seams attention           what an attention asks of transformers, by the ops; the attentions themselves
+trial replacement         find out what a module computes by running it; the base of all replaced forwards
+cache joined              the KV cache of a batch; several projections as one GEMM
+norms mlp rotary          norms, MLPs and rotary embeddings, recognised by what they compute
+seams attention           the functions that attention forwards look up; attention with a cache
 encoders                  attention without a cache
-layers                    the residual additions of a layer
-experts routers           mixtures of experts; their choice
-quantised packed          modules that hold fp8 weights, or packed ones
-generation reporting      the cache that `generate` makes; what was done, module by module
+layers                    the residual additions of a layer, fused with norms
+experts routers           experts of a mixture; routers
+quantised packed          linear modules with fp8 weights; with packed weights
+generation reporting      the cache that `generate` makes; the report, module by module
 patching                  accelerate, restore, report
 """
 
 from __future__ import annotations
 
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 
 _found = optional("transformers", "pyops.integrations.transformers", "transformers").__version__
-# Caches of earlier ones are asked other things.
+# Older versions have another cache interface.
 if tuple(map(int, _found.split(".")[:2])) < (5, 16):
     raise ImportError(f"pyops.integrations.transformers needs transformers 5.16 or later, found {_found}")
 

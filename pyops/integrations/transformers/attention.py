@@ -1,4 +1,4 @@
-"""Attentions: their own forward with other functions at its seams, or queries, keys and values by one GEMM."""
+"""Attention: the module's own forward with functions replaced, or a forward with one fused QKV GEMM."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .rotary import POSITIONS, Step, angles_of
 from .seams import IGNORED, IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
-# Names that a forward may use, in addition to its settings, to be replaced by one fused QKV GEMM and one op.
+# A forward is replaced by `JoinedAttention` only if it uses no names but these and the module's settings.
 _JOINED = {"shape", "view", "transpose", "reshape", "contiguous", "nn", "functional", "dropout", "getattr"}
 _JOINED |= {"config", "training", "head_dim", "layer_idx", "scaling", "attention_dropout", "attn_logit_softcapping"}
 _JOINED |= {"sliding_window", "_attn_implementation", "eager_attention_forward", "get_interface", "update"}
 _JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-_PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
-# Tolerances relative to the largest element: in float32, and if logits and weights are rounded to bfloat16.
+_PROMPT, _HIDDEN = 5, 16  # prompt tokens and hidden size of a trial
+# Tolerances of a trial, relative to the largest element: in float32, and if logits and P are rounded to bfloat16.
 CLOSE, ROUNDED = 1e-5, 0.1
 
 
 def is_attention(module: Any) -> bool:
-    """Whether a module knows its layer, and updates a cache between its projections, or what it derives from does."""
+    """Whether a module is attention with a cache: it has a layer_idx, and its class or a base class updates a cache."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
     is_one = isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config")
@@ -40,11 +40,11 @@ def is_attention(module: Any) -> bool:
 
 
 class Asked:
-    """An attention interface that keeps what a module says to its function.
+    """Stands in for transformers' attention interface in a trial, and records how a module uses it.
 
     Attributes:
-        function, eager: that the module has found, and that it has for "eager".
-        options: keyword arguments that the module passes to the function, except dropout.
+        function, eager: the attention function that the module got, and the one it passes as default for "eager".
+        options: keyword arguments that the module passed to the function, except dropout.
     """
 
     def __init__(self, original: Any) -> None:
@@ -60,13 +60,13 @@ class Asked:
 
 
 class BoundAttention(Replacement):
-    """The module's own forward, with ops as its attention function and rotary embedding.
+    """The module's own forward, with ops in place of its attention function and its RoPE function.
 
     Args:
-        asked: the attention function, and what the module says to it.
+        asked: the attention function, and the options that the module passes to it.
 
     Raises:
-        Unknown: the forward has another form.
+        Unknown: the forward uses no attention interface.
     """
 
     paged = "reshape_and_cache_flash, paged_attention_v1, paged_attention_varlen"
@@ -88,18 +88,18 @@ class BoundAttention(Replacement):
         return self.bound(self.module, *args, **renamed(kwargs, self.parameters), **self._past(args, kwargs))
 
     def _past(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Past]:
-        """What the forward passes on to the attention function; nothing without a PagedCache."""
+        """The keyword argument that reaches the attention function through the forward; {} without a PagedCache."""
         values = (*args, *kwargs.values())
         paged = next((value for value in values if isinstance(value, PagedCache)), None)
         if paged is None:
             return {}
-        paged.written = None  # by an attention that the ops did not serve
+        paged.written = None  # stale if the ops did not serve the previous attention
         step = next((value for value in values if isinstance(value, Step)), None)
         return {PAST: Past(paged, step, self.asked.function)}
 
 
 class JoinedAttention(BoundAttention):
-    """Queries, keys and values by one GEMM, QK norms, and one op that rotates queries and keys in place."""
+    """A forward with one fused QKV GEMM, QK norms, and one op that rotates queries and keys in place."""
 
     def __init__(self, module: Any, dtype: torch.dtype, asked: Asked) -> None:
         super().__init__(module, dtype, asked)
@@ -111,12 +111,12 @@ class JoinedAttention(BoundAttention):
         if strange or turn is None or not all(map(width, linears)):
             raise Unknown("its forward is not that of one product")
         self.turn, self.function, self.interface = turn, function, str(interface)
-        # Arguments that the forward has a use of its own for, and the model may give.
+        # Parameters that the forward may use in an unknown way. A call that passes one of them falls back.
         self.more = set(self.parameters[2:]) - {"position_embeddings", "attention_mask"} - OPTIONS - IGNORED
         self.qkv = Joined(*linears)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        # Of all heads together, or of each.
+        # QK norms normalise each head, or all heads of a token together.
         weight = getattr(self.norms[0], "weight", None) if self.norms else None
         self.norms_heads = weight is None or weight.shape[-1] == module.head_dim
         rotary_op = "flashinfer_rotary_embedding" if turn.in_float32[0] else "rotary_embedding"
@@ -154,7 +154,7 @@ class JoinedAttention(BoundAttention):
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _heads(self, hidden_states: Tensor) -> list[Tensor]:
-        """Queries, keys and values [batch, count, num_heads, head_dim]. The caller may write queries and keys."""
+        """Queries, keys and values [batch, count, num_heads, head_dim]. The caller may overwrite queries and keys."""
         parts = list(self.qkv(hidden_states).split(self.sizes, -1))
         heads = [part.unflatten(-1, (-1, self.module.head_dim)) for part in parts]
         for i, norm in enumerate(self.norms):
@@ -172,23 +172,23 @@ class JoinedAttention(BoundAttention):
 
 
 def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -> BoundAttention:
-    """The replacement of an attention: the fastest that agrees with it in prefill and decode.
+    """The fastest replacement of an attention module that agrees with it in prefill and decode.
 
     Args:
-        rotary: the module that gives its angles, or None.
-        dtype: of the model; in float32 the results must agree, in 16 bits nearly.
+        rotary: the module that computes its cosines and sines, or None.
+        dtype: dtype of the model. The results must agree to `CLOSE` in float32, to `ROUNDED` in 16 bits.
 
     Raises:
-        Unknown: nothing does.
+        Unknown: no replacement agrees.
     """
-    # A forward that names its layer for the cache alone does the same wherever the configuration says the same.
+    # If a forward uses layer_idx only to update the cache, layers with equal settings share one trial.
     layer = module.layer_idx if _counts_layers(module) else _settings_of_layer(module.config, module.layer_idx)
     replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), rotary, layer)
     return replacement(module, dtype, asked)
 
 
 def _counts_layers(module: Any) -> bool:
-    """Whether an attention names its layer more than once, or other functions of its class or of its file do."""
+    """Whether layer_idx matters beyond the cache update: the forward, or a function near it, reads it elsewhere."""
     function = forward_of(module)
     named = [code.argval for code in dis.get_instructions(function)]
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
@@ -198,20 +198,20 @@ def _counts_layers(module: Any) -> bool:
 
 
 def _settings_of_layer(config: Any, layer_idx: int) -> Any:
-    """What a configuration says of one layer: the entries of its lists that have one for each."""
+    """The settings of one layer: its entries in those lists of the configuration that have one entry per layer."""
     lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple))}
     count = getattr(config, "num_hidden_layers", None)
     return tuple((name, str(value[layer_idx])) for name, value in lists.items() if len(value) == count)
 
 
 def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], Asked]:
-    """The class that may replace an attention, and its arguments other than the module: see `BoundAttention`.
+    """Try the replacements of an attention module; returns the class that agrees and its argument `asked`.
 
     Raises:
-        Unknown: nothing may.
+        Unknown: no replacement agrees.
     """
     function = forward_of(module)
-    bound_forward(function)  # what asks no interface need not be tried
+    bound_forward(function)  # raises Unknown if the forward uses no attention interface
     interface, _ = seams(function)
     asked, played = Asked(function.__globals__[interface]), played_by_stand_ins(module, torch.float32)
     _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
@@ -239,7 +239,7 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
 
 
 class _Watched(PagedLayer):
-    """A layer that knows whether it was read by the ops."""
+    """A cache layer that records whether `attend` was called."""
 
     has_attended = False
 
@@ -249,7 +249,7 @@ class _Watched(PagedLayer):
 
 
 def played_by_stand_ins(module: Any, dtype: torch.dtype) -> Any:
-    """A twin with stand-ins as projections and an attention function that `attend` knows."""
+    """A twin with stand-ins as projections, and an attention implementation that `attend` supports."""
     parts = {
         name: StandIn(width(part) or 0, seed)
         for seed, (name, part) in enumerate(module.named_children())
@@ -263,7 +263,7 @@ def played_by_stand_ins(module: Any, dtype: torch.dtype) -> Any:
 
 
 def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any, dtype: torch.dtype) -> list[Tensor]:
-    """The outputs of a forward for a prompt and for the next token, and the inputs of its projections."""
+    """The outputs of a forward in prefill and in one decode step, and the inputs of its projections."""
     signature = inspect.signature(forward_of(played)).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
     stand_ins = [part for part in played.children() if isinstance(part, StandIn)]

@@ -1,4 +1,4 @@
-"""Keys and values of a batch for transformers' models, read as a paged cache with blocks that begin at any slot."""
+"""A KV cache for transformers' models that the ops read as a paged cache; a block may begin at any slot."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ...ops.attention import paged_attention_v1, paged_attention_varlen
 from ...ops.cache import reshape_and_cache_flash
 
-# What transformers calls the cache of a forward and of `generate`: `cache` from version 5.24 on.
+# The name of the cache argument of forwards and `generate`: `cache` from transformers 5.24 on.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _BLOCK = 16  # slots of a block
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of keys and values that the ops write
-_STEP = 256  # slots by which a cache without a limit grows, at least
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of keys and values that the ops can write
+_STEP = 256  # fewest slots by which an unlimited cache grows
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the sequences of a batch lie in a layer, the newest tokens included.
+    """The sequences of a batch in a layer's cache, the newest tokens included.
 
     Attributes:
         block_tables, seq_lens: [num_seqs, max_blocks] and [num_seqs] integers.
-        cu_seqlens_q: [num_seqs + 1] integers, or None where every sequence has one new token. Padding on the left is a
-            sequence without keys.
-        sliding_window: what attention must be windowed by; 0 for not at all.
+        cu_seqlens_q: [num_seqs + 1] integers; None if every sequence has one new token. Left padding is a sequence of
+            its own, without keys.
+        sliding_window: window of the attention, in tokens; 0 for none.
     """
 
     block_tables: Tensor
@@ -41,8 +41,8 @@ class Sequences:
 class Slots:
     """Keys and values of one layer: a slot for each token of each row of the batch, padding included.
 
-    A block is any sixteen neighbouring slots. So the tokens of a row are a sequence of a paged cache wherever its
-    padding ends, and nothing is moved.
+    A block is any 16 consecutive slots, so block tables can begin at the first token after a row's padding, and no
+    token is moved.
     """
 
     keys: Tensor
@@ -52,10 +52,10 @@ class Slots:
         super().__init__()
         self.max_cache_len = max_cache_len
         self.is_initialized = False
-        # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
+        # A tensor, as in transformers' static cache: a Python number would recompile a compiled step for each length.
         self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0, dtype=torch.int64, device="cpu")
-        self.is_regular = True  # whether the ops know every mask since the first token
-        self._written = 0  # as far as Python knows: what compiled steps write is not counted
+        self.is_regular = True  # whether the ops supported every mask since the first token
+        self._written = 0  # tokens written outside of compiled steps
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         shapes = tuple(key_states.shape), tuple(value_states.shape)
@@ -95,7 +95,7 @@ class Slots:
         self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
     def slots_for(self, count: int) -> Tensor:
-        """[batch * count] slots of the next `count` tokens of each row; an index past the last slot if none is free."""
+        """[batch * count] slots of each row's next `count` tokens; an index past the last slot if the row is full."""
         positions = torch.arange(count, dtype=torch.int64, device=self.device) + self.cumulative_length
         slots = self._firsts()[:, None] + positions
         if self.max_cache_len is not None:
@@ -103,19 +103,19 @@ class Slots:
         return slots.flatten()
 
     def locate(self, count: int, attention_mask: Tensor | None, windows: tuple[int, ...]) -> Sequences | None:
-        """Where sequences lie, the newest `count` tokens of each row included, which are written.
+        """Locate the sequences, including the newest `count` tokens of each row, which are already written.
 
         Args:
-            attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None if every query
-                attends to all tokens in front of it.
-            windows: sizes of the sliding window that the mask may have, 0 for none. While a graph is traced or
-                captured, when a mask cannot be read, it has the first.
+            attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None for a plain
+                causal mask.
+            windows: candidates for the sliding window of the mask; 0 for none. While a graph is traced or captured, the
+                mask cannot be read, and the first candidate is taken.
 
         Returns:
-            None for a mask that is not causal, in one of the windows, with padding on the left; and then for every
-            mask, until the layer is reset.
+            The sequences; None if the mask is not causal with left padding and one of the windows. After that every
+            call returns None, until the layer is reset.
         """
-        # One mask for all heads.
+        # Only masks that all heads share are supported.
         self.is_regular &= attention_mask is None or (attention_mask.ndim == 4 and attention_mask.shape[1] == 1)
         if not self.is_regular:
             return None
@@ -126,7 +126,7 @@ class Slots:
         else:
             attended = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             starts = attended.any(-2).int().argmax(-1).flatten().expand(len(firsts))
-            # What one token attends to is a run without a window, wherever the window begins.
+            # The keys of a single query token are a contiguous run, so its window is folded into `starts`.
             sizes = windows if count > 1 else (0,)
             fitting = (size for size in sizes if _fits(attended, starts, past, size)) if readable(attended) else sizes
             found = next(iter(fitting), None)
@@ -142,14 +142,14 @@ class Slots:
         rows = torch.arange(0, len(firsts) + 1, dtype=torch.int64, device=self.device) * count
         if attention_mask is None:
             return Sequences(tables, lengths, rows, window)
-        # Of each row the padding among the new tokens, which has no keys, and then the others.
+        # Each row is two sequences: the padding among the new tokens, which has no keys, and the other tokens.
         padding = (starts - past).clamp(0, count)
         cu_seqlens_q = torch.cat((torch.stack((rows[:-1], rows[:-1] + padding), -1).flatten(), rows[-1:]))
         seq_lens = torch.stack((torch.zeros_like(lengths), lengths), -1).flatten()
         return Sequences(tables.repeat_interleave(2, 0), seq_lens, cu_seqlens_q, window)
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Keep the next tokens of each row: [batch, count, num_heads, head_dim], and `slots` for them."""
+        """Write the next tokens of each row, [batch, count, num_heads, head_dim], to `slots`."""
         rows = key.flatten(0, 1), value.flatten(0, 1)
         if key.dtype == value.dtype == self._key_slots.dtype == self._value_slots.dtype and key.dtype in _DTYPES:
             caches = self._key_slots[:, None], self._value_slots[:, None]
@@ -162,7 +162,10 @@ class Slots:
             self._written += key.shape[1]
 
     def attend(self, query: Tensor, where: Sequences, scale: float, soft_cap: float, sinks: Tensor | None) -> Tensor:
-        """Attention of `query` [batch, count, num_attention_heads, head_dim], in its shape; its tokens are cached."""
+        """Attention of `query` [batch, count, num_attention_heads, head_dim] over the cache, which has its tokens.
+
+        Returns a tensor of the shape of `query`.
+        """
         rows = query.flatten(0, 1)
         if rows.stride()[1:] != (self.head_dim, 1):
             rows = rows.contiguous()
@@ -192,7 +195,7 @@ class Slots:
                     torch._dynamo.mark_static_address(static)
 
     def _hold(self, key_slots: Tensor, value_slots: Tensor) -> None:
-        """Keep these slots, and views of them by rows [batch, num_heads, capacity, head_dim]."""
+        """Store these slots, and views of them as rows [batch, num_heads, capacity, head_dim]."""
         self._key_slots, self._value_slots = key_slots, value_slots
         self.keys, self.values = (
             slots[: self.batch_size * self._room].unflatten(0, (self.batch_size, self._room)).transpose(1, 2)
@@ -209,14 +212,14 @@ class Slots:
         return torch.arange(self.batch_size, dtype=torch.int64, device=self.device) * self._room
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        """All keys and values [batch, num_heads, tokens, head_dim], as a dynamic or a static cache has them."""
+        """All keys and values [batch, num_heads, tokens, head_dim], as a dynamic or static cache returns them."""
         if self.max_cache_len is not None:
             return self.keys, self.values
         return self.keys[:, :, : self.cumulative_length], self.values[:, :, : self.cumulative_length]
 
 
 class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a cache as transformers asks for it."""
+    """`Slots` with the interface of transformers' cache layers."""
 
     is_sliding = False
     is_croppable = True
@@ -226,7 +229,7 @@ class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
         self.is_compileable = max_cache_len is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep keys and values [batch, num_heads, count, head_dim]; all of them, as a dynamic or a static cache."""
+        """Write keys and values [batch, num_heads, count, head_dim]; returns all of them, as `kept`."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
                 "PagedCache: keys and values would lose their gradients: call the model in torch.no_grad()"
@@ -246,14 +249,14 @@ class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
         return self.max_cache_len or -1
 
     def reset(self) -> None:
-        """Forget all tokens; a layer that grows may be of another batch and dtype then."""
+        """Forget all tokens. The batch size and dtype of an unlimited layer may then change."""
         if self.max_cache_len is None:
             self.is_initialized = False
         super().reset()
         self._written, self.is_regular = 0, True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens, -tokens_to_remove of them, or all where that is more."""
+        """Forget the newest -tokens_to_remove tokens, at most all."""
         if tokens_to_remove > 0:
             raise ValueError(f"PagedCache: crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
         if self.is_initialized:
@@ -270,7 +273,7 @@ class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
             )
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these rows of the batch, in this order; what indexes a tensor may say which."""
+        """Keep these rows of the batch, in this order. `indices` may be anything that indexes a tensor."""
         if not self.is_initialized:
             return
         rows = torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices]
@@ -289,12 +292,12 @@ class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
 
 
 def readable(mask: Tensor) -> bool:
-    """Whether the elements of a mask can be looked at: no graph is being traced or captured."""
+    """Whether the elements of a mask can be read, which is not so while a graph is traced or captured."""
     return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> bool:
-    """Whether a mask is causal, of a sliding window or none, with padding on the left."""
+    """Whether a mask is causal with left padding and this sliding window, 0 for none."""
     count, length = attended.shape[-2:]
     keys = torch.arange(length, dtype=torch.int64, device=attended.device)
     queries = (torch.arange(count, dtype=torch.int64, device=attended.device) + past)[:, None]
@@ -305,14 +308,14 @@ def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> b
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Keys and values in slots that the paged ops read; replaces transformers' DynamicCache and StaticCache.
+    """A KV cache that the paged ops read; replaces transformers' DynamicCache and StaticCache.
 
-    In a model that is not accelerated it works as they do. Layers with a sliding window keep all tokens.
+    In a model that is not accelerated it behaves as they do. Layers with a sliding window keep all tokens.
 
     Args:
-        config: of the model.
-        max_cache_len: tokens of a row of the batch, at most: memory for them is taken at once, and decode steps can be
-            compiled. None: it grows, and cannot.
+        config: the config of the model.
+        max_cache_len: most tokens of a row of the batch. All memory is allocated at once, and decode steps can be
+            compiled. None: the cache grows, and decode steps cannot be compiled.
     """
 
     def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
@@ -320,22 +323,22 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"PagedCache: max_cache_len: expected 1 or more, got {max_cache_len}")
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[PagedLayer(max_cache_len) for _ in range(layers)])
-        self.written: PagedLayer | None = None  # by an attention that has not attended yet
+        self.written: PagedLayer | None = None  # set by an attention module between its write and its read
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values in a layer: see `PagedLayer.update`."""
+        """Write keys and values to a layer: see `PagedLayer.update`."""
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.written = self.layers[layer_idx]
         return found
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """Keys, values and None of each layer, as a dynamic cache gives them."""
+        """(keys, values, None) of each layer, as a dynamic cache yields them."""
         for layer in self.layers:
             yield (*(layer.kept() if layer.is_initialized else (None, None)), None)
 
     def take_written(self) -> PagedLayer | None:
-        """The layer with the keys and values that an attention reads; None if the attention has not written any."""
+        """The layer that the current attention module has just written; None if it has not. Resets `written`."""
         layer, self.written = self.written, None
         return layer

@@ -1,4 +1,4 @@
-"""Attention without a cache, of encoders and vision towers: their own forward, with an op as attention function."""
+"""Attention without a cache (encoders, vision towers): the module's forward with an op as attention function."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .replacement import Replacement, renamed
 from .seams import IMPLEMENTATIONS, bind, is_plain, seams
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, tried
 
-_BATCH, _TOKENS, _PADDED = 2, 5, 2  # of a trial; the last is how many keys of a sequence are hidden
+_BATCH, _TOKENS, _PADDED = 2, 5, 2  # sizes of a trial; _PADDED is the number of masked keys of a sequence
 
 
 def is_encoder_attention(module: Any) -> bool:
-    """Whether a module asks the attention interface for a function, and says that every token attends to all."""
+    """Whether a module uses transformers' attention interface and its attention is not causal."""
     function = forward_of(module)
     asks = any(isinstance(function.__globals__.get(name), AttentionInterface) for name in function.__code__.co_names)
     is_one = getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False)
@@ -33,8 +33,8 @@ class Keys(NamedTuple):
     """The keys [batch * length] that the queries of each sequence attend to.
 
     Attributes:
-        rows: [num_keys]: which they are; None for all.
-        starts: [batch + 1] int32: where those of each sequence begin among them, then num_keys.
+        rows: [num_keys]: indices of the keys, of all sequences one after another; None for all keys.
+        starts: [batch + 1] int32: the index in `rows` of each sequence's first key, then num_keys.
     """
 
     rows: Tensor | None
@@ -42,13 +42,13 @@ class Keys(NamedTuple):
 
 
 class Masks:
-    """What masks hide. The layers of a forward pass have the same one, which is read once."""
+    """Reads attention masks. All layers of a forward pass have the same mask, which is read once."""
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[Tensor], int, int, Keys | None] | None = None
 
     def keys(self, mask: Tensor | None, key: Tensor) -> Keys | None:
-        """The keys [batch, num_kv_heads, length, head_dim] that a mask leaves; None if not the same to all queries."""
+        """The unmasked keys of `key` [batch, num_kv_heads, length, head_dim]; None if they differ between queries."""
         batch, _, length, _ = key.shape
         if mask is None:
             return Keys(None, _starts(batch, length, key.device))
@@ -56,7 +56,7 @@ class Masks:
         is_sized = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[3] == length
         if not (is_kind and is_sized and readable(mask)):
             return None
-        if mask.is_inference():  # what is written to it leaves no trace
+        if mask.is_inference():  # inference tensors have no version counter, so nothing is cached
             return _read(mask, batch)
         if self._known is not None:
             known, version, size, found = self._known
@@ -72,11 +72,11 @@ def _starts(count: int, length: int, device: Any) -> Tensor:
 
 
 def _read(mask: Tensor, batch: int) -> Keys | None:
-    """As `Masks.keys`, of a mask [1 or batch, 1, 1 or count, length]."""
+    """`Masks.keys` of a mask [1 or batch, 1, 1 or count, length], without the cache."""
     is_bool = mask.dtype == torch.bool
     attended, hidden = (mask, ~mask) if is_bool else (mask == 0, mask <= torch.finfo(mask.dtype).min / 2)
     first = attended[:, 0, :1]
-    # Without keys, there are no numbers or the mean of all values.
+    # A sequence without keys is left to transformers, which returns NaN or the mean of all values for it.
     is_of_keys = (attended | hidden) & (attended == first[:, None])
     if not is_of_keys.all() & first.any(-1).all():
         return None
@@ -87,12 +87,12 @@ def _read(mask: Tensor, batch: int) -> Keys | None:
 
 
 class Interface:
-    """An attention interface that gives the op in place of one of its functions.
+    """transformers' attention interface with the op in place of one of its functions.
 
     Args:
-        original: the interface that the module of transformers has.
-        function: the one that the op agrees with.
-        masks: those of the model.
+        original: the interface that the module's file imports.
+        function: the function that the op agrees with.
+        masks: the masks of the model.
     """
 
     def __init__(self, original: AttentionInterface, function: Any, masks: Masks) -> None:
@@ -105,14 +105,14 @@ class Interface:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """What the function gives; its arguments are those of `seams.attend`."""
+        """The result of the attention function, by the op if possible. Arguments are those of `seams.attend`."""
         out = None if args else self.computed(module, query, key, value, mask, kwargs)
         return self.function(module, query, key, value, mask, *args, **kwargs) if out is None else (out, None)
 
     def computed(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """What the op gives, [batch, count, num_heads, head_dim]; None for what it does not express."""
+        """The result of the op, [batch, count, num_heads, head_dim]; None if the op does not support the arguments."""
         is_sized = query.shape[:2] == key.shape[:2] and key.shape[:3] == value.shape[:3] and query.numel() * key.numel()
         of_one_dtype = query.dtype is key.dtype is value.dtype and value.shape[3] <= query.shape[3]
         is_told_more = kwargs.get("s_aux") is not None or any(
@@ -138,10 +138,10 @@ class EncoderAttention(Replacement):
     """The module's own forward, with an op as its attention function.
 
     Args:
-        masks: those of the model.
+        masks: the masks of the model.
 
     Raises:
-        Unknown: its forward is not known, or its attention function computes something else.
+        Unknown: the forward uses no attention interface, or the attention function computes something else.
     """
 
     op = "its own forward, attention_varlen"
@@ -161,7 +161,7 @@ class EncoderAttention(Replacement):
 
 
 class _Watched(Interface):
-    """An interface that counts what the op has computed, and what it has not."""
+    """An interface that counts the calls that the op served, and those that it did not."""
 
     served = left = 0
 
@@ -172,10 +172,10 @@ class _Watched(Interface):
 
 
 def _tried(dtype: torch.dtype, module: Any) -> tuple[str, Any]:
-    """The name by which a forward knows the attention interface, and the function that the op agrees with.
+    """The global name of the attention interface in a forward, and the function that the op agrees with.
 
     Raises:
-        Unknown: it does not.
+        Unknown: the op does not agree.
     """
     function = forward_of(module)
     name = str(seams(function)[0])
@@ -198,7 +198,7 @@ def _tried(dtype: torch.dtype, module: Any) -> tuple[str, Any]:
 
 
 def _arguments(module: Any) -> list[dict[str, Any]]:
-    """Arguments of two calls in float32: without a mask, and with one that hides the last keys of a sequence."""
+    """Arguments of two calls in float32: without a mask, and with a mask of the last keys of a sequence."""
     parameters = inspect.signature(forward_of(module)).parameters
     sizes = [size for part in module.children() if isinstance(size := getattr(part, "in_features", None), int)]
     hidden = {list(parameters)[1]: randn(_BATCH, _TOKENS, sizes[0] if sizes else 16, seed=1)}
@@ -212,7 +212,7 @@ def _arguments(module: Any) -> list[dict[str, Any]]:
 
 
 def _results(module: Any, function: Any, calls: list[dict[str, Any]], dtype: torch.dtype) -> list[Tensor]:
-    """What a forward gives, and what its projections are given on the way, in each of several calls in `dtype`."""
+    """The outputs of a forward, and the inputs of its projections, for several calls in `dtype`."""
     stand_ins = [part for part in module.children() if isinstance(part, StandIn)]
     is_eager, least = module.config._attn_implementation == "eager", torch.finfo(dtype).min
 

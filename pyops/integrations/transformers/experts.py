@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers' models."""
+"""The experts of transformers' mixtures of experts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .replacement import Replacement, without_weights
 from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 16, 12, 5, 2  # sizes of a trial
-# Factors of the hidden states of a trial: among small ones GELU and its approximations differ, large ones reach bounds.
+# Factors of the hidden states of a trial: small values tell GELU from its approximations, large ones reach clamps.
 _SCALES = (0.25, 4.0)
 _WEIGHTS, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
-_ACTIVATIONS = ("silu", "gelu", "swigluoai", "swiglustep")  # of `fused_experts`, with a gate
+_ACTIVATIONS = ("silu", "gelu", "swigluoai", "swiglustep")  # gated activations of `fused_experts`
 
 
 class _Form(NamedTuple):
-    """What the weights of experts are.
+    """The layout of experts' weights, and their activation.
 
     Attributes:
-        activation: between both GEMMs.
-        by_inputs: weights are [num_experts, in, out], and not [num_experts, out, in].
-        has_biases: there are biases.
+        activation: the activation between the GEMMs.
+        by_inputs: whether weights are [num_experts, in, out] instead of [num_experts, out, in].
+        has_biases: whether there are biases.
     """
 
     activation: str
@@ -35,13 +35,13 @@ class _Form(NamedTuple):
 
 
 class Experts(Replacement):
-    """The experts of a layer; transformers' router has chosen them.
+    """The experts of a layer, for tokens that transformers' router has routed.
 
     Weights [num_experts, in, out] are transposed in memory to [num_experts, out, in], as the op reads them. Their shape
     stays, and only a temporary copy of one weight is allocated.
 
     Raises:
-        Unknown: they compute something else.
+        Unknown: the experts compute something that the op does not.
     """
 
     op = "fused_experts"
@@ -79,14 +79,14 @@ class Experts(Replacement):
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module holds the weights of experts, and is told which of them are chosen."""
+    """Whether a module holds the weights of experts, and its forward takes expert ids."""
     has_weights = all(isinstance(getattr(module, name, None), Tensor) for name in _WEIGHTS)
     parameters = _parameters(module) if has_weights else []
     return len(parameters) == 3 and parameters[0] == "hidden_states"
 
 
 def _parameters(module: Any) -> list[str]:
-    """Names of hidden states, of the experts of each token, and of their weights."""
+    """The forward's parameter names for hidden states, expert ids and router weights."""
     return list(inspect.signature(forward_of(module)).parameters)[1:]
 
 
@@ -95,7 +95,7 @@ def _tensors(module: Any, names: tuple[str, ...]) -> list[Any]:
 
 
 def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What experts of a form compute."""
+    """The op's result for experts of a form."""
     gate_up, down = (weight.mT if form.by_inputs else weight for weight in _tensors(module, _WEIGHTS))
     first, second = _tensors(module, _BIASES) if form.has_biases else (None, None)
     choice = top_k_weights.float().contiguous(), top_k_index.contiguous()
@@ -104,7 +104,7 @@ def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _form_of(module: Any) -> _Form:
-    """The form in which the op computes what small experts do."""
+    """The form of the module's experts, found by a trial with small weights."""
     refuse_tensors(*module.modules())
     names = {name for name, _ in module.named_parameters(recurse=False)}
     has_biases = set(_BIASES) <= names
@@ -123,14 +123,14 @@ def _form_of(module: Any) -> _Form:
 
 
 def _fit(gate_up: tuple[int, ...], down: tuple[int, ...], by_inputs: bool) -> bool:
-    """Whether weights of these shapes are of the same experts, in this order."""
+    """Whether the shapes of both weights fit each other in this layout."""
     if by_inputs:
         gate_up, down = (gate_up[0], *gate_up[:0:-1]), (down[0], *down[:0:-1])
     return gate_up == (down[0], 2 * down[-1], down[1])
 
 
 def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
-    """As `_form_of`, of weights in one order.
+    """As `_form_of`, for one layout of the weights.
 
     Raises:
         Unknown: the experts compute something else.
@@ -146,7 +146,7 @@ def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
     x, probabilities = randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
     firsts = torch.arange(_TOKENS, dtype=torch.int64, device="cpu")
     chosen = torch.stack((firsts % _EXPERTS, (firsts + 1) % _EXPERTS), 1)
-    # The code of the class, and not what its decorator chooses for a GPU.
+    # The undecorated forward of the class: its decorator may choose another implementation on a GPU.
     theirs = tried(lambda: [forward_of(module)(small, scale * x, chosen, probabilities) for scale in _SCALES])
     for activation in _ACTIVATIONS:
         form = _Form(activation, by_inputs, has_biases)

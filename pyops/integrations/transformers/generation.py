@@ -17,7 +17,7 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWi
 
 
 class Generation(Replacement):
-    """The method of `generate` that makes a cache. It makes a PagedCache instead of a DynamicCache or StaticCache."""
+    """Replaces the method by which `generate` makes its DynamicCache or StaticCache; it makes a PagedCache."""
 
     op = "a PagedCache"
 
@@ -28,7 +28,7 @@ class Generation(Replacement):
         self.module._prepare_cache_for_generation = self.forward
 
     def watch(self) -> None:
-        """A PagedCache is one for any forward."""
+        """Nothing to watch: a PagedCache works with any forward."""
 
     def remove(self) -> None:
         if vars(self.module).get("_prepare_cache_for_generation") == self.forward:
@@ -48,7 +48,7 @@ class Generation(Replacement):
             and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and not generation_config.is_assistant
             and generation_config.prefill_chunk_size is None
-            # Their width is that of the cache's layers.
+            # attention weights would have the width of the cache
             and not generation_config.output_attentions
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(self.module.device.type)
@@ -57,7 +57,7 @@ class Generation(Replacement):
         ):
             longest = None
             if type(cache) is StaticCache:
-                # As long as that of the last call, at least: a compiled step then need not be compiled again.
+                # At least as long as in the previous call, so that a compiled step is not compiled again.
                 longest = max(max_cache_length, getattr(self.module, "_previous_max_cache_length", 0))
             model_kwargs[CACHE] = PagedCache(self.module.config, longest)
 

@@ -27,11 +27,11 @@ class Joined:
             self.views[name] = views = whole.split([len(part) for part in parts])
             for part, view in zip(parts, views, strict=True):
                 part.data = view
-            # A graph that reads it where it lies need not copy it at every step.
+            # CUDA graphs may then read the weight at this address instead of copying it at every step.
             torch._dynamo.mark_static_address(whole)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
+        """The projections of `x` [..., in], concatenated: a new tensor [..., sum of outs]."""
         if self.weights and self.obstacle() is None and not hooked(*self.linears):
             return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
         if len(self.linears) == 1:
@@ -45,7 +45,7 @@ class Joined:
         return f"; separate products: {why}" if self.weights and why else ""
 
     def part(self) -> None:
-        """Give every projection memory of its own again."""
+        """Give every projection its own memory again."""
         for name in self.weights:
             for linear in self.linears:
                 parameter = linear._parameters.get(name)
@@ -65,9 +65,9 @@ class Joined:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def obstacle(self) -> str | None:
-        """Why the stacked tensor is no longer the memory of the projections; None if it is.
+        """Why the projections no longer share the stacked tensor, or have another forward; None if all is unchanged.
 
-        `to`, the merging of adapters, and pruning give the projections other weights, others give them other forwards.
+        `to`, merging of adapters and pruning replace the weights of projections; other libraries replace forwards.
         """
         for linear in self.linears:
             if type(linear) is not nn.Linear or "forward" in linear.__dict__:
@@ -80,6 +80,6 @@ class Joined:
                     part = linear._parameters.get(name)
                     if part is None or part.dtype is not view.dtype or not part.is_set_to(view):
                         return "a projection has other weights"
-        except RuntimeError:  # of a device without memory
+        except RuntimeError:  # raised by "meta" tensors
             return "a projection has other weights"
         return None

@@ -1,4 +1,4 @@
-"""Layers of a decoder, known by what they do with the results of their parts."""
+"""Decoder layers, recognised by how they combine their parts, with residual additions fused into norms."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .trial import Unknown, agree, forward_of, randn, refuse_tensors, settings, 
 # The orders in which a layer may call its parts.
 _PLAIN = ("norm", "attention", "norm", "mlp")
 _SANDWICH = ("norm", "attention", "norm", "norm", "mlp", "norm")
-_SHAPE = (1, 3, 8)  # of the hidden states of a trial
-_EXTRA = "pyops_extra"  # an argument that no forward has a name for
+_SHAPE = (1, 3, 8)  # shape of the hidden states of a trial
+_EXTRA = "pyops_extra"  # an argument that no forward names, to see whether it is passed on
 
 
 class Form(NamedTuple):
@@ -30,13 +30,13 @@ class Form(NamedTuple):
 
     Attributes:
         before_attention, attention, before_mlp, mlp: names of the layer's parts.
-        after_attention, after_mlp: likewise; None for nothing.
-        hidden: the name of the argument that the attention has for hidden states; None for its first.
-        given: {argument of the attention: argument of the layer} that is passed on.
-        constants: {argument of the attention: what it always is}.
-        passes_more: whether arguments that the layer has no name for are passed on, too.
+        after_attention, after_mlp: the same; None if there is no such part.
+        hidden: the keyword by which the attention gets hidden states; None if it gets them by position.
+        given: {argument of the attention: the argument of the layer that is passed on as it}.
+        constants: {argument of the attention: its constant value}.
+        passes_more: whether the layer also passes on its ``**kwargs``.
         passive: names of further parts, such as dropout, that do nothing.
-        multiplier: the layer's attribute that multiplies what is added; None for 1.
+        multiplier: the layer's attribute that multiplies both summands; None for 1.
     """
 
     before_attention: str
@@ -54,18 +54,17 @@ class Form(NamedTuple):
 
 
 class DecoderLayer(Replacement):
-    """Both residual additions of a layer, fused with the norms after them; the second norm is the next layer's.
+    """A layer with its residual additions fused into the norms after them; the second norm is the next layer's.
 
     Args:
-        replaced: the replacements of the model's norms, attentions and MLPs, by their modules: their results are new
-            tensors, so that residual sums may be written there.
+        replaced: {module: replacement} of the model's norms, attentions and MLPs. Their results are new tensors, which
+            the fused norms may overwrite.
 
     Attributes:
-        following: the next layer where it is replaced, or None.
+        following: the replacement of the next layer; None if that is not replaced.
 
     Raises:
-        Unknown: the layer does something else with its parts, or no norm with a fused addition follows a residual
-            addition.
+        Unknown: the layer has another form, or no residual addition is followed by a norm with a fused addition.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, replaced: dict[Any, Replacement]) -> None:
@@ -94,7 +93,7 @@ class DecoderLayer(Replacement):
             return result
         before_attention, before_mlp = getattr(layer, form.before_attention), getattr(layer, form.before_mlp)
         left, step.left = step.left, None
-        # Hidden states that the layer before has left are seen by nobody else, so they may be written.
+        # Hidden states from a replaced previous layer are referenced nowhere else, so they may be overwritten.
         ours = left is not None and left.hidden_states is hidden_states and left.norm is before_attention
         normalised = left.normalised if left is not None and ours else before_attention(hidden_states)
         attended = self._result(form.attention, normalised, given)
@@ -118,7 +117,7 @@ class DecoderLayer(Replacement):
         return [found for found in without_weights(self.module) if found[0].split(".")[0] in self.form.passive]
 
     def _result(self, name: str, normalised: Tensor, given: dict[str, Any]) -> Tensor:
-        """What is added to the residual: of the attention, called with what the layer is given, or of the MLP."""
+        """The summand of the residual: the output of the attention, called with the layer's `given`, or of the MLP."""
         layer, form = self.module, self.form
         if name == form.mlp:
             out, after = getattr(layer, name)(normalised), form.after_mlp
@@ -135,17 +134,17 @@ class DecoderLayer(Replacement):
         return out if form.multiplier is None else out * getattr(layer, form.multiplier)
 
     def _replaced(self, name: str) -> Replacement | None:
-        """The replacement of a part; None for a part that is left alone now, or has hooks."""
+        """The replacement of a part; None if transformers computes the part now, or if it has hooks."""
         part = self.parts.get(name)
         return part if part is not None and part.changed() is None and not hooked(part.module) else None
 
     def _adding(self, name: str) -> Norm | None:
-        """A norm that computes the sum in front of it, too."""
+        """The replaced norm `name` if it fuses the addition before it; else None."""
         norm = self._replaced(name)
         return norm if isinstance(norm, Norm) and norm.fuses else None
 
     def _is_fresh(self, name: str, after: str | None) -> bool:
-        """Whether no one else holds the tensor that is added to the residual, after norm and multiplier."""
+        """Whether nothing else references the summand of the residual, so that it may be overwritten."""
         if self.form.multiplier is not None:
             return True
         if after is not None:
@@ -153,16 +152,16 @@ class DecoderLayer(Replacement):
         part = self._replaced(name)
         if part is None:
             return False
-        # An adapter may keep what it gives.
+        # An adapter may keep a reference to its output.
         children = part.module._modules.values()
         return not hooked(*children) and not any(width(child) and child._modules for child in children)
 
 
 def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
-    """What a layer does with its parts, found out with recording stand-ins for them.
+    """The form of a layer, found by a trial with recording stand-ins as its parts.
 
     Raises:
-        Unknown: something else than a form says.
+        Unknown: no form describes the layer.
     """
     calls: list[_Player] = []
     parts: dict[str, nn.Module] = {}
@@ -211,7 +210,7 @@ def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
 
 
 class _Player(nn.Module):  # type: ignore[misc]
-    """Plays a part of a layer: a function of its own, elementwise; it keeps how it was called."""
+    """Stands in for a part of a layer: an elementwise function that differs between parts. Records its calls."""
 
     def __init__(self, name: str, role: str, seed: int, calls: list[_Player]) -> None:
         super().__init__()
@@ -234,7 +233,7 @@ class _Player(nn.Module):  # type: ignore[misc]
 
 
 def _played(parts: dict[str, nn.Module], x: Tensor, *names: str | None) -> Tensor:
-    """What players make of `x`, one after the other."""
+    """`x` after these players, applied in order; None is skipped."""
     for name in names:
         if name is not None:
             x = parts[name].played(x)

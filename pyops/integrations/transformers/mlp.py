@@ -1,4 +1,4 @@
-"""MLPs, known by what they compute: gate and up, fused or separate, or up alone; one of the ops' activations."""
+"""MLPs, recognised by what they compute: gate and up, fused or separate, or only up, and an activation op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GATE_LAST = ("mul_and_silu",)
 _PLAIN = ("gelu_new", "gelu_fast", "gelu_quick", "relu2")
 _HIDDEN, _INTERMEDIATE = 8, 12  # sizes of a trial
 _CLOSE = 2e-6  # GELU and its approximations differ by far more
-_LARGE = 100.0  # multiplies the rows of a second trial, among which a bound of an activation's input is seen
+_LARGE = 100.0  # factor of the rows of a second trial, large enough to reach a clamp of the activation
 
 
 class Form(NamedTuple):
@@ -45,10 +45,10 @@ class Form(NamedTuple):
 
 
 class MLP(Replacement):
-    """An MLP with one GEMM for gate and up.
+    """An MLP with one GEMM for gate and up, and an activation op.
 
     Raises:
-        Unknown: its forward computes nothing that an op does.
+        Unknown: no activation op agrees with the forward.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
@@ -76,23 +76,23 @@ class MLP(Replacement):
 
 
 def is_mlp(module: Any) -> bool:
-    """Whether a module has projections, and else only parts without weights."""
+    """Whether a module has two or three projections and no other weights."""
     parts = [part for part in module.children() if next(part.parameters(), None) is not None]
     own = next(module.parameters(recurse=False), None)
     return own is None and len(parts) in (2, 3) and all(width(part) for part in parts)
 
 
 def _why(module: Any) -> str:
-    """What is in the way, as far as the module says."""
+    """The reason why an MLP is not replaced; names its activation if that is a module."""
     acts = [type(part).__name__ for part in module.children() if next(part.parameters(), None) is None]
     return f"no op computes what it does with {acts[0]}" if acts else "no op computes what it does"
 
 
 def _tried(module: Any) -> tuple[Form, frozenset[int]]:
-    """The form that computes what an MLP does, and for hidden states of how many dimensions.
+    """The form that agrees with an MLP, and the numbers of dimensions of hidden states for which it does.
 
     Raises:
-        Unknown: none does.
+        Unknown: no form agrees.
     """
     linears = {name: part for name, part in module.named_children() if width(part)}
 
@@ -119,9 +119,9 @@ def _tried(module: Any) -> tuple[Form, frozenset[int]]:
     for forms in _shapes(linears):
         try:
             found = nearest(forms, ours, theirs(forms[0]), _CLOSE)
-        except Unknown:  # a forward for other shapes
+        except Unknown:  # the forward expects other shapes of weights
             continue
-        # Large hidden states reach a bound, if there is one.
+        # Large hidden states reach the clamp of the activation, if it has one.
         if found and agree([ours(found, torch.float32, _LARGE * x)], [theirs(found, _LARGE * x)(torch.float32)]):
             computed = partial(ours, found, torch.float32)
             return found, dimensions(computed, small(found, torch.float32).forward, x[0])
@@ -129,7 +129,7 @@ def _tried(module: Any) -> tuple[Form, frozenset[int]]:
 
 
 def _shapes(linears: dict[str, Any]) -> list[list[Form]]:
-    """Candidates, by the shapes that the projections have in them."""
+    """Candidate forms, grouped by the shapes that they imply for the projections."""
     if len(linears) == 3:
         return [[Form(op, (first, second), last) for op in _GATED] for first, second, last in permutations(linears)]
     return [

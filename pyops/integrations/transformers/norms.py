@@ -1,4 +1,4 @@
-"""Norms, known by what they compute."""
+"""Norms, recognised by what they compute."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .trial import Trials, Unknown, dimensions, forward_of, nearest, randn, refu
 
 _OPS = ("rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm")
 _LARGEST_EPSILON = 1e-2
-# Factors of the rows of a trial: among the smallest, an epsilon of 1e-8 is seen.
+# Factors of the rows of a trial. The smallest rows make an epsilon of 1e-8 matter.
 _SCALES = (1.0, 30.0, 1e-2, 1e-4)
 
 
 class Form(NamedTuple):
-    """What a norm computes.
+    """The op of a norm and its epsilon.
 
     Attributes:
         op: the name of the op.
-        epsilon: the name of the module's attribute, or the number that its forward has.
+        epsilon: the name of a module's attribute, or a constant in the code of its forward.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Norm(Replacement):
     """A norm of rows.
 
     Raises:
-        Unknown: its forward computes nothing that an op does.
+        Unknown: no norm op agrees with the forward.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
@@ -58,7 +58,7 @@ class Norm(Replacement):
             raise Unknown(f"its weight is {weights[0].dtype}, not {dtype}")
         self.form, self.ndims = trials.outcome(module, _tried)
         self.op = self.form.op
-        # gemma_rms_norm keeps the sum of float16 rows in float32, where transformers rounds it.
+        # In float16, gemma_rms_norm keeps the sum in float32, whereas transformers rounds it.
         self.fuses = self.op == "rms_norm" or (self.op == "gemma_rms_norm" and dtype != torch.float16)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -75,7 +75,7 @@ class Norm(Replacement):
         return out.transpose(1, 2) if heads_first else out
 
     def add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of the sum, the sum) of tensors that may both be written."""
+        """(the norm of the sum, the sum) of two tensors. Both may be overwritten."""
         weight, epsilon = getattr(self.module, "weight", None), self.form.epsilon_of(self.module)
         if self.op == "rms_norm":
             fused_add_rms_norm(input, residual, weight, epsilon)
@@ -86,13 +86,13 @@ class Norm(Replacement):
 
 
 def _has_one_stride(x: Tensor) -> bool:
-    """Whether the rows of a tensor follow each other at one distance."""
+    """Whether all rows of a tensor have one common stride."""
     pairs = zip(range(x.ndim - 2), range(1, x.ndim - 1), strict=True)
     return x.stride(-1) == 1 and all(x.stride(i) == x.stride(j) * x.shape[j] for i, j in pairs)
 
 
 def _tried(module: Any) -> tuple[Form, frozenset[int]]:
-    """What a norm computes, and for hidden states of how many dimensions."""
+    """The form that agrees with a norm, and the numbers of dimensions of hidden states for which it does."""
     refuse_tensors(*module.modules())
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
@@ -122,7 +122,7 @@ def _tried(module: Any) -> tuple[Form, frozenset[int]]:
 
 
 def _epsilons(module: Any) -> list[str | float]:
-    """Where the epsilon of a norm may be: small numbers among its attributes, and in its code."""
+    """Candidates for the epsilon of a norm: attributes with small values, and small constants in its code."""
     names = [name for name, value in settings(module).items() if _is_small(value)]
     return [*names, *(value for value in forward_of(module).__code__.co_consts if _is_small(value))]
 
@@ -132,6 +132,6 @@ def _is_small(value: Any) -> bool:
 
 
 def _may(op: str, module: Any) -> bool:
-    """Whether the op takes the parameters that the module has."""
+    """Whether the op supports the module's combination of weight and bias."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     return (weight is not None or op != "gemma_rms_norm") and (bias is None or op in ("layer_norm", "rms_norm_gated"))

@@ -1,4 +1,4 @@
-"""Linear modules that hold packed weights of AWQ or GPTQ, of whatever package: known by their tensors and a trial."""
+"""Linear modules of any package with packed AWQ or GPTQ weights, recognised by their tensors and a trial."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...fused.packed_linear import PackedProduct
 from .replacement import Replacement
 from .trial import Unknown, tried
 
-_BITS = ("bits", "w_bit", "wbits")  # names that packages have for the bits of a code
+_BITS = ("bits", "w_bit", "wbits")  # attributes that hold the bits of a quantized weight, by package
 _DTYPES = (torch.float16, torch.bfloat16)
-# Largest difference of a trial, as a part of the largest result: both round a few times to 16 bits. Zero points that
-# are off by one change results of positive activations by far more.
+# Tolerance of a trial, relative to the largest result: both sides round a few times to 16 bits. Zero points that are
+# off by one change the results of positive activations by far more.
 _CLOSE = 2.0**-7
 _TRIAL_ROWS = 3
 
 
 class _Format(NamedTuple):
-    """How a module may hold a weight.
+    """A format of a module's weight, as `PackedProduct` takes it.
 
     Attributes:
-        bits: of a code of GPTQ; 0: the weight is of AWQ. As `PackedProduct` has it, and the next, too.
-        is_v2: zero points of GPTQ are used as they are stored.
-        columns: of activations.
-        has_order: act-order: g_idx gives the group of each column; otherwise groups are contiguous.
+        bits: bits of a GPTQ weight; 0 for AWQ.
+        is_v2: whether GPTQ's zero points are used as they are stored.
+        columns: elements of an activation row, the K of the GEMM.
+        has_order: act-order: whether g_idx gives the group of each column; otherwise groups are contiguous.
     """
 
     bits: int
@@ -40,11 +40,11 @@ class PackedProjection(Replacement):
     """A linear module with a packed weight that the kernel reads as it is.
 
     Args:
-        module: one that `is_packed`.
-        dtype: of activations.
+        module: a module for which `is_packed` is true.
+        dtype: dtype of the activations.
 
     Raises:
-        Unknown: the ops do not compute what the module does.
+        Unknown: the ops do not agree with the module.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
@@ -76,7 +76,7 @@ def _bits(module: Any) -> int:
 
 
 def _formats(module: Any) -> list[_Format]:
-    """What the module may hold, by the shapes of its tensors."""
+    """Candidate formats of the module's weight, by the shapes of its tensors."""
     bits, (groups, out) = _bits(module), module.scales.shape
     rows, width = module.qweight.shape
     if bits not in (2, 3, 4, 8) or not groups or tuple(module.qzeros.shape) != (groups, out * bits // 32):
@@ -97,12 +97,12 @@ def _formats(module: Any) -> list[_Format]:
 
 
 def _known(module: Any, dtype: torch.dtype) -> _Format:
-    """The format by which the op computes what the module's own forward does.
+    """The format with which the op agrees with the module's own forward.
 
     Shapes alone do not determine it: some packages add 1 to stored zero points, or permute the packed weights.
 
     Raises:
-        Unknown: no layout agrees.
+        Unknown: no format agrees.
     """
     formats = _formats(module)
     if not formats:
@@ -131,7 +131,7 @@ def _known(module: Any, dtype: torch.dtype) -> _Format:
 
 
 def _multiplied(module: Any, x: Tensor, format: _Format) -> Tensor:
-    """What a module of a format computes, by the tensors that it has now."""
+    """The op's result for `x`, with the module's current tensors read in `format`."""
     scales, order = module.scales.to(x.dtype), module.g_idx if format.has_order else None
     weight = PackedProduct(module.qweight, module.qzeros, scales, order, format.bits, format.is_v2)
     rows = x.reshape(-1, format.columns)

@@ -1,4 +1,4 @@
-"""What of a model is replaced, and how it is undone."""
+"""`accelerate`, which replaces the forwards of a model's modules; `restore`, which undoes it; `report`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def accelerate(model: _Model) -> _Model:
-    """Give a model of transformers the kernels of this library, in place.
+    """Replace the forwards of a transformers model by the kernels of this library, in place.
 
-    Norms, rotary embedding, MLPs, experts, additions to the residual stream, fp8 projections, and attention
-    over a `PagedCache`, which `generate` makes by itself for greedy search and sampling, or of all tokens of an encoder
-    to each other. A module is known by what it computes, whatever its family is called: its forward and its replacement
-    run on the same few numbers; a module that does not agree is left to transformers. The modules,
-    their names and the state dict stay; what the forwards compute differs by rounding alone. The weights of projections
-    of one input are stacked in memory, so that one GEMM computes them; that takes no more memory. Where
-    gradients are enabled, or under autocast, the model does what it did before.
+    Replaces norms, rotary embedding, MLPs, experts, residual additions, fp8 and packed projections, attention over a
+    `PagedCache` (which `generate` then makes for greedy search and sampling), and the attention of encoders. A module
+    is recognised by what it computes, not by its name: its forward and the replacement run on the same small inputs,
+    and a module for which they disagree is left to transformers. The modules, their names and the state dict stay, and
+    results differ only by rounding. Weights of projections with the same input are stacked, so that one GEMM computes
+    them; this takes no additional memory. While gradients are enabled, or under autocast, the model runs as before.
 
-    Call it when the model is on the device and of the dtype that it shall have. A module that is changed later
-    (adapters, hooks, other forwards, parts, settings or dtypes, training) runs as transformers has it until
-    `accelerate` is called again or the change is undone; if only parameters get other memory, projections of one
-    input are separate GEMMs. A step that is compiled already does not notice all of this.
+    Call it when the model has its final device and dtype. A module that is changed later (adapters, hooks, forwards,
+    submodules, settings, dtypes, training mode) runs transformers' code until `accelerate` is called again or the
+    change is undone. If only parameters move to other memory, stacked projections become separate GEMMs. A step that
+    is already compiled does not notice all of these changes.
 
     Args:
         model: a model of transformers, on one device, float32, float16 or bfloat16.
@@ -67,7 +66,7 @@ def accelerate(model: _Model) -> _Model:
 
 
 def report(model: nn.Module) -> Report:
-    """What is replaced in `model` now; nothing if it is not accelerated."""
+    """The current replacements in `model`; an empty report if it is not accelerated."""
     replacements, why = vars(model).get("_pyops", ({}, {}))
     entries = []
     for name, module in model.named_modules():
@@ -80,21 +79,21 @@ def report(model: nn.Module) -> Report:
 
 
 def restore(model: _Model) -> _Model:
-    """Undo `accelerate`: every forward is what it was, and every parameter has memory of its own."""
+    """Undo `accelerate`: modules get their forwards back, and every parameter its own memory."""
     for replacement in vars(model).pop("_pyops", ({}, {}))[0].values():
         replacement.remove()
     return model
 
 
 def _dtype(model: Any) -> torch.dtype:
-    """The dtype of a model that can be accelerated; an error that says what is in the way of another."""
+    """The dtype of a model. ModelError if the model cannot be accelerated."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError("accelerate", f"model: expected a model of transformers, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or torch.device("meta") in devices:
         found = ", ".join(sorted(map(str, devices)))
         raise ModelError("accelerate", f"model: expected all parameters on one device, found {found}")
-    # That of embeddings, because the scales of quantised weights may be of another.
+    # The dtype of the embeddings, because scales of quantised weights may have another.
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     dtype: torch.dtype = next((module.weight.dtype for module in embeddings), model.dtype)
     if dtype not in _DTYPES:
@@ -103,11 +102,11 @@ def _dtype(model: Any) -> torch.dtype:
 
 
 class _Found:
-    """What can be replaced in a model.
+    """The replacements of a model's modules, and the reasons for the modules without one.
 
     Attributes:
         replacements: {module: the replacement of its forward}.
-        why: {module: why it is left to transformers}.
+        why: {module: the reason why it is left to transformers}.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -115,7 +114,7 @@ class _Found:
         self.replacements: dict[Any, Replacement] = {}
         self.why: dict[Any, str] = {}
         modules = [module for module in model.modules() if module is not model]
-        # {module: its rotary embedding}: the closest one among its siblings or the siblings of its ancestors.
+        # {module: its rotary embedding}: the nearest one among its siblings and the siblings of its ancestors.
         self.rotary: dict[Any, Any] = {}
         for module in model.modules():
             for rotary in filter(is_rotary, module.children()):
@@ -124,7 +123,7 @@ class _Found:
         for module in modules:
             self._try(module)
         served = {type(module) for module in attentions if isinstance(self.replacements.get(module), BoundAttention)}
-        # Without one, nothing takes what a rotary embedding and a layer leave.
+        # Only replaced attention reads the `Step` that replaced rotary embeddings and layers pass on.
         why = None if served else "no attention is replaced"
         for module in filter(is_rotary, modules):
             self._add(module, lambda module=module: RotaryEmbedding(module, self.config, self.dtype), why)
@@ -136,7 +135,7 @@ class _Found:
             if isinstance(one, DecoderLayer) and isinstance(after, DecoderLayer):
                 one.following = after
         if hasattr(model, "_prepare_cache_for_generation"):
-            # Each layer of the cache belongs to one of them.
+            # Every layer of the cache must belong to exactly one attention module.
             layers_of_cache = range(self.config.get_text_config(decoder=True).num_hidden_layers)
             of_each = sorted(module.layer_idx for module in attentions) == list(layers_of_cache)
             if served and of_each and all(type(module) in served for module in attentions):
@@ -145,7 +144,7 @@ class _Found:
                 self.why[model] = "not every layer has an attention that reads a PagedCache"
 
     def _try(self, module: Any) -> None:
-        """Replace a module that is no layer and no rotary embedding, or say why not."""
+        """Make the replacement of a module other than a layer or a rotary embedding, or record why there is none."""
         has_weights = next(module.parameters(), None) is not None
         if holds_codes(module):
             why = obstacle(module, self.dtype)
@@ -167,13 +166,13 @@ class _Found:
                 large = any(weight.ndim > 2 for weight in module.parameters())
                 why = "no op computes what it does" if large else None
                 self._add(module, lambda: Norm(module, self.dtype, self.trials), why)
-                if not has_weights:  # an activation, or dropout
+                if not has_weights:  # activations and dropout are not reported
                     self.why.pop(module, None)
         elif any(width(part) for part in module.children()) and not any(map(is_attention, module.children())):
             self.why[module] = "it is nothing that is tried"
 
     def _add(self, module: Any, make: Any, why: str | None = None) -> None:
-        """Replace a module by what `make` returns, unless there is a reason why not."""
+        """Record the replacement that `make` returns; or the reason `why`, or the one that `make` raises."""
         try:
             if why or "forward" in vars(module):
                 raise Unknown(why or "its forward is replaced already")

@@ -1,4 +1,4 @@
-"""Linear modules of transformers that hold fp8 weights."""
+"""Linear modules of transformers with fp8 weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...fused.quantized_linear import QuantisedLinear
 from ...ops.linear.gemm_problem import SCALE_BLOCK
 from .replacement import Replacement
 
-# {class: module of transformers.integrations}: fp8 as DeepSeek writes it; compressed-tensors, with optimised inference.
+# {class: its module in transformers.integrations}: DeepSeek's fp8 format; compressed-tensors' optimised inference.
 _CLASSES = {"FP8Linear": "finegrained_fp8", "CompressedTensorsFP8Linear": "compressed_tensors"}
 
 
 class Projection(Replacement):
-    """A linear module with a quantised weight: ops of this library quantise the activation and multiply both."""
+    """A linear module with a quantised weight, as a quantization op for the activation and a scaled GEMM."""
 
     op = "scaled_fp8_quant or per_token_group_quant_fp8, and cutlass_scaled_mm"
 
@@ -29,12 +29,12 @@ class Projection(Replacement):
 
 
 def holds_codes(module: Any) -> bool:
-    """Whether it is a linear module of fp8 weights."""
+    """Whether a module is a linear module with fp8 weights."""
     return any(type(module) is getattr(sys.modules.get(_path(file)), name, None) for name, file in _CLASSES.items())
 
 
 def obstacle(module: Any, dtype: torch.dtype) -> str | None:
-    """Why a module of fp8 weights cannot be replaced in a model of a dtype; None where it can."""
+    """Why a module with fp8 weights cannot be replaced in a model of this dtype; None if it can."""
     product = _product(module)
     blocks = getattr(module, "block_size", None)
     if dtype == torch.float32:
@@ -49,7 +49,7 @@ def obstacle(module: Any, dtype: torch.dtype) -> str | None:
 
 
 def _product(module: Any) -> QuantisedLinear:
-    """What a module computes, by the parameters that it has now."""
+    """The projection of a module, with its current parameters."""
     blocks = getattr(module, "block_size", None) is not None
     scale = module.weight_scale_inv if hasattr(module, "weight_scale_inv") else module.weight_scale
     return QuantisedLinear(

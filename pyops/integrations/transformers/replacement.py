@@ -1,4 +1,4 @@
-"""What every replaced forward has: what it was tried with, compared with what the module is at every call."""
+"""The base of replaced forwards: each call checks that the module is still as it was in the trial."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.nn.modules import module as hooks_of_all
 
 from .trial import OF_EVERY_MODULE, forward_of
 
-# What forwards of transformers call their cache; the first is the name from version 5.24 on.
+# Names of the cache argument in transformers' forwards; the first is the one from version 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
 def hooked(*modules: Any) -> bool:
-    """Whether somebody sees what goes into one of the modules or comes out: it must be called, and its results kept."""
+    """Whether any of the modules has hooks. It must then be called, and its results must not be overwritten."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def renamed(kwargs: dict[str, Any], parameters: Container[str]) -> dict[str, Any]:
-    """Arguments of a forward that has these parameters, with the cache by the name that it has there."""
+    """`kwargs` with the cache argument renamed to the name that it has among the forward's `parameters`."""
     given = next((name for name in CACHE_NAMES if name in kwargs and name not in parameters), None)
     known = next((name for name in CACHE_NAMES if name in parameters), None)
     if given is None or known is None:
@@ -31,16 +31,16 @@ def renamed(kwargs: dict[str, Any], parameters: Container[str]) -> dict[str, Any
 
 
 class Tried:
-    """A module as it was when it was tried.
+    """A snapshot of a module at its trial: everything that the outcome of the trial depends on.
 
     Args:
-        name: of a part that is not called while a replacement serves; "" for the replaced module itself.
+        name: the name of a part that is not called while the replacement serves; "" for the replaced module itself.
     """
 
     def __init__(self, module: Any, name: str = "") -> None:
         self.module, self.name, self.kind = module, name, type(module)
         self.forward, self.function = self.kind.forward, forward_of(module)
-        # A trial runs outside training.
+        # Trials run in evaluation mode.
         self.attributes = {key: _kept(value) for key, value in vars(module).items()} | {"training": False}
         self.parts = dict(module._modules)
         own = {"training", *self.attributes} - (OF_EVERY_MODULE - {"training"})
@@ -58,13 +58,13 @@ class Tried:
         self.functions = tuple(map(values.get, self.called))
 
     def changed(self) -> str | None:
-        """What is different now; None if nothing is that the trial depended on."""
+        """A difference to the snapshot, in words; None if the trial is still valid."""
         module = self.module
         if type(module) is not self.kind or self.kind.forward is not self.forward:
             return self._of("its class has another forward since")
         try:
             is_same = module.__dict__ == self.attributes
-        except Exception:  # tensors, and whatever else compares element by element
+        except Exception:  # tensors and other values that compare element by element
             is_same = False
         if not is_same and (why := self._difference()):
             return why
@@ -82,7 +82,7 @@ class Tried:
         return None
 
     def is_same(self) -> bool:
-        """Whether all is as it was of what torch.compile compares again, when the compiled code is called."""
+        """Whether the module is unchanged, by comparisons that become guards of code compiled by torch.compile."""
         module = self.module
         for key, value in self.numbers.items():
             if getattr(module, key) != value:
@@ -94,7 +94,7 @@ class Tried:
         return getattr(module.forward, "__func__", None) is forward
 
     def _difference(self) -> str | None:
-        """The attribute that is different now, of those that the forward may read."""
+        """The first changed attribute among those that the forward may read, in words."""
         now = vars(self.module)
         for key in sorted(self.counts):
             if not _same(self.attributes.get(key, self), now.get(key, self)):
@@ -106,7 +106,7 @@ class Tried:
 
 
 def _kept(value: Any) -> Any:
-    """A value that can be compared with what becomes of it: lists and dictionaries are written in place."""
+    """A copy of a value to compare with later: lists, tuples, sets and dictionaries are copied recursively."""
     if type(value) in (list, tuple, set):
         return type(value)(map(_kept, value))
     return {key: _kept(each) for key, each in value.items()} if type(value) is dict else value
@@ -115,12 +115,12 @@ def _kept(value: Any) -> Any:
 def _same(before: Any, after: Any) -> bool:
     try:
         return before is after or (type(before) is type(after) and bool(before == after))
-    except Exception:  # what compares element by element
+    except Exception:  # values that compare element by element
         return False
 
 
 def _named(kind: type) -> set[str]:
-    """Names in the code of a class, without its `__init__` and that of `nn.Module`."""
+    """Names in the code of a class's methods, without `__init__` and the methods of `nn.Module`."""
     kinds = [each for each in kind.__mro__ if each not in nn.Module.__mro__]
     functions = (
         inspect.unwrap(value)
@@ -132,13 +132,13 @@ def _named(kind: type) -> set[str]:
 
 
 class Replacement:
-    """The forward of `module`, which falls back on the one that the module's class has.
+    """A forward for `module` that falls back to the forward of the module's class.
 
     Args:
-        dtype: of the model, and so of what the ops are given.
+        dtype: dtype of the model, and of the inputs that the ops serve.
 
     Attributes:
-        op: what computes the module now.
+        op: the op, or ops, that compute the module, as text for the report.
     """
 
     op: str
@@ -151,19 +151,19 @@ class Replacement:
         raise NotImplementedError
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class computes."""
+        """The forward of the module's class."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def passed_over(self) -> Iterable[tuple[str, Any]]:
-        """(name, part): the module's parts that are not called."""
+        """(name, part) of the module's parts that the replacement does not call."""
         return ()
 
     def serving(self) -> str:
-        """What computes the module now: `op`, and what of it is done otherwise since."""
+        """`op`, with a note on what has changed since the replacement."""
         return self.op
 
     def serves(self, x: Tensor) -> bool:
-        """Whether the ops compute what the module would: they have no gradients and do not follow autocast."""
+        """Whether the ops may serve a call: dtype unchanged, no gradients, no autocast, the module as it was tried."""
         return (
             x.dtype is self.dtype
             and not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
@@ -171,7 +171,7 @@ class Replacement:
         )
 
     def changed(self) -> str | None:
-        """Why the module is left to transformers now, though it was replaced; None if it is not."""
+        """Why transformers now computes the replaced module; None if the ops do."""
         if torch.compiler.is_compiling():
             for tried in self.tried:
                 if not tried.is_same():
@@ -181,7 +181,7 @@ class Replacement:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def difference(self) -> str | None:
-        """As `changed`; torch.compile takes what it says for good."""
+        """As `changed`, outside of torch.compile, which takes the result for a constant."""
         if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
             return "there are hooks of all modules"
         for tried in self.tried:
@@ -193,17 +193,17 @@ class Replacement:
         self.module.forward = self.forward
 
     def watch(self) -> None:
-        """From now on what differs from what the module is now is left to transformers."""
+        """Take the snapshot with which later calls compare the module."""
         parts = [Tried(part, name) for name, part in self.passed_over()]
         self.tried = [Tried(self.module), *parts]
 
     def remove(self) -> None:
-        """Leave the module as it was; a forward that has been set since stays."""
+        """Give the module its own forward back. A forward that was set later stays."""
         if vars(self.module).get("forward") == self.forward:
             del self.module.forward
 
 
 def without_weights(module: Any) -> list[tuple[str, Any]]:
-    """(name, part): what has no weights of a module's parts, activations and dropout, and the parts of these."""
+    """(name, part) of a module's parts without weights, such as activations and dropout, and of their parts."""
     children = [(name, part) for name, part in module.named_children() if next(part.parameters(), None) is None]
     return [(f"{name}.{inner}".rstrip("."), each) for name, part in children for inner, each in part.named_modules()]

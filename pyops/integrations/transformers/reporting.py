@@ -1,4 +1,4 @@
-"""What was done to a model, module by module."""
+"""The report on a model, module by module."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """What was done with a module.
+    """The report on one module.
 
     Attributes:
-        name: of the module in the model; "" for the model itself.
+        name: the name of the module in the model; "" for the model itself.
         kind: the name of its class.
-        op: what computes it now; "" if transformers does, as before.
-        why: why it is left to transformers; "" if it is not.
+        op: the ops that compute it now; "" if transformers does.
+        why: the reason why it is left to transformers; "" if it is not.
     """
 
     name: str
@@ -24,10 +24,10 @@ class Entry(NamedTuple):
 
 
 class Report:
-    """What `accelerate` did; printed, a table with a row for modules that are alike.
+    """The result of `accelerate`. It prints as a table with one row for each kind of module.
 
     Attributes:
-        entries: for each module that has weights of its own or a forward of transformers', in the order of the model.
+        entries: one for each module with its own weights or with a forward defined by transformers, in model order.
     """
 
     def __init__(self, entries: list[Entry]) -> None:
@@ -35,17 +35,17 @@ class Report:
 
     @property
     def replaced(self) -> dict[str, int]:
-        """{class of modules: how many of them are replaced}."""
+        """{class of modules: number of replaced modules}."""
         return dict(Counter(entry.kind for entry in self.entries if entry.op))
 
     @property
     def ops(self) -> dict[str, str]:
-        """{class of replaced modules: what computes them now, the last of them if they differ}."""
+        """{class of replaced modules: the ops that compute them; those of the last module if modules differ}."""
         return {entry.kind: entry.op for entry in self.entries if entry.op}
 
     @property
     def left_alone(self) -> dict[str, str]:
-        """{name of a module: why it is left to transformers}."""
+        """{name of a module: the reason why it is left to transformers}."""
         return {entry.name: entry.why for entry in self.entries if entry.why}
 
     def __eq__(self, other: object) -> bool:

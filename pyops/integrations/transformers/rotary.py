@@ -1,4 +1,4 @@
-"""Rotary embedding: the angles of a forward pass, and the functions by which attentions rotate queries and keys."""
+"""RoPE: the cosines and sines of a forward pass, and the functions that rotate queries and keys by them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .trial import Unknown, agree, forward_of, randn, tried, twin
 
 _LAYOUTS = ("halves", "pairs", "single")
 _PARAMETERS = ("q", "k", "cos", "sin")
-_BATCH, _HEADS, _TOKENS, _HEAD_DIM = 2, 2, 3, 16  # of a trial
+_BATCH, _HEADS, _TOKENS, _HEAD_DIM = 2, 2, 3, 16  # sizes of a trial
 POSITIONS = 40_000  # positions of a trial: far enough to detect a forward that changes past its training length
 _turns: dict[Any, Turn | None] = {}
 
 
 class Left(NamedTuple):
-    """What a layer leaves for the next: its hidden states, and what the module `norm` would make of them."""
+    """The result of a layer for the next: its hidden states, and `normalised`, their norm by the module `norm`."""
 
     hidden_states: Tensor
     normalised: Tensor
@@ -30,13 +30,13 @@ class Left(NamedTuple):
 
 
 class Step(tuple[Tensor, Tensor]):
-    """What the layers of one forward pass share: the pair of cosines and sines, and more.
+    """The (cosines, sines) of a forward pass, and further state that its layers share.
 
     Attributes:
         slots: [batch * count] slots of the new tokens in a PagedCache, or None before a layer has found them.
-        sequences: where sequences lie in a PagedCache, for each mask and sliding window that a layer has; None in place
-            of those for a mask that the ops do not know.
-        left: by one layer for the next.
+        sequences: (mask, sliding window, the sequences in a PagedCache) for each combination that a layer has; the
+            sequences are None for a mask that the ops do not support.
+        left: set by a layer for the next one.
     """
 
     def __new__(cls, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Step:
@@ -50,11 +50,11 @@ class Step(tuple[Tensor, Tensor]):
         self.left: Left | None = None
 
     def table(self, turn: Turn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(positions [batch, count]: the row of each token; [rows, rotary_dim]: cosines, then sines, of its angles).
+        """The cos/sin table for the ops: (row of each token [batch, count], table [rows, rotary_dim]).
 
         Args:
-            turn: says where the table has the angles of the pairs.
-            dtype: of the table.
+            turn: the rotation; its layout says which elements of cosines and sines belong to the pairs.
+            dtype: dtype of the table.
         """
         key = turn.layout, dtype
         if key not in self._tables:
@@ -66,10 +66,10 @@ class Step(tuple[Tensor, Tensor]):
 
 
 class RotaryEmbedding(Replacement):
-    """Its angles, as a `Step`: where this is none, the replaced modules do what they did before.
+    """A rotary module that returns its cosines and sines as a `Step`. Without a `Step`, replaced modules fall back.
 
     Raises:
-        Unknown: it does not give a pair of cosines and sines.
+        Unknown: the module does not return a pair of cosines and sines.
     """
 
     op = "its angles, shared by all layers"
@@ -79,7 +79,7 @@ class RotaryEmbedding(Replacement):
         angles_of(module, config, torch.float32)
 
     def watch(self) -> None:
-        """Its own forward runs, whatever it has become."""
+        """Nothing to watch: the module's current forward always runs."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         angles = self.original(x, *args, **kwargs)
@@ -87,7 +87,7 @@ class RotaryEmbedding(Replacement):
 
 
 def is_rotary(module: Any) -> bool:
-    """Whether its forward takes hidden states and positions, and it has no weights."""
+    """Whether a module has buffers, no weights, and a forward with position_ids."""
     names = list(inspect.signature(forward_of(module)).parameters)
     return (
         "position_ids" in names and next(module.parameters(), None) is None and next(module.buffers(), None) is not None
@@ -100,7 +100,7 @@ def angles_of(
     """Cosines and sines [1, count, .] of a rotary module for tokens at far positions.
 
     Raises:
-        Unknown: the module gives something else.
+        Unknown: the module returns something else.
     """
     positions = POSITIONS + torch.arange(count, dtype=torch.int64, device="cpu")[None]
     types = getattr(config, "layer_types", None)
@@ -116,15 +116,15 @@ def angles_of(
 
 
 class Turn(NamedTuple):
-    """How a function rotates queries and keys: `apply_rotary_emb` by a cosine and a sine of each pair.
+    """The way in which a function of transformers rotates queries and keys, so that `apply_rotary_emb` can replace it.
 
     Attributes:
-        function: of the module of transformers.
-        layout: where the angles of the pairs are: "halves" (the first half of the last dimension), "pairs" (every other
-            element) or "single" (all of them).
+        function: transformers' function.
+        layout: which elements of the last dimension of cosines and sines are those of the pairs: "halves" (the first
+            half), "pairs" (every other element) or "single" (all).
         is_neox: whether a pair is the elements j and j + rotary_dim / 2, and not 2j and 2j + 1.
-        in_float32: whether 16-bit queries are rotated in float32, for 16-bit angles and for float32 angles; None if
-            no op computes it like that.
+        in_float32: whether 16-bit queries are rotated in float32: for 16-bit angles, and for float32 angles; None if
+            no op agrees.
     """
 
     function: Any
@@ -135,7 +135,7 @@ class Turn(NamedTuple):
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What the function returns."""
+        """The function's result, by the op if possible."""
         in_float32 = self._in_float32(q, cos)
         known = not args and kwargs.keys() <= {"unsqueeze_dim"} and q.ndim == k.ndim == 4 and cos.ndim == 3
         if not known or in_float32 is None or q.dtype != k.dtype:
@@ -146,7 +146,7 @@ class Turn(NamedTuple):
         return self._turned(q, angles, heads_first, in_float32), self._turned(k, angles, heads_first, in_float32)
 
     def angles(self, x: Tensor) -> Tensor:
-        """Of cosines or sines [.., tokens, width] those of the pairs, rows of contiguous elements."""
+        """The cosines or sines of the pairs, from `x` [.., tokens, width]; rows are contiguous."""
         found = x
         if self.layout != "single":
             found = x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2]
@@ -167,8 +167,8 @@ class Turn(NamedTuple):
         return True
 
     def _in_float32(self, heads: Tensor, angles: Tensor) -> bool | None:
-        """What `in_float32` says of these dtypes."""
-        # Unpacked, not indexed by a comparison: torch.compile of torch 2.11 takes no bool for an index of a tuple.
+        """`in_float32` for these dtypes."""
+        # Unpacked, because torch.compile of torch 2.11 cannot index a tuple by a bool.
         angles_alike, angles_in_float32 = self.in_float32
         return angles_alike if angles.dtype == heads.dtype else angles_in_float32
 
@@ -217,7 +217,7 @@ def _computes(turn: Turn, dtype: torch.dtype, angle_dtype: torch.dtype) -> bool:
         cos, sin = (f(doubled[turn.layout]).to(angle_dtype) for f in (torch.cos, torch.sin))
         try:
             theirs = turn.function(q, k, cos, sin)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # shapes that do not go together
+        except (RuntimeError, TypeError, ValueError, IndexError):  # the function does not support these shapes
             if pairs == _HEAD_DIM // 2:
                 return False
             continue

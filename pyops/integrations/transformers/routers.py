@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: the choice of a token's experts by their logits."""
+"""Routers of mixtures of experts, recognised by what they compute."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .replacement import Replacement
 from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 
 _HIDDEN, _TOKENS = 16, 64  # sizes of a trial: enough tokens that groups of experts change some choices
-# Differences of logits in float32 and in bfloat16, as a part of the largest.
+# Tolerances of logits relative to the largest, in float32 and in bfloat16.
 _EXACT, _ROUNDING = 2.0**-18, 2.0**-7
-_SCORINGS = {"sigmoid": 1, "softmax": 2}  # numbers of grouped_topk's scoring functions
-_GROUPS = ("num_group", "n_group", "num_expert_group")  # names of how many groups experts are in
+_SCORINGS = {"sigmoid": 1, "softmax": 2}  # scoring functions of grouped_topk
+_GROUPS = ("num_group", "n_group", "num_expert_group")  # attributes that hold the number of expert groups
 
 
 class _Choice(NamedTuple):
-    """How a router chooses, by `grouped_topk` where there are groups or a bias that ranks.
+    """The options of a router. It is computed by `grouped_topk` if it has groups or a correction bias.
 
     Attributes:
-        scoring_func: of logits: "softmax" or "sigmoid".
+        scoring_func: the function from logits to scores: "softmax" or "sigmoid".
         renormalize: whether the weights of a token are divided by their sum.
-        groups, groups_taken: of experts; 1 for none.
-        factor: of weights.
-        in_float32: whether the GEMM is float32, whatever the dtype of hidden states.
-        logits_in_float32, weights_in_float32: whether these are, when they are returned.
+        groups, groups_taken: groups of experts, and groups from which experts are chosen; 1 for no groups.
+        factor: multiplies the weights.
+        in_float32: whether the GEMM runs in float32, whatever the dtype of hidden states.
+        logits_in_float32, weights_in_float32: whether these results are returned in float32.
     """
 
     scoring_func: str
@@ -43,10 +43,10 @@ class _Choice(NamedTuple):
 
 
 class Router(Replacement):
-    """The choice of experts; transformers' module says how.
+    """A router: logits, and the experts of each token with their weights.
 
     Raises:
-        Unknown: it is none that the ops make.
+        Unknown: the ops do not agree with the module.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
@@ -64,21 +64,21 @@ class Router(Replacement):
 
 
 def _refuse_mixed(module: Any, dtype: torch.dtype) -> None:
-    """Refuse a router with a forward that does not accept hidden states of another dtype than its weights."""
+    """Raise Unknown if the router's forward does not accept hidden states of another dtype than its weights."""
     weights = {name: randn(*each.shape, dtype=each.dtype) for name, each in module.named_parameters(recurse=False)}
     made, x = twin(module, **weights), randn(_TOKENS, module.weight.shape[1], dtype=dtype)
     tried(lambda: forward_of(module)(made, x))
 
 
 def is_router(module: Any) -> bool:
-    """Whether a module has what a router has: a row of weights for each expert, and how many of them a token takes."""
+    """Whether a module has the attributes of a router: a weight matrix, and the number of experts per token."""
     weight = getattr(module, "weight", None)
     has_weight = isinstance(weight, nn.Parameter) and weight.ndim == 2
     return has_weight and isinstance(getattr(module, "top_k", None), int) and next(module.children(), None) is None
 
 
 def _chosen(module: Any, hidden_states: Tensor, choice: _Choice) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [num_tokens, num_experts], weights and int64 numbers [num_tokens, top_k] of the experts of each token."""
+    """Logits [num_tokens, num_experts], and weights and int64 ids of the experts, both [num_tokens, top_k]."""
     rows, bias = hidden_states.reshape(-1, hidden_states.shape[-1]), getattr(module, "bias", None)
     if choice.in_float32:
         rows, bias = rows.float(), None if bias is None else bias.float()
@@ -103,7 +103,7 @@ def _is_grouped(module: Any, choice: _Choice) -> bool:
 
 
 def _candidates(module: Any) -> Iterator[_Choice]:
-    """What a router may compute, by its settings."""
+    """The options that a router may have, by its settings."""
     groups = next((value for name in _GROUPS if isinstance(value := getattr(module, name, None), int)), 1)
     taken = getattr(module, "topk_group", None)
     factors = {1.0, float(getattr(module, "routed_scaling_factor", 1.0))}
@@ -114,7 +114,7 @@ def _candidates(module: Any) -> Iterator[_Choice]:
 
 
 def _choice_of(module: Any) -> _Choice:
-    """What a router computes, by a small twin of it, and how it rounds, by another in bfloat16."""
+    """The options of a router, found with a small twin in float32, and its rounding, with a twin in bfloat16."""
     refuse_tensors(module, read={"e_score_correction_bias"})
     weights = {"weight": randn(module.weight.shape[0], _HIDDEN, seed=1)}
     bias = getattr(module, "bias", None)
@@ -123,7 +123,7 @@ def _choice_of(module: Any) -> _Choice:
 
     def made(dtype: torch.dtype) -> Any:
         small = twin(module, **{name: weight.to(dtype) for name, weight in weights.items()})
-        for name, value in vars(module).items():  # how many columns weights have
+        for name, value in vars(module).items():  # attributes that hold hidden_size
             if value == module.weight.shape[1] and name.startswith("hidden"):
                 setattr(small, name, _HIDDEN)
         return small
@@ -136,7 +136,7 @@ def _choice_of(module: Any) -> _Choice:
     for candidate in _candidates(module):
         try:
             agrees = _agree(_chosen(small, x, candidate), theirs)
-        except OpError:  # the op takes no such groups
+        except OpError:  # the op does not support these groups
             continue
         if agrees:
             return _rounded_alike(candidate, made(torch.bfloat16), x.bfloat16())
@@ -144,10 +144,10 @@ def _choice_of(module: Any) -> _Choice:
 
 
 def _rounded_alike(choice: _Choice, narrow: Any, x: Tensor) -> _Choice:
-    """The choice with the dtypes that a router has in bfloat16.
+    """`choice` with the dtypes of its GEMM and results for a bfloat16 router.
 
     Raises:
-        Unknown: its logits are rounded elsewhere than in the GEMM, so that other experts could be chosen.
+        Unknown: the router rounds logits elsewhere than in the GEMM, so it could choose other experts.
     """
     theirs = tried(lambda: forward_of(narrow)(narrow, x))
     of_logits, of_weights = (one.dtype == torch.float32 for one in theirs[:2])
@@ -164,6 +164,6 @@ def _is_triple(found: Any) -> bool:
 
 
 def _agree(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
-    """Whether logits, and the weight of every expert for every token, are the same but for rounding."""
+    """Whether logits, and the weights scattered to all experts, agree up to rounding."""
     spread = [torch.zeros_like(logits).scatter(1, ids, weights) for logits, weights, ids in (ours, theirs)]
     return agree([ours[0], spread[0]], [theirs[0], spread[1]])

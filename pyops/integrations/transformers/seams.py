@@ -1,4 +1,4 @@
-"""The seams of transformers' attentions: the interface that a forward asks for a function, and its rotary embedding."""
+"""The seams of an attention forward: global names for transformers' attention interface and for RoPE functions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .replacement import CACHE_NAMES, hooked
 from .rotary import Step, Turn, turn_of
 from .trial import Unknown
 
-IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations with masks that PagedCache reads
-PAST = "pyops_past"  # the argument that forwards pass on to the attention function
-# Arguments of attention functions that `attend` reads.
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations with mask formats that PagedCache reads
+PAST = "pyops_past"  # the keyword that forwards pass on to the attention function
+# Arguments of attention functions that `attend` supports.
 OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
-# Arguments that layers and models pass on, and neither "sdpa" nor "eager" reads.
+# Arguments that layers and models pass on, but neither "sdpa" nor "eager" reads.
 IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", "deterministic"}
 IGNORED |= {*CACHE_NAMES}
 
 
 class Past(NamedTuple):
-    """What an attention function needs in addition to its arguments.
+    """The additional argument of an attention function.
 
     Attributes:
-        cache: where keys and values are written.
-        step: what layers share, if they share it.
-        function: the attention function that the ops agreed with.
+        cache: the cache to which keys and values are written.
+        step: the state that layers share, or None.
+        function: the attention function with which the ops agreed.
     """
 
     cache: PagedCache
@@ -51,13 +51,13 @@ def attend(
     pyops_past: Past | None = None,
     **kwargs: Any,
 ) -> Any:
-    """An attention function of transformers': by the ops if keys and values have just been written to a PagedCache.
+    """A transformers attention function. The ops compute it if the module has just written to a PagedCache.
 
     Args:
-        original: the function of transformers, for what is not served.
+        original: transformers' function, for calls that the ops do not support.
         query, key, value: [batch, num_heads, count or length, head_dim].
-        pyops_past: where keys and values lie, if the forward has written any; None without a PagedCache.
-        kwargs: what the module says to the function.
+        pyops_past: the cache; None without a PagedCache.
+        kwargs: further arguments from the module.
     """
     layer = None if pyops_past is None else pyops_past.cache.take_written()
     is_served = pyops_past is not None and original is pyops_past.function and not args
@@ -79,11 +79,11 @@ def attend(
 
 
 def is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention is what the ops compute, but for its mask: without dropout or weights to return."""
+    """Whether the ops support the attention, mask aside: no dropout, no returned weights, only known arguments."""
     config = module.config
     return (
         config._attn_implementation in IMPLEMENTATIONS
-        # "eager" gives its weights to whoever looks, also where nothing tells the attention that they are wanted.
+        # A hook may read the weights that "eager" returns, even if output_attentions is false.
         and not (config._attn_implementation == "eager" and hooked(module))
         and not kwargs.get("dropout")
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
@@ -92,19 +92,19 @@ def is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _windows(module: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Sizes that the sliding window of a layer may have, the likeliest first; 0 for none."""
+    """Candidates for the sliding window of a layer, the likeliest first; 0 for none."""
     config = module.config
     of_config = getattr(config, "sliding_window", None) or 0
     if torch.compiler.is_compiling() and of_config and "sliding_window" not in kwargs:
-        return ()  # the mask says it, and cannot be read
+        return ()  # only the mask tells, and it cannot be read while compiling
     return kwargs.get("sliding_window") or 0, 0, of_config
 
 
 class Interface:
-    """transformers' attention interface, with `attend` as every function.
+    """transformers' attention interface, with `attend` around every function.
 
     Args:
-        original: the interface that the module of transformers has.
+        original: the interface that the module's file imports.
     """
 
     def __init__(self, original: AttentionInterface) -> None:
@@ -115,8 +115,8 @@ class Interface:
 
 
 def bind(function: Any, **names: Any) -> Any:
-    """The function with other values for some of its global names."""
-    # Without a module's name torch.compile looks names up here, and not in that module.
+    """A copy of the function with other values for some of its globals."""
+    # Without `__name__`, torch.compile looks globals up in this dictionary and not in the original module.
     values = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
     bound = FunctionType(function.__code__, values, function.__name__, function.__defaults__, function.__closure__)
     bound.__kwdefaults__ = function.__kwdefaults__
@@ -124,7 +124,7 @@ def bind(function: Any, **names: Any) -> Any:
 
 
 def seams(function: Any) -> tuple[str | None, dict[str, Turn]]:
-    """The names by which a forward knows the attention interface, and functions that rotate queries and keys."""
+    """The global name of the attention interface in a forward, and {global name: rotation} of its RoPE functions."""
     named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     interface = next((name for name, value in named.items() if isinstance(value, AttentionInterface)), None)
     turns = {name: turn for name, value in named.items() if (turn := turn_of(value)) is not None}
@@ -133,10 +133,10 @@ def seams(function: Any) -> tuple[str | None, dict[str, Turn]]:
 
 @remembered
 def bound_forward(function: Any) -> Any:
-    """The forward of an attention with `Interface` and the ops for the names of its seams.
+    """An attention forward with `Interface` and the ops bound to the names of its seams.
 
     Raises:
-        Unknown: it asks no interface.
+        Unknown: the forward uses no attention interface.
     """
     interface, turns = seams(function)
     if interface is None:

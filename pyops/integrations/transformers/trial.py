@@ -1,8 +1,8 @@
-"""Trials: what a module computes is found out by running its own forward on a few numbers.
+"""Trials find out what a module computes by running its own forward on small inputs.
 
-A module is known by what it computes, not by its name. Its twin, which shares its class and its settings but has small
-random weights on the CPU, runs the forward of the class in float32; its replacement runs on the same twin. Only a
-replacement that agrees is used. Large projections are played by stand-ins, which record what they are given.
+A module is recognised by what it computes, not by its name. A *twin* has the module's class and settings, but small
+random weights on the CPU. The forward of the class and the replacement both run on the twin in float32, and only a
+replacement that agrees is used. Stand-ins that record their inputs are used instead of large projections.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from torch import Tensor, nn
 from ..._core.errors import OpError
 
 _T = TypeVar("_T")
-_MAX_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take long
+_MAX_WEIGHTS = 1 << 20  # most weights of a twin, which bounds the time of a trial
 _SETTINGS = (bool, int, float, str, type(None))
-# Relative tolerance: float32 sums in another order differ by less, different formulas by more.
+# Relative tolerance: another order of summation in float32 differs by less, another formula by more.
 _CLOSE = 1e-5
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MAX_ROUNDED = 1 / 8  # largest fraction of bfloat16 elements that another order of summation may round differently
 
 
 class Unknown(Exception):
-    """Why a module is left to transformers."""
+    """The reason why a module is left to transformers."""
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers on the CPU, the same for a seed; PyTorch's own generators are left alone."""
+    """Seeded normal numbers on the CPU. PyTorch's global generators are not used."""
     numbers = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
     return numbers.to(dtype)
 
 
 def forward_of(module: Any) -> Any:
-    """The function that the class of a module has for a forward, without its decorators; one that fails for none."""
+    """The forward of a module's class, without decorators; `nn.Module.forward`, which raises, if it is no function."""
     found = inspect.unwrap(type(module).forward)
     return found if inspect.isfunction(found) else nn.Module.forward
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """Attributes of a module that are numbers, strings or None."""
+    """Public attributes of a module that are numbers, strings or None."""
     return {name: value for name, value in vars(module).items() if isinstance(value, _SETTINGS) and name[0] != "_"}
 
 
 class Trials:
-    """Outcomes of the trials in one model: modules that differ in their weights alone are tried once."""
+    """Outcomes of the trials in one model. Modules that differ only in the values of weights share a trial."""
 
     def __init__(self) -> None:
         self._outcomes: dict[Any, Any] = {}
 
     def outcome(self, module: nn.Module, trial: Callable[[Any], _T], *more: Any) -> _T:
-        """What `trial` finds out about a module, or has found out about another of its kind.
+        """The outcome of `trial` for a module, cached for modules of the same kind.
 
         Args:
-            more: what else the outcome depends on, the number of its layer included.
+            more: further values on which the outcome depends. With any, layer_idx counts only if it is among them.
 
         Raises:
             Unknown: the trial raised it.
@@ -77,10 +77,10 @@ class Trials:
 
 
 def _kind(module: nn.Module, without: Container[str]) -> Any:
-    """What the outcome of a trial depends on: class, attributes but for some, buffers, shapes of weights, parts."""
+    """The key of a trial: class, attributes except `without`, buffers, shapes and dtypes of weights, parts."""
     names = sorted(name for name in vars(module).keys() - OF_EVERY_MODULE if name not in without)
     own = tuple((name, _hashable(vars(module)[name])) for name in names)
-    # A twin has the buffers themselves.
+    # By identity, because a twin uses the buffers' values.
     buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False))
     parts = tuple((name, _kind(part, without)) for name, part in module.named_children())
@@ -88,7 +88,7 @@ def _kind(module: nn.Module, without: Container[str]) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """A key for a value: what it is and holds, or which one it is."""
+    """A hashable key for a value: type and contents of settings and containers, the identity of other objects."""
     if isinstance(value, _SETTINGS):
         return type(value), value
     if type(value) in (list, tuple):
@@ -99,13 +99,13 @@ def _hashable(value: Any) -> Any:
 
 
 def refuse_tensors(*modules: nn.Module, read: Container[str] = ()) -> None:
-    """Refuse modules that hold tensors other than parameters, because later writes to these would go unnoticed.
+    """Refuse modules with tensors other than parameters, because later writes to these would go unnoticed.
 
     Args:
         read: names of buffers that the op reads at every call.
 
     Raises:
-        Unknown: there is one.
+        Unknown: a module has such a tensor.
     """
     for module in modules:
         names = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
@@ -120,9 +120,9 @@ def twin(
     """A module of the same class and settings with random weights on the CPU, without hooks.
 
     Args:
-        parts: submodules in place of the module's; the others are twins, too.
-        dtype: of the weights.
-        weights: parameters in place of random ones of the same shape.
+        parts: replacements for submodules, by name; twins of all others are made.
+        dtype: dtype of the weights.
+        weights: parameters, by name; others are random and have the shapes of the module's.
     """
     made = copy.copy(module)
     vars(made).pop("forward", None)
@@ -150,13 +150,13 @@ def _part(module: Any, dtype: torch.dtype) -> Any:
 
 
 def width(module: Any) -> int | None:
-    """How many numbers a projection gives for each token; None for another module."""
+    """The output size of a projection; None for any other module."""
     found = getattr(module, "out_features", getattr(module, "nf", None))
     return found if isinstance(found, int) else None
 
 
 class StandIn(nn.Module):  # type: ignore[misc]
-    """A projection of fixed random results, moved by the mean of what it is given; it keeps what that was."""
+    """Stands in for a projection: returns fixed random numbers plus the mean of its input. Records its inputs."""
 
     def __init__(self, out_features: int, seed: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class StandIn(nn.Module):  # type: ignore[misc]
 
 
 def projection(in_features: int, out_features: int, bias: bool, seed: int, dtype: torch.dtype) -> nn.Linear:
-    """A small linear module of random weights."""
+    """A small linear module with random weights."""
     made = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias, device="cpu", dtype=dtype)
     made.weight.data = randn(out_features, in_features, seed=seed, dtype=dtype)
     if bias:
@@ -179,7 +179,7 @@ def projection(in_features: int, out_features: int, bias: bool, seed: int, dtype
 
 
 def agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float = _CLOSE) -> bool:
-    """Whether tensors are the same but for rounding, which is measured by their largest element."""
+    """Whether tensors agree within a tolerance relative to the largest element."""
     return all(
         a.shape == b.shape and bool((a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max())
         for a, b in zip(ours, theirs, strict=True)
@@ -192,10 +192,10 @@ def nearest(
     theirs: Callable[[torch.dtype], Tensor],
     tolerance: float = _CLOSE,
 ) -> _T | None:
-    """Of the candidates that compute the same in float32 the one that rounds most alike in bfloat16; None if none does.
+    """The candidate that agrees in float32 and differs in the fewest elements in bfloat16; None if none agrees.
 
     Raises:
-        Unknown: a module's own forward fails on what it is given.
+        Unknown: the module's own forward fails.
     """
     exact, rounded = tried(lambda: theirs(torch.float32)), tried(lambda: theirs(torch.bfloat16))
     if not isinstance(exact, Tensor) or not isinstance(rounded, Tensor):
@@ -205,31 +205,31 @@ def nearest(
         try:
             if agree([ours(candidate, torch.float32)], [exact], tolerance):
                 found.append((int((ours(candidate, torch.bfloat16) != rounded).sum()), candidate))
-        except (OpError, RuntimeError, TypeError, ValueError):  # the op, or a part of the module, takes no such shapes
+        except (OpError, RuntimeError, TypeError, ValueError):  # shapes that are not supported
             continue
     fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
     return best if fewest <= _MAX_ROUNDED * rounded.numel() else None
 
 
 def dimensions(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Any], rows: Tensor) -> frozenset[int]:
-    """How many dimensions hidden states may have, of two to four, for both to compute the same of `rows` [., .]."""
+    """The numbers of dimensions, of two to four, for which both functions agree on `rows` [., .] in that shape."""
     found = set()
     for shape in ((-1,), (2, -1), (2, -1, 2)):
         x = rows.view(*shape, rows.shape[-1])
         try:
             if agree([ours(x)], [tried(partial(theirs, x))]):
                 found.add(x.ndim)
-        except (Unknown, OpError, RuntimeError):  # a forward for other shapes
+        except (Unknown, OpError, RuntimeError):  # the forward does not support this number of dimensions
             continue
     return frozenset(found)
 
 
 def tried(call: Callable[[], _T]) -> _T:
-    """What a call returns.
+    """The result of `call`, with errors of foreign code as Unknown.
 
     Raises:
-        OpError: an op refuses what it is given.
-        Unknown: the call raises it, or fails for another reason: the code is not ours.
+        OpError: an op refuses its arguments.
+        Unknown: the call raised Unknown or any other error.
     """
     try:
         return call()

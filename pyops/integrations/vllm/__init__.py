@@ -1,11 +1,11 @@
-"""This library under vLLM's names: in its namespaces of torch.ops, and as its module `_custom_ops`.
+"""This library under vLLM's names: in vLLM's namespaces of torch.ops, and as its module `_custom_ops`.
 
 A file imports only files above it:
 
-schemas signature adapters       vLLM's schemas and signatures; a schema read; what takes its arguments where no op does
+schemas signature adapters       vLLM's schemas; their parser; functions that adapt an op to another argument order
 table stand_ins library          which op serves which; modules for absent libraries; torch.library
-choice parts plugin              what is chosen; what vLLM has registries of its own for; what vLLM calls when it starts
-refusals                         what ops take in vLLM and refuse here
+choice parts plugin              the switch PYOPS_VLLM; layers and functions other than ops; the entry points
+refusals                         arguments that vLLM's ops accept and ours refuse
 newer weight_only custom_ops     functions like those of ``vllm._custom_ops``
 """
 

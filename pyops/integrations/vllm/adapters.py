@@ -1,4 +1,4 @@
-"""What serves an op of vLLM where no op of this library of that name takes its arguments as they come."""
+"""Adapters for those ops of vLLM that have other arguments, or another order, than the ops of this library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
 from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
@@ -28,12 +28,12 @@ from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The adapters of each version of vLLM, by the op's name. The first line of each says what it is to the op it stands on.
+# {version of vLLM: {name of its op: adapter}}. The docstring names the op of this library and the difference.
 ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {"0.16": {}, "0.22": {}}
 
 
 def _adapter(*versions: str, name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function adapts the op of its name, or of `name`, in these versions."""
+    """Register the decorated function as the adapter of the op `name`, by default its own name, in these versions."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for version in versions:
@@ -94,7 +94,7 @@ def convert_vertical_slash_indexes_mergehead(
 @_adapter("0.16")
 def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, *others: Any) -> None:
     """paged_attention_rocm, with partial results in memory of its own"""
-    # vLLM's schema marks only `out` as written, and torch takes a schema at its word.
+    # vLLM's schema marks only `out` as written, and torch relies on that.
     partial = (torch.empty_like(tensor) for tensor in (exp_sums, max_logits, tmp_out))
     paged_attention_rocm(out, *partial, *others)
 
@@ -131,8 +131,8 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
 
 
 def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for the result of a GEMM with a weight in Marlin's layout, in the dtype that `pyops.marlin_gemm` gives."""
-    from torch import bfloat16  # the module itself: torch.compile does not trace the lazy one
+    """Allocate the result of `pyops.marlin_gemm`, in its dtype."""
+    from torch import bfloat16  # not the lazy proxy, which torch.compile cannot trace
 
     dtype = a.dtype
     if a.element_size() == 1:
@@ -224,7 +224,7 @@ def _empty_like(tensor: Tensor, device: Any) -> Tensor:
     return empty
 
 
-# What stands for an op while torch traces, where that cannot be the op itself, which looks at addresses.
+# Fakes for tracing, for ops that cannot trace themselves because they look at addresses.
 FAKES: dict[str, Callable[..., Any]] = {
     "weak_ref_tensor": lambda input: _empty_like(input, input.device),
     "get_cuda_view_from_cpu_tensor": lambda cpu_tensor: _empty_like(cpu_tensor, "cuda"),

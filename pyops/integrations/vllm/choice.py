@@ -1,4 +1,4 @@
-"""What runs on this library in vLLM: what the switch ``PYOPS_VLLM`` asks for, and what was measured to be faster."""
+"""Which ops and parts of vLLM run on this library: the switch ``PYOPS_VLLM``, and measurements of what is faster."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ..._core import device, tuning
+from ... import tuning
 from ..._core.errors import SwitchError
+from ..._core.system import device
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the words of ``PYOPS_VLLM`` ask for.
+    """The ops and parts that ``PYOPS_VLLM`` selects.
 
     Attributes:
-        every_op: whether all ops are meant that can be served.
-        ops: those that are named, where not every op is meant.
+        every_op: whether all ops are selected that this library serves.
+        ops: the selected ops, if not all are.
         without: ops that are left to vLLM.
         parts: names of modules in `parts`.
     """
@@ -30,13 +31,13 @@ class Choice:
 
     @classmethod
     def read(cls, words: Sequence[str], ops: Collection[str], parts: Sequence[str]) -> Choice:
-        """The choice that `words` make among the names `ops` and `parts`.
+        """Parse the words of the switch, given the names of all `ops` and `parts`.
 
-        ``all`` is every op and every part, ``ops`` every op, any other word an op or a part. A word after ``-`` is
-        left out, wherever it stands.
+        ``all`` selects every op and every part, ``ops`` every op, any other word that op or part. A word with the
+        prefix ``-`` is excluded, in any position.
 
         Raises:
-            SwitchError: a word that names nothing, or no word but such as leave something out.
+            SwitchError: a word is unknown, or all words are exclusions.
         """
         taken = [word for word in words if not word.startswith("-")]
         left = [word[1:] for word in words if word.startswith("-")]
@@ -58,17 +59,17 @@ def _names(ops: Collection[str], parts: Sequence[str]) -> str:
 
 
 def keeps(part: str, case: str) -> bool:
-    """Whether a part of vLLM is to be taken over in a case, on the first device that vLLM sees.
+    """Whether a part of vLLM is replaced in a case, on the first device that vLLM sees.
 
-    It is unless ``pyops/tuning/vllm.json`` says that the part was measured to be slower there than what it replaces::
+    A part is replaced unless ``pyops/tuning/vllm.json`` records that it is slower than vLLM's own code::
 
         {"nvidia-h200": {"attention": {"decode head_size=64": 1.08}}}
 
-    is: the part takes 1.08 times as long.
+    means that the part takes 1.08 times as long as vLLM.
 
     Args:
         part: the name of its module in `parts`.
-        case: as the file has it, the whole string.
+        case: a key of the file.
     """
     of_device = _measured().get(_device_name(), {})
     return of_device.get(part, {}).get(case, 1.0) <= 1.0
@@ -76,9 +77,9 @@ def keeps(part: str, case: str) -> bool:
 
 @cache
 def _device_name() -> str:
-    """The name by which tables of measurements go, as ``"nvidia-h200"``; empty without a GPU.
+    """The name of the device in tables of measurements, such as ``"nvidia-h200"``; "" without a GPU.
 
-    vLLM is asked, because it asks NVML. The driver must not be initialised yet: vLLM may fork its workers later.
+    vLLM gets it from NVML. The driver must not be initialised here, because vLLM may fork its workers later.
     """
     platform = importlib.import_module("vllm.platforms").current_platform
     try:
@@ -89,7 +90,7 @@ def _device_name() -> str:
 
 @cache
 def _measured() -> dict[str, dict[str, dict[str, float]]]:
-    """{device: {part: {case: the time of the part, in units of the time of what it replaces}}}."""
+    """{device: {part: {case: time of the part / time of vLLM's own code}}}."""
     found: dict[str, dict[str, dict[str, float]]] = json.loads(
         (tuning.TABLES / "vllm.json").read_text(encoding="utf-8")
     )

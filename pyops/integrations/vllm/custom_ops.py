@@ -1,8 +1,8 @@
 """The functions of ``vllm._custom_ops``, by this library: ``from pyops.integrations.vllm import custom_ops as ops``.
 
-Names, parameters, defaults and what is returned are vLLM's; parameters of this library's own may follow. Most are the
-functions of this library themselves, which docs and `inspect` show; those below are written for vLLM's signatures.
-Ops for which vLLM has no function, as ``silu_and_mul(out, input)``, are here as well.
+Names, parameters, defaults and results are vLLM's; further parameters of this library may follow. Most functions are
+this library's own; those below adapt them to vLLM's signatures. Ops for which vLLM has no function, such as
+``silu_and_mul(out, input)``, are included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyops
 
 from ..._core.errors import OpError
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
 from ...ops.collective import quick_all_reduce
 from . import adapters, newer, weight_only
@@ -24,7 +24,7 @@ from .schemas import SCHEMAS, SCHEMAS_0_22, SIGNATURES
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-else:  # the module itself: torch.compile, for which some of these functions are, does not trace the lazy one
+else:  # not the lazy proxy, which torch.compile cannot trace
     torch = optional("torch", "pyops.integrations.vllm.custom_ops", "torch")
 
 
@@ -73,7 +73,7 @@ def sm100_cutlass_mla_decode(
     scale: float,
     num_kv_splits: int,
 ) -> Tensor:
-    """`pyops.sm100_cutlass_mla_decode`; an `lse` without elements is not wanted. Returns `out`."""
+    """`pyops.sm100_cutlass_mla_decode`. An empty `lse` means that no log-sum-exp is returned. Returns `out`."""
     adapters.sm100_cutlass_mla_decode(
         out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, scale, num_kv_splits
     )
@@ -83,7 +83,7 @@ def sm100_cutlass_mla_decode(
 def apply_repetition_penalties(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
-    """`pyops.apply_repetition_penalties_` for tensors of any strides: those that are not contiguous are copied."""
+    """`pyops.apply_repetition_penalties_` for tensors with any strides; tensors that are not contiguous are copied."""
     packed = logits.contiguous()
     others = (prompt_mask, output_mask, repetition_penalties)
     sampling.apply_repetition_penalties_(packed, *(tensor.contiguous() for tensor in others))
@@ -103,9 +103,10 @@ def moe_permute(
     """`pyops.moe_permute` into new tensors, with the scales of the rows.
 
     Returns (permuted rows [num_tokens * topk, hidden_size], their scales, expert_first_token_offset [n_local_expert +
-    1] int64, inv_permuted_idx [num_tokens * topk] int32, permuted_idx [num_tokens * topk] int32). Scales of more than
-    one dimension are permuted like the rows, those of other devices being the last token's; other scales are returned
-    as they are. n_local_expert of -1 is n_expert. Rows go to `permuted_hidden_states` if it is given.
+    1] int64, inv_permuted_idx [num_tokens * topk] int32, permuted_idx [num_tokens * topk] int32). Scales with more than
+    one dimension are permuted like the rows, and rows of experts on other devices get the last token's scales; scales
+    with fewer dimensions are returned as they are. n_local_expert of -1 means n_expert. `permuted_hidden_states`, if
+    given, receives the rows.
     """
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
@@ -199,7 +200,7 @@ def cutlass_scaled_fp4_mm(
 
 
 def _rows_and_product(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`a` as a matrix, and memory for the result of its GEMM with a matrix of `columns`."""
+    """`a` as a matrix, and an allocated result [..., columns]."""
     rows = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     return rows, a.new_empty(rows.shape[0], columns, dtype=dtype)
 
@@ -278,20 +279,20 @@ def qr_open_handles(fa: int, handles: list[Tensor]) -> None:
 
 
 def _signatures() -> dict[str, inspect.Signature]:
-    """vLLM's, by the names of the functions."""
+    """vLLM's signatures, by function name."""
     lines = (line.partition("(") for line in SIGNATURES.split("\n")[1:-1])
     return {name: inspect.signature(eval(f"lambda {rest[:-1]}: None", {"torch": torch})) for name, _, rest in lines}
 
 
 def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> bool:
-    """Whether `function` can be called as that signature says."""
+    """Whether `function` accepts the calls of vLLM's signature."""
     own, theirs = (list(one.parameters.values()) for one in (inspect.signature(function), signature))
     same = all(a.name == b.name and b.default in (b.empty, a.default) for a, b in zip(own, theirs, strict=False))
     return same and len(own) >= len(theirs) and all(p.default is not p.empty for p in own[len(theirs) :])
 
 
 _theirs = _signatures()
-# No op of 0.22 has these names.
+# vLLM 0.22 has functions, but no ops, of these names.
 _NEWER = ("awq_marlin_moe_repack", "cutlass_mxfp4_moe_mm", "gptq_marlin_moe_repack", "topk_hash_softplus_sqrt")
 _ops = [
     re.split(r"[.(]", line)[0]

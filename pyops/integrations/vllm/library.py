@@ -9,9 +9,9 @@ from inspect import signature
 from types import TracebackType
 from typing import Any
 
-from ..._core import torch_library
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.op import torch_library
+from ..._core.system.lazy import torch
 from . import stand_ins
 from .adapters import FAKES
 from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, check_version, table
@@ -21,11 +21,11 @@ _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
 
 class Registration:
-    """Ops of torch that this library serves. `undo`, or the end of a ``with`` block, takes it back.
+    """A set of torch ops that this library serves. `undo`, or the end of a ``with`` block, unregisters them.
 
     Attributes:
-        names: of those ops, ``("_C::rms_norm", ...)``; empty once it is undone.
-        left: ``{name: reason}`` of the ops that `override` left to vLLM although it was asked for all of them.
+        names: the names of these ops, ``("_C::rms_norm", ...)``; empty after `undo`.
+        left: ``{name: reason}`` of the ops that `override`, asked for all ops, left to vLLM.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Registration:
         self._shortened: list[tuple[Any, Any]] = []
 
     def undo(self) -> None:
-        """Leave torch as it was before."""
+        """Restore torch's registrations to what they were before."""
         if self is registered:
             stand_ins.remove()
         self.names, self.left = (), {}
@@ -60,7 +60,7 @@ class Registration:
                 library = libraries[entry.namespace] = torch.library.Library(entry.namespace, kind)
             if kind == "FRAGMENT":
                 _define(library, entry)
-            # A call without tensors among its arguments has no device to dispatch by.
+            # An op without tensor arguments has no device to dispatch by.
             for key in _KEYS if _takes_tensors(entry) else ("CompositeExplicitAutograd",):
                 library.impl(entry.name, entry.kernel, key, **_over(library))
             self._shorten(entry)
@@ -69,8 +69,10 @@ class Registration:
         _alive.add(self)
 
     def _shorten(self, entry: Entry) -> None:
-        """Where torch.ops is called with plain tensors and nothing watches, call the op's wrapper: torch's dispatcher
-        would come to the same, but takes half as long as the whole call to reach a kernel in Python."""
+        """Let a call of torch.ops bypass torch's dispatcher if its arguments are plain tensors and no mode is active.
+
+        The dispatcher would call the same wrapper, but reaching a Python kernel takes it half of the call's time.
+        """
         if "." in entry.name:
             return
         packet = getattr(getattr(torch.ops, entry.namespace), entry.name)
@@ -90,30 +92,30 @@ class Registration:
         self._shortened.append((packet, dispatch))
 
 
-registered = Registration()  # by all calls of `register`
-_alive: set[Registration] = set()  # whoever asked for an op need not hold its library
+registered = Registration()  # all ops that `register` has defined
+_alive: set[Registration] = set()  # keeps the libraries alive for callers that drop a Registration
 
 
 def register(vllm: str = VERSIONS[0]) -> Registration:
-    """Have torch know the ops of vLLM that this library serves, wherever it does not know them already.
+    """Define the ops of vLLM that this library serves in torch, except those that torch already has.
 
-    Each is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) by
-    vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. A fake that vLLM's Python registers
-    later replaces that fake. What an imported vLLM has defined is left alone, see `override`; its compiled
-    libraries cannot define an op any more once it is defined here, so a vLLM that has them is imported first. Ops that
-    vLLM's Python defines (``vllm::flashinfer_rotary_embedding``) are left to it.
+    An op is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) with
+    vLLM's schema, for GPU and CPU tensors, and with a fake for tracing, which vLLM's Python code may replace later.
+    Ops that an imported vLLM has defined stay as they are, see `override`. Its compiled libraries cannot define an op
+    that is already defined, so import a vLLM that has them before calling this. Ops that vLLM's Python code defines
+    (``vllm::flashinfer_rotary_embedding``) are left to it.
 
-    A vLLM without its compiled libraries may be imported before or after: until `undo`, ``import vllm._C`` and the
-    like find an empty module where the library is absent or cannot be loaded (`stand_ins`).
+    A vLLM without its compiled libraries may be imported before or after this call: until `undo`, ``import vllm._C``
+    and its siblings import an empty module if the library is absent or cannot be loaded (`stand_ins`).
 
     Args:
         vllm: the version of the schemas, ``"0.16"`` or ``"0.22"``.
 
     Returns:
-        What all calls of this function have registered, which a second call finds done.
+        The ops that all calls of this function have registered. A second call registers nothing.
 
-    Raises:
-        OpError: another version; nothing is registered then.
+        Raises:
+            OpError: the version is unknown. Nothing is registered.
     """
     check_version("register", vllm)
     every = table(vllm).values()
@@ -129,28 +131,28 @@ def has_defined() -> bool:
 
 
 def define_missing(vllm: str) -> None:
-    """`register`, instead of a library of vLLM that would define the ops; the log says how many, once."""
+    """Call `register` instead of a compiled library of vLLM; log the number of ops once."""
     before = registered.names
     if len(register(vllm).names) > len(before):
         _log.info("compiled libraries of vLLM are absent: pyops defines %d ops", len(registered.names))
 
 
 def override(*names: str, without: Collection[str] = ()) -> Registration:
-    """Replace the kernels of ops that an imported vLLM has registered by those of this library.
+    """Replace kernels that an imported vLLM has registered by those of this library.
 
     Args:
-        names: of ops, as ``"rms_norm"``, which stands for the op's overloads as well; none at all for every op that
-            torch knows from vLLM by the schema of a version that is known here.
-        without: names of ops that are vLLM's still.
+        names: names of ops, such as ``"rms_norm"``, which includes the op's overloads. Without names: every op of vLLM
+            that torch has with a schema that this library knows.
+        without: names of ops that are left to vLLM.
 
-    Returns:
-        What was replaced. It lasts until it is undone, whether or not it is held. Ops that `register` defined are this
-        library's already, and not among them. Without names, `left` says of every op in the namespaces of vLLM's
-        compiled libraries that is not replaced why it is not.
+        Returns:
+            The replaced ops, without those that `register` defined. They stay replaced until `undo`, even if the result
+            is dropped. Without names, `left` gives the reason for every op in the namespaces of vLLM's compiled
+            libraries that is not replaced.
 
-    Raises:
-        OpError: a name that is not vLLM's, that this library lacks, that torch does not know, or that has another
-            schema in the imported vLLM; nothing is replaced then. Without names: nothing to replace.
+        Raises:
+            OpError: a name is not an op of vLLM, this library or torch lacks it, or the imported vLLM has another
+                schema. Nothing is replaced. Without names: there is nothing to replace.
     """
     versions = [table(vllm) for vllm in VERSIONS]
     for name in names:
@@ -174,13 +176,12 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
 
 
 def _among(name: str, names: Collection[str]) -> bool:
-    """Whether an op is named, by the whole name of its overload or by the name that overloads share."""
+    """Whether `names` has an op: the full name of its overload, or the name without the overload."""
     return name in names or name.partition(".")[0] in names
 
 
 def _left(versions: Sequence[dict[str, Entry]], served: set[str], without: Collection[str]) -> dict[str, str]:
-    """{name: reason} of the ops in the namespaces of vLLM's compiled libraries that torch knows and that are not
-    `served`."""
+    """{name: reason} of the ops that torch has in the namespaces of vLLM's compiled libraries, except `served`."""
     namespaces = {entry.namespace for found in versions for entry in found.values()} - {"vllm"}
     reasons = {}
     for qualified in sorted(set(torch._C._dispatch_get_all_op_names()) - served):
@@ -198,12 +199,12 @@ def _left(versions: Sequence[dict[str, Entry]], served: set[str], without: Colle
 
 
 def _over(library: Any) -> dict[str, bool]:
-    """What lets a library replace a kernel in Python, where torch would not otherwise (2.11) and can be asked to."""
+    """Keyword arguments of `Library.impl` that allow it to replace a kernel; {} for versions of torch without them."""
     return {"allow_override": True} if "allow_override" in signature(library.impl).parameters else {}
 
 
 def _agreeing(versions: Sequence[dict[str, Entry]], name: str) -> Entry | None:
-    """What serves the op by the schema that torch knows: the entry of the first version that has it so."""
+    """The entry for an op with the schema that torch has; of the first version of vLLM that has it so."""
     for found in versions:
         entry = found.get(name)
         if entry and entry.kernel is not None and (known := _known(entry)) is not None and _agree(entry, known):
@@ -212,7 +213,7 @@ def _agreeing(versions: Sequence[dict[str, Entry]], name: str) -> Entry | None:
 
 
 def _replaceable(versions: Sequence[dict[str, Entry]], name: str) -> Entry:
-    """The entry that serves the op `name`, or an OpError that says why none does."""
+    """The entry that serves the op `name`. OpError with the reason if none does."""
     if (agreeing := _agreeing(versions, name)) is not None:
         return agreeing
     named = [found[name] for found in versions if name in found]
@@ -232,7 +233,7 @@ def _qualified(entry: Entry) -> str:
 
 
 def _known(entry: Entry) -> Any:
-    """The schema by which torch knows the op, or None."""
+    """The op's schema in torch; None if torch does not have the op."""
     name, _, overload = entry.name.partition(".")
     packet = getattr(getattr(torch.ops, entry.namespace), name, None)
     found = getattr(packet, overload or "default", None)
@@ -240,10 +241,10 @@ def _known(entry: Entry) -> Any:
 
 
 def _agree(entry: Entry, known: Any) -> bool:
-    """Whether a call by the schema `known` is one by the entry's: arguments come by position, so that names may differ.
+    """Whether every call by the schema `known` is valid for the entry's. Arguments are positional: names may differ.
 
-    torch leaves out trailing arguments that equal the defaults of its schema, so those must be the entry's. Schemas
-    that torch has inferred from a C++ function (``dispose(int _0) -> ()``) have neither names nor defaults.
+    torch drops trailing arguments that equal the defaults of its schema, so the defaults must be equal. Schemas that
+    torch infers from a C++ function (``dispose(int _0) -> ()``) have neither names nor defaults.
     """
 
     def face(argument: Any) -> Any:
@@ -275,18 +276,18 @@ def _define(library: Any, entry: Entry) -> None:
     returns = [str(one.type) for one in _parsed(entry).returns]
     if returns and not {"Tensor", "List[Tensor]"} & set(returns):
         return
-    # Of tensors without data, what allocates results makes the right ones.
+    # On tensors without data, an op that allocates its results returns the right shapes and dtypes.
     fake: Callable[..., Any] | None = FAKES.get(entry.name, entry.kernel) if returns else _write_nothing
     if entry.name in FAKES or not _takes_tensors(entry):
         torch.library.register_fake(_qualified(entry), fake, lib=library)
     else:
-        # torch's fake tensors and meta tensors come to this kernel as long as there is no registered fake, and vLLM's
-        # Python may register its own: `register_fake` refuses a second one, and a kernel for the key "Meta".
+        # Fake and meta tensors dispatch to this kernel until vLLM's Python code registers its own fake. With
+        # `register_fake`, or a kernel for the key "Meta", that registration would be an error.
         library.impl(entry.name, fake, "CompositeExplicitAutograd")
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """What an op that only writes does with tensors without data."""
+    """The fake of an op that only writes."""
     given = [one for arg in (*args, *kwargs.values()) for one in (arg if isinstance(arg, list) else [arg])]
     tensors = [one for one in given if isinstance(one, torch.Tensor)]
     if tensors and not any(tensor.is_meta for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Functions of ``vllm._custom_ops`` that came with vLLM 0.22, and keywords by which callers of other versions call."""
+"""Functions that vLLM 0.22 added to ``vllm._custom_ops``, and keywords of other versions of vLLM."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import OpError
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import activation, linear, moe, norm, quantize
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-else:  # the module itself: torch.compile, for which some of these functions are, does not trace the lazy one
+else:  # not the lazy proxy, which torch.compile cannot trace
     torch = optional("torch", "pyops.integrations.vllm.custom_ops", "torch")
 
 _GATED = ("fatrelu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "mul_and_silu", "silu_and_mul", "swigluoai_and_mul")
 _PLAIN = ("gelu_fast", "gelu_new", "gelu_quick")
 _SEGMENTS = {"raw_topk_indices": "indices", "num_rows": "numRows", "topk_tokens": "topK"}
-# {function: {keyword of another version of vLLM: that of this library}}
+# {function: {keyword of another version of vLLM: keyword of this library}}
 KEYWORDS: dict[str, dict[str, str]] = {
     **{name: {"x": "input"} for name in (*_GATED, *_PLAIN)},
     "selective_scan_fwd": {"null_block_id": "pad_slot_id"},
@@ -87,7 +87,7 @@ def rms_norm_per_block_quant(
 
 
 def _scales(input: Tensor, groups: int, transposed: bool, alignment: int = 1) -> Tensor:
-    """Memory for the scales [num_tokens, groups] of rows, in columns of a multiple of `alignment` if `transposed`."""
+    """Allocate scales [num_tokens, groups]; if `transposed`, column-major with a stride aligned to `alignment`."""
     num_tokens = input.shape[:-1].numel()
     if not transposed:
         return input.new_empty(num_tokens, groups, dtype=torch.float32)
@@ -172,8 +172,8 @@ def mxfp4_experts_quant(
 ) -> tuple[Tensor, Tensor]:
     """(e2m1 values, scales) of `pyops.mxfp4_experts_quant`, new tensors.
 
-    The scales are uint8 in tiles, with rows enough for any distribution; what is no expert's is garbage. topk has no
-    effect.
+    The scales are uint8 in tiles, with enough rows for any distribution of the tokens. Rows that belong to no expert
+    are uninitialised. topk has no effect.
     """
     codes, scales = quantize.mxfp4_experts_quant.new(input_tensor, expert_offsets, blockscale_offsets, n_experts)
     return codes, scales
@@ -182,7 +182,7 @@ def mxfp4_experts_quant(
 def silu_and_mul_mxfp4_experts_quant(
     input_tensor: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor, n_experts: int, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """As `mxfp4_experts_quant`, of `pyops.silu_and_mul_mxfp4_experts_quant`."""
+    """`mxfp4_experts_quant` with SwiGLU, by `pyops.silu_and_mul_mxfp4_experts_quant`."""
     offsets = expert_offsets, blockscale_offsets
     codes, scales = quantize.silu_and_mul_mxfp4_experts_quant.new(input_tensor, *offsets, n_experts)
     return codes, scales

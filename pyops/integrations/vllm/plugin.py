@@ -1,7 +1,7 @@
-"""The plugins of vLLM that this package is: two entry points `pyops`, which vLLM calls in each of its processes.
+"""The two entry points `pyops`, plugins that vLLM calls in each of its processes.
 
-vLLM calls `stand_in`, of the group ``vllm.platform_plugins``, before it imports its platform, and thereby its compiled
-libraries; and `activate`, of the group ``vllm.general_plugins``, before it builds a model.
+vLLM calls `stand_in`, in the group ``vllm.platform_plugins``, before it imports its platform and with it the compiled
+libraries; and `activate`, in the group ``vllm.general_plugins``, before it builds a model.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _active: ExitStack | None = None
 
 
 def stand_in() -> None:
-    """Where the switch ``PYOPS_VLLM`` is set, have this library define the ops of vLLM's compiled libraries that are
-    absent or cannot be loaded, when vLLM imports them.
+    """If ``PYOPS_VLLM`` is set, arrange that this library defines the ops of compiled libraries of vLLM that are absent
+    or cannot be loaded, as soon as vLLM imports them.
 
-    vLLM drops what a plugin of this group raises. So nothing that may fail is done here: an error comes out of vLLM's
-    import of the library. It is an OpError if this library has no schemas of the version of vLLM that is installed.
+    vLLM discards exceptions of plugins in this group, so nothing here may fail. Errors surface when vLLM imports the
+    library: an OpError if this library has no schemas for the installed version of vLLM.
 
     Returns:
-        None, by which vLLM knows that this is no platform of its own.
+        None, which tells vLLM that this plugin adds no platform.
     """
     if config.vllm():
         stand_ins.provide(lambda: define_missing(".".join(version("vllm").split(".")[:2])), has_defined)
 
 
 def activate() -> None:
-    """Have vLLM run on this library where the switch ``PYOPS_VLLM`` says so; without it, do nothing.
+    """Let vLLM run on this library as the switch ``PYOPS_VLLM`` says; do nothing if it is not set.
 
-    ``PYOPS_VLLM=all`` replaces every op that torch knows from vLLM by a schema that is known here, and takes over every
-    part of `parts`; ``ops`` is every op, a name that op or part, and a name after ``-`` is left out (`Choice.read`).
-    The logger ``vllm.pyops`` reports at INFO how many ops run here, which are left to vLLM and why, and each part; at
-    DEBUG the name of each op. A second call changes nothing.
+    ``PYOPS_VLLM=all`` replaces every op of vLLM that has a known schema, and every part of `parts`; ``ops`` replaces
+    every op, a name that op or part; a name with the prefix ``-`` is excluded (`Choice.read`). The logger
+    ``vllm.pyops`` reports at INFO the number of replaced ops, the ops that are left to vLLM with the reasons, and each
+    part; at DEBUG the name of each op. A second call changes nothing.
 
     Raises:
-        SwitchError: a word of the switch that names nothing.
-        OpError: what `override` refuses, such as a named op with another schema in the installed vLLM. Nothing is
-            replaced after an error.
+        SwitchError: the switch has an unknown word.
+        OpError: `override` raises it, for example for a named op with another schema in the installed vLLM. Nothing is
+            replaced then.
     """
     global _active
     words = config.vllm()
@@ -54,7 +54,7 @@ def activate() -> None:
         return
     choice = Choice.read(words, [name for vllm in VERSIONS for name in table(vllm)], parts.NAMES)
     for module in ("vllm._custom_ops", *DEFINED_IN_PYTHON.values()):
-        importlib.import_module(module)  # defines ops, or loads the libraries that do
+        importlib.import_module(module)  # modules that define ops, or load the libraries that do
     stand_ins.refuse_flash_attention()
     with ExitStack() as undo:
         if choice.every_op or choice.ops:

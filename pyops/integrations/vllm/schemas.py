@@ -1,11 +1,10 @@
 # ruff: noqa: E501
-"""The ops of vLLM, as they are registered with torch, and the Python functions that lead to them: names and signatures.
+"""The schemas of vLLM's torch ops, and the signatures of the Python functions that call them.
 
-`SCHEMAS` has those of version 0.16, those of 0.13 that are gone since, and of later ones the two GEMMs of
-DeepSeek-V3 and `get_cutlass_batched_moe_mm_data`, as 0.22 calls `get_cutlass_pplx_moe_mm_data`. `SCHEMAS_0_22` has
-those of 0.22 that differ or are new. One thing is changed: `convert_vertical_slash_indexes` and
-`convert_vertical_slash_indexes_mergehead` call two arguments ``q_seqlens`` there; the second one is ``kv_seqlens``
-here.
+`SCHEMAS` has the ops of version 0.16, ops of 0.13 that 0.16 no longer has, and three newer ops: the two GEMMs of
+DeepSeek-V3 and `get_cutlass_batched_moe_mm_data`, the name of `get_cutlass_pplx_moe_mm_data` in 0.22. `SCHEMAS_0_22`
+has the ops of 0.22 that differ or are new. One name differs from vLLM, where `convert_vertical_slash_indexes` and
+`convert_vertical_slash_indexes_mergehead` have two arguments ``q_seqlens``: the second is ``kv_seqlens`` here.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ flashinfer_rotary_embedding(Tensor positions, Tensor(a1!) query, Tensor(a2!) key
 """,
 }
 
-# Ops that vLLM 0.22 calls with other arguments, and ops new in it: these schemas replace those above.
+# Ops with other arguments in vLLM 0.22, and its new ops. These schemas replace those above.
 SCHEMAS_0_22 = {
     "_C": """
 merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()
@@ -203,7 +202,7 @@ topk_softplus_sqrt(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_exp
 """,
 }
 
-# Functions of `vllm._custom_ops` and of modules next to it: parameters and their defaults.
+# Signatures of the functions of `vllm._custom_ops` and related modules.
 SIGNATURES = """
 paged_attention_v1(out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank=0, blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64, blocksparse_head_sliding_step=0)
 paged_attention_v2(out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank=0, blocksparse_local_blocks=0, blocksparse_vert_stride=0, blocksparse_block_size=64, blocksparse_head_sliding_step=0)

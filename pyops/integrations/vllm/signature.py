@@ -7,11 +7,11 @@ from ast import literal_eval
 from dataclasses import dataclass
 from typing import Any
 
-# A type, with "!" or "(a!)" if the argument is written, an optional "?", a name, and a default.
+# An argument: a type, "!" or "(a!)" if it is written, "?" if it is optional, a name, and a default.
 _ARGUMENT = re.compile(
     r"(?P<type>\(.+\)|\w+)(?P<mark>[\[\]]*(!|\(\w+!?\))?[\[\]]*)(?P<none>\??) \w+(=(?P<default>.+))?"
 )
-_SAME = {"SymInt": "int", "ScalarType": "int"}  # what torch takes for one type where it compares types
+_SAME = {"SymInt": "int", "ScalarType": "int"}  # types that torch considers equal when it compares schemas
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Argument:
     """An argument of a schema.
 
     Attributes:
-        type: as the schema has it, without marks: ``"Tensor"``, ``"int[]"``.
+        type: the type in the schema, without marks: ``"Tensor"``, ``"int[]"``.
         is_optional: whether it may be None.
-        is_written: whether the op is said to write it.
-        has_default, default: whether it may be left out, and what it is then.
+        is_written: whether the schema marks it as written.
+        has_default, default: whether it has a default, and the default.
     """
 
     type: str
@@ -47,13 +47,13 @@ class Argument:
         )
 
     def takes(self, other: Argument) -> bool:
-        """Whether whatever is given for `other` can be given for this one."""
+        """Whether every value for the argument `other` is valid for this one."""
         return self.type == other.type and self.is_optional >= other.is_optional
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a schema, by position, and how many results there are."""
+    """The arguments of a schema, in order, and the number of results."""
 
     arguments: tuple[Argument, ...]
     num_returns: int
@@ -62,7 +62,7 @@ class Signature:
     def read(cls, schema: str) -> Signature:
         """The signature of ``name(arguments) -> results``."""
         arguments, _, returns = schema.partition("(")[2].rpartition(") -> ")
-        parts = (part for part in _split(arguments) if part != "*")  # what follows "*" is given by name only
+        parts = (part for part in _split(arguments) if part != "*")  # "*" marks keyword-only arguments
         returned = returns[1:-1] if returns.startswith("(") else returns
         return cls(tuple(map(Argument.read, parts)), len(_split(returned)))
 

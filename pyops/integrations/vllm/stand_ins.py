@@ -1,12 +1,12 @@
 """Modules that vLLM imports instead of its compiled libraries if these are absent or cannot be loaded.
 
-vLLM imports three of them (`OPS`) for their ops alone, as ``import vllm._C``: to load one is to define its ops. Where
-one is missing, vLLM imports an empty module, and this library defines the ops.
+vLLM imports three of them (`OPS`) only for their ops (``import vllm._C``): loading the library defines the ops. If one
+is missing, vLLM gets an empty module, and this library defines the ops.
 
-Others have functions of their own (those of ``vllm.vllm_flash_attn``, ``vllm._flashmla_C``, ``vllm.cumem_allocator``).
-Nothing stands in for these; where they are absent, vLLM does without. It takes those of FlashAttention for granted,
-though: its package raises an ImportError where they are absent, and on NVIDIA GPUs vLLM's layers import that package.
-`provide` lets it be imported, and `refuse_flash_attention` tells vLLM that it does not work.
+Other libraries have functions (``vllm.vllm_flash_attn``, ``vllm._flashmla_C``, ``vllm.cumem_allocator``). They have no
+stand-ins, and vLLM runs without them, except for FlashAttention: its package raises an ImportError if its libraries are
+absent, and vLLM's layers import this package on NVIDIA GPUs. `provide` makes the package importable, and
+`refuse_flash_attention` tells vLLM not to use it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _log = logging.getLogger("vllm.pyops")
 
 
 def provide(define: Callable[[], None], has_defined: Callable[[], bool]) -> None:
-    """From now on, where one of `OPS` is absent or cannot be loaded, its import makes an empty module.
+    """From now on, the import of a module of `OPS` that is absent or cannot be loaded gives an empty module.
 
     A second call of `provide` changes nothing.
 
     Args:
-        define: called when such a module is imported; defines the ops that torch lacks. What it raises is raised by
-            the import.
-        has_defined: whether this library has defined ops of `OPS` already. A library that is there is not loaded
-            then: torch ends the process where C++ defines an op that it knows.
+        define: called when such a module is imported, to define the ops that torch lacks. The import propagates its
+            exceptions.
+        has_defined: returns whether this library has already defined ops of `OPS`. An existing library is then not
+            loaded, because torch aborts the process if C++ defines an op twice.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(define, has_defined))
 
 
 def remove() -> None:
-    """Forget what `provide` was told, and the modules that have stood in."""
+    """Undo `provide`, and remove the stand-in modules."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in (*OPS, FLASH_ATTENTION):
         if _stands_in(name):
@@ -49,7 +49,7 @@ def remove() -> None:
 
 
 def refuse_flash_attention() -> None:
-    """Have vLLM pass over FlashAttention when it chooses how to compute attention, if its libraries are absent."""
+    """Let vLLM's attention selection skip FlashAttention if its libraries are absent."""
     if not importlib.import_module("vllm.platforms").current_platform.is_cuda():
         return
     importlib.import_module(FLASH_ATTENTION)
@@ -60,7 +60,7 @@ def refuse_flash_attention() -> None:
     validate = backend.validate_configuration.__func__
 
     def validate_configuration(cls: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Of this class alone: one that is derived may compute otherwise."""
+        """Refuses for this class only; a derived class may not need the libraries."""
         reasons: list[str] = validate(cls, *args, **kwargs)
         return [*reasons, reason] if cls is backend else reasons
 
@@ -76,7 +76,7 @@ def _stands_in(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Comes before other finders, and asks them: a library that is there is loaded as ever."""
+    """Runs before the other finders and delegates to them, so an existing library is loaded as usual."""
 
     def __init__(self, define: Callable[[], None], has_defined: Callable[[], bool]) -> None:
         self._define, self._has_defined = define, has_defined
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a package; where it raises an ImportError, what it has by then is all of it."""
+    """Loads a package. If it raises an ImportError, the partially executed package is kept."""
 
     def __init__(self, real: Loader | None) -> None:
         self.real = real
@@ -120,7 +120,7 @@ class _Loader(Loader):
 
 
 class _OpsLoader(_Loader):
-    """Loads a library; where that cannot be done, the module is empty, and `define` is called."""
+    """Loads a library. If that fails, the module is empty, and `define` is called."""
 
     def __init__(self, real: Loader | None, define: Callable[[], None]) -> None:
         super().__init__(real)
@@ -137,7 +137,7 @@ class _OpsLoader(_Loader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         if not self.has_loaded:
-            # A library that is there comes first, because of `has_defined`.
+            # An existing library is loaded before anything is defined, see `has_defined`.
             for name in OPS:
                 importlib.import_module(name)
             self._define()

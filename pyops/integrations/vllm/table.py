@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import pyops
 
-from ..._core import torch_library
 from ..._core.errors import OpError
-from ..._core.op import Op, registry
+from ..._core.op import torch_library
+from ..._core.op.op import Op, registry
 from .adapters import ADAPTERS
 from .schemas import SCHEMAS, SCHEMAS_0_22
 from .signature import Signature
 
 VERSIONS = ("0.16", "0.22")  # versions of vLLM with known schemas
-# Ops that vLLM's Python defines, not its compiled libraries: the module that does so when it is imported.
+# {op that vLLM defines in Python, not in its compiled libraries: the module that defines it at import}
 DEFINED_IN_PYTHON = {"flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common"}
 
 
@@ -26,13 +26,13 @@ class Entry:
     """An op of vLLM.
 
     Attributes:
-        namespace: ``"_C"``, ``"_C_cache_ops"``, ...: where it is in torch.ops.
-        name: its name there; of an overload ``"name.overload"``.
-        schema: as vLLM registers it.
-        state: ``"served"`` by a function of this library as it is, ``"adapted"`` by one that hands its arguments over
-            to such a function in another way, or ``"missing"``.
-        kernel: that function, which takes the arguments of the schema by position; None if missing.
-        ours: its name, or what an adapter says of itself; "" if missing.
+        namespace: its namespace in torch.ops: ``"_C"``, ``"_C_cache_ops"``, ...
+        name: its name in the namespace; ``"name.overload"`` for an overload.
+        schema: the schema that vLLM registers.
+        state: ``"served"`` if a function of this library takes its arguments as they are, ``"adapted"`` if an adapter
+            passes them to such a function, or ``"missing"``.
+        kernel: the function or adapter; it takes the arguments of the schema by position. None if missing.
+        ours: the function's name, or the adapter's docstring; "" if missing.
     """
 
     namespace: str
@@ -44,17 +44,16 @@ class Entry:
 
 
 def check_version(function: str, vllm: str) -> None:
-    """OpError of `function` for a version that has no table."""
+    """Raise an OpError of `function` for a version without a table."""
     if vllm not in VERSIONS:
         raise OpError(function, "vllm", f"expected {' or '.join(VERSIONS)}, got {vllm}")
 
 
 def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
-    """Every op of a version of vLLM by its name, as the ops stand that are declared now.
+    """{name: entry} of every op of a version of vLLM, by the ops that are declared now.
 
     Args:
-        vllm: ``"0.16"``, or ``"0.22"`` for what that version calls with other arguments, what is new in it, and the
-            other ops of 0.16.
+        vllm: ``"0.16"``; or ``"0.22"`` for its changed and new ops, and the other ops of 0.16.
 
     Raises:
         OpError: another version.
@@ -82,7 +81,7 @@ def _entry(namespace: str, schema: str, vllm: str) -> Entry:
 
 
 def takes(op: Op, theirs: Signature) -> bool:
-    """Whether `op` takes the arguments of a signature by position, writes those that it marks, and returns as many."""
+    """Whether `op` has the positional arguments, written arguments and number of results of a signature."""
     declared = torch_library.returning_schema if op.declaration.returned else torch_library.schema
     ours = Signature.read(declared(op.declaration))
     given = len(theirs.arguments)
@@ -92,7 +91,7 @@ def takes(op: Op, theirs: Signature) -> bool:
         and all(
             own.takes(argument)
             and own.is_written == argument.is_written
-            # torch leaves out trailing arguments that are equal to their defaults.
+            # torch drops trailing arguments that equal their defaults.
             and (not argument.has_default or (own.has_default and own.default == argument.default))
             for own, argument in zip(ours.arguments, theirs.arguments, strict=False)
         )
@@ -101,7 +100,7 @@ def takes(op: Op, theirs: Signature) -> bool:
 
 
 def takes_as_many(function: Callable[..., Any], theirs: Signature) -> bool:
-    """Whether a function of this library that is no op takes as many arguments by position as a signature has."""
+    """Whether a plain function of this library takes the number of positional arguments of a signature."""
     try:
         inspect.signature(function).bind(*theirs.arguments)
     except TypeError:

@@ -1,20 +1,20 @@
-"""The functions of ``vllm._custom_ops`` for GEMMs with packed weights, where vLLM's parameters have other names.
+"""Functions of ``vllm._custom_ops`` for GEMMs with packed weights, with vLLM's parameter names.
 
-A quantized type may be given as vLLM's ``ScalarType``, as one of this library's, or as the id of either.
+A quantized type may be vLLM's ``ScalarType``, this library's, or the id of either.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import linear
 from .adapters import new_product
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-else:  # the module itself: torch.compile, for which some of these functions are, does not trace the lazy one
+else:  # not the lazy proxy, which torch.compile cannot trace
     torch = optional("torch", "pyops.integrations.vllm.weight_only", "torch")
 
 __all__ = [

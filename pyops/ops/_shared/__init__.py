@@ -1,1 +1,1 @@
-"""What several families of ops need: launch geometry of rows, and fp8 conversions of references."""
+"""Code shared by families of ops: launch geometry of rows, formats of weights, fp8 conversions of references."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 
-_NUM_THREADS = 256
+_NUM_THREADS = 256  # threads of a block
 _CANDIDATE_THREADS = 128, 256, 512  # threads of a block that tuning tries
 _WARP_SIZE = 32  # threads that share a row, at least; fewer for a shorter row
 _MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid
@@ -20,7 +20,7 @@ _MAX_IDLE_CHUNKS = 16  # if more than 1/16 of a row's threads would be idle, mor
 
 
 class ChunkProblem(NamedTuple):
-    """What the geometry depends on.
+    """The input of `choose`.
 
     Attributes:
         row_size: elements of a row.
@@ -72,11 +72,11 @@ class ChunkConfig:
         return -(-row_chunks // self.row_threads), -(-groups // max(1, planes)), planes
 
     def constants(self, grid: tuple[int, int, int]) -> dict[str, int]:
-        """The constants of the kernel that say what a block has, by its names for them."""
+        """The kernel's compile-time constants for the shape of a block, by name."""
         return {"NUM_THREADS": self.num_threads, "ROW_THREADS": self.row_threads, "PLANES": grid[2] > 1}
 
     def candidates(self, problem: ChunkProblem, device: Device) -> list[ChunkConfig]:
-        """Other blocks, other threads for a row, and other chunks and registers for a thread."""
+        """Other block sizes, other threads per row, and other vector widths and register bounds."""
         found = [
             tuning.resized(self, threads, row_threads=min(self.row_threads, threads)) for threads in _CANDIDATE_THREADS
         ]
@@ -94,13 +94,13 @@ def choose(problem: ChunkProblem, device: Device) -> ChunkConfig:
     """Blocks of 256 threads, with few idle threads."""
     row_size, num_rows, _, vec_size, max_vec_size, min_blocks = problem
     if max_vec_size > vec_size and min_blocks is not None:
-        wave = device.multiprocessors * min_blocks * _NUM_THREADS  # threads that run at once
+        wave = device.num_sms * min_blocks * _NUM_THREADS  # threads that run at once
         if num_rows * row_size >= max_vec_size * wave:
             vec_size = max_vec_size
     return ChunkConfig(vec_size, _NUM_THREADS, _threads_for_row(row_size // vec_size), min_blocks)
 
 
-@lru_cache(4096)  # A contiguous matrix is one row of any length, so there is no end of lengths.
+@lru_cache(4096)  # bounded: a contiguous matrix counts as one row, so the number of lengths is unlimited
 def _threads_for_row(row_chunks: int) -> int:
     """Threads of a block that share a row, chosen so that few are idle. Whole warps, unless rows are shorter."""
     narrowest = min(_WARP_SIZE, 1 << max(0, row_chunks - 1).bit_length())
@@ -128,8 +128,8 @@ def launch(
         out_stride: the parameter of the kernel for the stride of `out`.
         min_blocks: resident blocks per SM for which registers are bounded. Eight blocks are 2048 threads, the maximum
             (docs/performance/rows.md).
-        twice: whether a thread may have two vectors of `input`. It gets them if `out` is aligned for twice the vector
-            size, and if half as many threads still fill the device several times.
+        twice: whether a thread may process two vectors of `input`. It does if `out` is aligned for twice the vector
+            size, and if half as many threads still make a full wave.
         fixed: parameters of the kernel other than sizes and strides.
         constants: other constants of the kernel.
     """

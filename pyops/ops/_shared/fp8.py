@@ -1,41 +1,43 @@
-"""fp8: the format of a device, the format of a cache, and the quantization of references, rounded as specified."""
+"""fp8: the e4m3 format of a device, the dtypes of fp8 caches, and the quantization that references use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, dtypes
-from ..._core import device as devices
-from ..._core.device import Device
-from ..._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg, device_of, on_host
+from ... import check
+from ..._core.system import device as devices
+from ..._core.system.device import Device
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
+from ..._core.tensors.tensor import TensorArg, device_of, on_host
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# kv_cache_dtype -> element type of an fp8 cache. `of_codes` replaces float8_e4m3fn by float8_e4m3fnuz where needed.
+# {kv_cache_dtype: element type of an fp8 cache}. `of_codes` replaces float8_e4m3fn by float8_e4m3fnuz where needed.
 FP8_CACHES = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 
 _CACHE_NAMES = {kind.name: name for name, kind in FP8_CACHES.items()}
 
-# The largest magnitude that quantisation writes. float8_e4m3fnuz goes to 240; by convention, quantisation stops at 224.
+# The largest magnitude that quantization writes. float8_e4m3fnuz reaches 240, but quantization saturates at 224 by
+# convention.
 _LARGEST_CODES = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
 
 
 def native_fp8(device: Device) -> DType:
-    """The e4m3 of a device, which checkpoints for it are made of."""
+    """The e4m3 format of a device, in which fp8 checkpoints for it are stored."""
     return native_fp8_of(device.arch)
 
 
 def native_fp8_of(arch: str) -> DType:
-    """The e4m3 of an architecture: float8_e4m3fnuz on MI300, float8_e4m3fn elsewhere."""
+    """The e4m3 format of an architecture: float8_e4m3fnuz on MI300, float8_e4m3fn elsewhere."""
     return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
 
 
 def own_fp8(x: Any) -> str:
-    """Name of the e4m3 of the device of `x`, a tensor or array, as torch.compile can find it: `native_fp8`."""
+    """Name of the `native_fp8` of the device of `x`, a tensor or an array. torch.compile can trace this function."""
     if hasattr(x, "new_empty"):
         import torch  # the module itself: torch.compile does not trace the proxy
 
@@ -46,7 +48,7 @@ def own_fp8(x: Any) -> str:
 
 
 def converts_fp8(device: Device) -> bool:
-    """Whether a device has instructions that convert to and from float8_e4m3fn. Others compute it with integers."""
+    """Whether a device has instructions that convert to and from float8_e4m3fn. Others emulate it."""
     if device.arch.startswith("sm_"):
         return int(device.arch[3:]) >= 89
     return device.arch.startswith(("gfx95", "gfx12"))
@@ -60,13 +62,13 @@ def converts_to(codes: TensorArg) -> bool:
 
 
 def e4m3_name(dtype: Any) -> str | None:
-    """Name of an e4m3, which is a dtype of any library or its name; None for any other."""
+    """Name of an e4m3 dtype, given as a dtype of any library or by name; None for any other dtype."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     return name if name in _LARGEST_CODES else None
 
 
 def largest_code(e4m3: Any) -> float:
-    """The largest magnitude that quantisation writes in an e4m3: a dtype of any library, or its name."""
+    """The largest magnitude that quantization to an e4m3 dtype writes; the dtype is one of any library, or a name."""
     return _LARGEST_CODES[str(e4m3).removeprefix("torch.")]
 
 
@@ -107,7 +109,7 @@ def cache_codes(cache: Tensor, kv_cache_dtype: str) -> Any:
 
 
 def saturate(x: Tensor, dtype: Any) -> Tensor:
-    """Saturating conversion of float32 to fp8; NaN becomes the largest code."""
+    """Saturating conversion of float32 to fp8; NaN becomes the largest value."""
     largest = largest_code(dtype)
     return x.nan_to_num(nan=largest, posinf=largest, neginf=-largest).clamp(-largest, largest).to(dtype)
 

@@ -1,6 +1,6 @@
-"""Launch geometry of rows that threads share (row.cuh).
+"""Launch geometry of kernels that reduce rows with several threads per row (row.cuh).
 
-`choose_rows` decides. It returns a Config, which says what a kernel is compiled with and how many blocks it gets.
+`choose_rows` returns a RowConfig: the compile-time constants of a kernel, and its number of blocks.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 
 # "Rows" below is docs/performance/rows.md, measured on an H200.
 
-_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Two rows to a multiprocessor")
-_LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)
-WARP_ROW_VECS = 128  # vectors: up to here a warp or less has a row; one warp for 512 loses (Rows, "One warp, or two")
-_WARP_SIZE = 32  # lanes that share a row at most; half a warp where warps have 64
-WARP_ROW_BLOCK = 128  # threads of a block of rows that warps share
-_FEW_THREAD_VECS = 4  # vectors per thread: a short row with more leaves registers for `resident[1]` threads only
+_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Up to two rows per SM")
+_LONG_ROW_VECS = 512  # vectors of a row: longer rows have their own tuning (Rows: 4096 and 14336 elements)
+WARP_ROW_VECS = 128  # vectors of a row up to which at most one warp reduces it; for 512 one warp is slower (Rows)
+_WARP_SIZE = 32  # most lanes that share a row: a warp, or half of a warp of 64 lanes
+WARP_ROW_BLOCK = 128  # threads of a block where a row takes at most one warp
+_FEW_THREAD_VECS = 4  # vectors per thread: with more, a short row allows only `resident[1]` threads per SM
 _MANY_THREAD_VECS = 7  # vectors per thread: with more, one block fewer is resident
-# Vectors of less than 8 bytes, for rows that are not aligned: more of them in flight (Rows, "Odd sizes").
+# Unaligned rows have vectors of less than 8 bytes, and more of them in flight per thread (Rows, "Odd sizes").
 _NARROW_VEC_BYTES = 8
 _NARROW_VECS = 16  # vectors per thread
 _NARROW_RESIDENT = 1536, 896  # resident threads per SM, for kernels that hold one row and for those that hold more
-# Another number of vectors per thread must leave 8 % fewer threads idle. 7 to 10 % give the shapes that were measured
-# best for rows of 14336 (Rows: 448 threads x 4 vectors, 320 x 6, 256 x 7) and whole warps of work for powers of two.
+# A deviation from the wanted vectors per thread must leave at least 8 % fewer threads idle. Any threshold from 7 to
+# 10 % gives the shapes that were fastest for rows of 14336 (Rows: 448 threads x 4 vectors, 320 x 6, 256 x 7), and whole
+# warps for powers of two.
 _MIN_IDLE_GAIN = 0.08
 
-# Registers of an NVIDIA GPU, for estimates of what fits in them.
-_SM_REGISTERS = 65536
-_MAX_THREAD_REGISTERS = 255
+# Registers of an NVIDIA GPU, to estimate how many blocks fit on an SM.
+_SM_REGISTERS = 65536  # registers of an SM
+_MAX_THREAD_REGISTERS = 255  # most registers of a thread
 _OTHER_REGISTERS = 36  # registers of a thread other than those that hold vectors
-_OTHER_REGISTERS_SHIFTED = 48  # the same with SHIFTED rows: each weight vector is assembled from two
+_OTHER_REGISTERS_SHIFTED = 48  # the same for SHIFTED rows, which assemble each weight vector from two loads
 # Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.
 _SPILLING_ARCHS = ("sm_100",)
 _MAX_SHIFTED_VECS = 4  # vectors per thread of SHIFTED rows
@@ -47,7 +48,7 @@ _MAX_CANDIDATE_VECS = 8  # vectors per thread of a long row that tuning tries
 
 
 class RowVectors(NamedTuple):
-    """How the rows of a matrix are cut: elements of a vector, and whether rows are SHIFTED (row.cuh)."""
+    """The division of rows into vectors: elements of a vector, and whether rows are SHIFTED (row.cuh)."""
 
     vec_size: int
     shifted: bool = False
@@ -81,7 +82,7 @@ class RowTuning:
 
 
 class RowProblem(NamedTuple):
-    """What the geometry of rows depends on; `choose_rows` describes each by its argument."""
+    """The input of `_choose`; the fields are described at the arguments of `choose_rows`."""
 
     size: int
     dtype: DType
@@ -114,7 +115,7 @@ class RowConfig:
         num_threads: threads of a block.
         row_threads: threads that share a row.
         keep_row: whether the row stays in registers between its two passes.
-        keep_weight: the same of the weight; None for a kernel without one.
+        keep_weight: whether the weight stays in registers, too; None for a kernel without a weight.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
@@ -128,7 +129,7 @@ class RowConfig:
 
     @cached_property
     def constants(self) -> dict[str, int | str]:
-        """The constants of the kernel, by its names for them."""
+        """The kernel's compile-time constants by name."""
         shifted = {"SHIFTED": "true"} if self.shifted else {}  # a #define, which row.cuh looks for
         keep_weight = {} if self.keep_weight is None else {"KEEP_WEIGHT": self.keep_weight}
         return {
@@ -146,7 +147,7 @@ class RowConfig:
         return -(-num_rows // (self.num_threads // self.row_threads))
 
     def candidates(self, problem: RowProblem, device: Device) -> list[RowConfig]:
-        """Other threads for a row, other registers for a thread, and rows or weights that are read again or kept."""
+        """Other threads per row, other register bounds, and row or weight kept in registers or read again."""
         row_vecs = problem.size // self.vec_size - self.shifted
         if row_vecs <= WARP_ROW_VECS:
             # Each element before and after the vectors of a SHIFTED row needs a lane: fewer than two vectors hold.
@@ -162,7 +163,7 @@ class RowConfig:
 
 
 def row_vectors(size: int, strides: Sequence[int], *tensors: TensorArg | None) -> RowVectors:
-    """How rows of `size` elements are cut into vectors that every one of `tensors` is aligned for.
+    """Divide rows of `size` elements into vectors for which all of `tensors` are aligned.
 
     `strides` are the distances between rows in the tensors that have rows; none if rows have no common distance.
 
@@ -198,12 +199,12 @@ def choose_rows(
     Args:
         row: a tensor with rows along its last dimension; gives dtype, device and the size of a row.
         num_rows: rows of the launch.
-        vectors: how rows are cut, see `row_vectors`.
-        measured: the numbers of the kernel.
+        vectors: how rows are divided into vectors, see `row_vectors`.
+        measured: the kernel's tuning.
         size: elements of a row, if the last dimension of `row` holds several of them.
-        lanes: neighbouring threads that must share a row, because they reduce together.
-        bound_registers: False for MIN_BLOCKS = 1. For arithmetic that needs more registers than `measured` counts on,
-            such as a conversion to fp8 without an instruction for it.
+        lanes: least number of adjacent threads that share a row, because they reduce a group together.
+        bound_registers: False for MIN_BLOCKS = 1: for arithmetic that needs more registers than `measured` assumes,
+            such as a conversion to fp8 on a device without the instruction.
     """
     check.narrow(row)
     size = row.shape[-1] if size is None else size
@@ -214,7 +215,7 @@ def choose_rows(
 def _choose(problem: RowProblem, device: Device) -> RowConfig:
     """The choice of `choose_rows`."""
     size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
-    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.multiprocessors))
+    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.num_sms))
     spills = vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS
     return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers and not spills)
 
@@ -235,7 +236,7 @@ def _choose_rows(
     long = row_vecs > _LONG_ROW_VECS
     vec_registers = max(1, vec_size * itemsize // 4)
     few_vecs = measured.few[long]
-    # There are many rows if an SM has more of them than are resident at once: two, if registers allow two blocks.
+    # `many`: an SM gets more rows than can be resident: two if the registers of two rows fit, else one.
     row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (measured.rows + measured.weights) * vec_registers)
     many = sm_rows > (_MAX_LATENCY_ROWS if _MAX_LATENCY_ROWS * row_registers <= _SM_REGISTERS else 1)
     wanted_vecs, resident = measured.many[long] if many else few_vecs, measured.resident
@@ -249,7 +250,7 @@ def _choose_rows(
         row_threads = num_threads = threads_for_row(row_vecs, wanted_vecs, max_vecs)
 
     thread_vecs = -(-row_vecs // row_threads)
-    thread_registers = thread_vecs * vec_registers  # for one row, or one weight
+    thread_registers = thread_vecs * vec_registers  # registers that hold one row, or one weight
     free_registers = min(_MAX_THREAD_REGISTERS, _SM_REGISTERS // num_threads) - (
         _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
     )
@@ -263,7 +264,7 @@ def _choose_rows(
     if many and bound_registers:
         resident_threads = resident[long or thread_vecs > _FEW_THREAD_VECS]
         spare_blocks = measured.spare_blocks + (thread_vecs > _MANY_THREAD_VECS and not narrow)
-        spare_blocks += shifted and measured.rows > 1  # putting a weight together takes registers while rows are held
+        spare_blocks += shifted and measured.rows > 1  # assembling a weight vector takes registers while rows are held
         min_blocks = max(1, resident_threads // num_threads - spare_blocks)
     return RowConfig(
         vec_size, shifted, num_threads, row_threads, keep_row, keep_weight if measured.weights else None, min_blocks

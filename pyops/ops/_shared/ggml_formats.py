@@ -1,4 +1,4 @@
-"""GGUF's quantised types: the sizes of their blocks and the values of their elements, as the format defines them.
+"""GGUF's quantized types: the sizes of their blocks and the values of their elements, as the format defines them.
 
 `of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes
 the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it returns float32
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kernels_cu
 
-from ..._core import check
-from ..._core.dtypes import DType, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, uint8
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-# docs/performance/gguf.md has times of the op; these numbers have no measurement of their own.
+# docs/performance/gguf.md has times of the op; these numbers were not tuned.
 _NUM_THREADS, _MIN_BLOCKS = 256, 6  # threads per block, resident blocks per SM
-_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
+_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors per thread; more for types with a grid, which each block copies first
 
 
 class Format(NamedTuple):
-    """A quantised type.
+    """A quantized type.
 
     Attributes:
         name: its name in ggml.cuh.
@@ -107,7 +108,7 @@ def dequantised(
 
 
 def access_of(W: TensorArg, size: int) -> int:
-    """Bytes of the widest access that divides pieces of `size` bytes, one after another in `W`, into aligned ones."""
+    """Bytes of the widest aligned access to contiguous pieces of `size` bytes of `W`."""
     bits = size | 16 | W.alignment
     return bits & -bits
 
@@ -165,7 +166,7 @@ def _q8_0(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * b[:, 2:].to(torch.int8)
 
 
-# Blocks of 256 elements, in halves of 128, of four times 32: element i is l in part j of half h.
+# Blocks of 256 elements: two halves of 128, each of four parts of 32. Element i is element l of part j of half h.
 
 
 @_type(10, 256, 84, (81, 83))
@@ -218,7 +219,7 @@ def _q6_k(b: Tensor, i: Tensor) -> Tensor:
 
 # Types with quants that are indices into a grid or a table.
 
-_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4_NL and IQ4_XS
 
 
 def _iq4(nibbles: Tensor) -> Tensor:
@@ -239,6 +240,7 @@ def _grid(name: str, index: Tensor, e: Tensor, bits: int, values: tuple[int, ...
     return torch.tensor(values, dtype=torch.int64, device=index.device)[levels]
 
 
+# Magnitudes (for IQ1 values) of the elements of a grid, by field.
 _IQ2 = 8, 25, 43
 _IQ3_XXS = 4, 12, 20, 28, 36, 44, 52, 62
 _IQ3_S = 1, 3, 5, 7, 9, 11, 13, 15
@@ -257,7 +259,7 @@ def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
     return _signs(seven | (odd ^ odd >> 1) << 7 & 128, e)
 
 
-# Element i is e of group g of part p; v counts groups.
+# Element i is element e of group g of part p; v numbers the groups of a block.
 
 
 @_type(16, 256, 66, grid_size=256)

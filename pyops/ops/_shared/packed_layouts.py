@@ -60,7 +60,7 @@ def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int)
     if layout in ("marlin_8", "w4a8"):
         tile = k // 32 * (columns // 32) + n // 32
         lane, word = n % 8 * 4 + k % 16 // 4, n % 32 // 8
-        half = k % 32 // 16  # which half of a lane's pair of words of 8-bit quants
+        half = k % 32 // 16  # upper or lower half of a lane's pair of words, for 8-bit quants
         field = k % 4 * 2 + half if bits == 4 else k % 4
         if layout == "w4a8":
             lane_words = 4 - 2 * (n // 32 >= columns // 32)
@@ -87,18 +87,18 @@ def zero_bit(layout: ZeroLayout, bits: int, columns: int, g: Any, n: Any, j: int
     place = n
     if layout != "awq":
         place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
-    if layout != "marlin_8":  # of a word of 4 bits, or of 8: the even ones are in the lower half
+    if layout != "marlin_8":  # even columns are in the lower half of a word, for 4 and for 8 bits
         place = place // fields * fields + place % fields // 2 + place % 2 * (fields // 2)
     return (g * columns + place) * bits + j
 
 
 def column_place(order: ColumnOrder, n: Any) -> Any:
-    """Where the entry of column `n` lies in a row of scales or of a bias."""
+    """The index of column `n` in a permuted row of scales or of a bias."""
     if order == "marlin_64":
         return n // 64 * 64 + n % 8 * 8 + n % 64 // 8
     if order == "marlin_32":
         return n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
-    if order == "marlin_fp4":  # the second and the third of four are exchanged
+    if order == "marlin_fp4":  # swaps the second and the third of every four columns
         place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
         return place // 4 * 4 + place % 2 * 2 + place % 4 // 2
     if order == "marlin_24":
@@ -114,10 +114,10 @@ def unit(bits: int) -> tuple[int, int]:
 
 
 def shuffled_bit(bits: int, field: Any, j: int) -> Any:
-    """The bit of a unit of `exllama` that bit `j` of this field of the unit of `gptq` becomes."""
+    """The bit in an `exllama` unit to which bit `j` of this field of a `gptq` unit moves."""
     if bits == 8:
         return 8 * field + j
-    if bits == 3:  # ten fields to a word; bit j of the last two is the highest of a half of word j
+    if bits == 3:  # ten fields per word; bit j of fields 30 and 31 is the top bit of the two halves of word j
         tenth = 32 * (field // 10) + 16 * (field % 10 % 2) + field % 10 // 2 * 3 + j
         last = 32 * j + 15 + 16 * (field % 2)
         is_last = (field >= 30) * 1

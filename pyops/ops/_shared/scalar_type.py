@@ -1,21 +1,21 @@
-"""Quantized types of weights, by the ids that vLLM's ops take for them."""
+"""Quantized element types of weights, with the integer ids by which vLLM's ops take them."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# (field of ScalarType, its bits), from the lowest of an id on.
+# (field of ScalarType, bits of the field in an id), lowest bits first.
 _FIELDS = (("exponent", 8), ("mantissa", 8), ("signed", 1), ("bias", 32), ("finite_values_only", 1), ("nan_repr", 8))
 
 
 class ScalarType(NamedTuple):
-    """A type of numbers of a few bits: a float, or an integer that is stored plus a bias.
+    """A low-bit number type: a float, or an integer that is stored with a bias.
 
     Attributes:
         exponent: bits of the exponent; 0 for integers.
         mantissa: bits of the mantissa, without the sign.
         signed: whether the highest bit is a sign.
-        bias: what is taken from the stored number.
+        bias: subtracted from the stored number.
         finite_values_only: whether the type has no infinities.
         nan_repr: 0: no NaN; 1: as IEEE 754; 2: all other bits set.
     """
@@ -38,7 +38,7 @@ class ScalarType(NamedTuple):
 
     @property
     def id(self) -> int:
-        """The number that stands for the type where an op takes an int."""
+        """The integer by which ops take the type."""
         shift = number = 0
         for name, bits in _FIELDS:
             number |= (int(getattr(self, name)) & (1 << bits) - 1) << shift
@@ -47,7 +47,7 @@ class ScalarType(NamedTuple):
 
     @classmethod
     def of(cls, id: int) -> ScalarType:
-        """The type that an int stands for."""
+        """The type with this id."""
         values: dict[str, Any] = {}
         for name, bits in _FIELDS:
             values[name] = id & (1 << bits) - 1
@@ -77,4 +77,4 @@ SCALAR_TYPES = {
 int4, uint4, int8, uint8 = (SCALAR_TYPES[name] for name in ("int4", "uint4", "int8", "uint8"))
 uint4b8, uint8b128 = SCALAR_TYPES["uint4b8"], SCALAR_TYPES["uint8b128"]
 float8_e4m3fn, float4_e2m1f = SCALAR_TYPES["float8_e4m3fn"], SCALAR_TYPES["float4_e2m1f"]
-E2M1_NUMBERS = tuple(sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))  # of each code
+E2M1_NUMBERS = tuple(sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))  # by bits

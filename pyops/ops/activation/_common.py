@@ -1,18 +1,18 @@
-"""What the activations share: the check of gated inputs, the register bound of SiLU, the example of gated ops."""
+"""Code shared by the activations: the check of gated inputs, the register bound of SiLU, the example of gated ops."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check
-from ..._core.dtypes import float16
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.dtypes import float16
+from ..._core.tensors.tensor import TensorArg
 
 
 def min_blocks_of_silu(input: TensorArg) -> int:
     """Resident blocks of 256 threads per SM for which a kernel with SiLU of `input` has registers.
 
-    float16 takes the accurate way, in 48 registers; the others run in 32 (docs/performance/rows.md).
+    float16 uses the accurate exponential, in 48 registers; the other dtypes need 32 (docs/performance/rows.md).
     """
     return 5 if input.dtype is float16 else 8
 

@@ -1,15 +1,15 @@
-"""Activations of single elements."""
+"""Elementwise activations."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from ._common import min_blocks_of_silu
 
@@ -20,12 +20,12 @@ __all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "silu", "xiel
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
-# Resident blocks of 256 threads per SM: 40 registers, because every step rounds (docs/performance/rows.md).
+# Resident blocks of 256 threads per SM: the kernels need 40 registers, as every step rounds (docs/performance/rows.md).
 _XIELU_BLOCKS = 6
 
 
 def _plan_elementwise(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
-    """The launch of a kernel that takes single elements; `constants` may have min_blocks."""
+    """The launch of an elementwise kernel; `constants` may include min_blocks."""
     check.floating(input)
     check.row_size(input)
     check.like(out, input)
@@ -49,8 +49,8 @@ def gelu(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.nn.functional.gelu(input.float()))
 
@@ -68,11 +68,12 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
     """GELU as GPT-2 writes it: ``out = x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x^3)))``.
 
     Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+    results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+    differences.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     tanh = torch.tanh(0.79788456 * (input + 0.044715 * (input * input * input)))
     out.copy_(0.5 * input * (1.0 + tanh))
@@ -91,11 +92,12 @@ def gelu_fast(out: Tensor, input: Tensor) -> None:
     """GELU with the cube factored out: ``out = x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x * x)))``.
 
     Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+    results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+    differences.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     tanh = torch.tanh((0.79788456 * input) * (1.0 + (0.044715 * input) * input))
     out.copy_(0.5 * input * (1.0 + tanh))
@@ -116,8 +118,8 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     x = input.float()
     out.copy_(x / (1.0 + torch.exp(-1.702 * x)))
@@ -136,8 +138,8 @@ def relu2(out: Tensor, input: Tensor) -> None:
     """Squared ReLU: ``out = T(max(x, 0)^2)``; NaN stays NaN (So et al. 2021, arXiv:2109.08668).
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.relu(input).square())
 
@@ -157,8 +159,8 @@ def silu(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.nn.functional.silu(input))
 
@@ -180,8 +182,8 @@ def xielu(out: Tensor, input: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: fl
     Every operation rounds to it, too, as in eager PyTorch.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         alpha_p, alpha_n: [1] of the same dtype, the learned values before softplus.
         beta: slope at zero; eps: where the exponential side starts, just below zero.
     """

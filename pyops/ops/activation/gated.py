@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from ._common import check_halves, example_gated, min_blocks_of_silu
 
@@ -34,7 +34,7 @@ _swiglustep_and_mul = Kernel("activation/swiglustep_and_mul.cu")
 
 
 def _plan_gated(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
-    """The launch of a kernel that takes the halves of `input`; `constants` may have min_blocks."""
+    """The launch of a gated kernel, which reads the halves of `input`; `constants` may include min_blocks."""
     check_halves(out, input)
     check.dtype(out, input.dtype)
     return chunks.launch(kernel, out, input, **constants)
@@ -47,8 +47,8 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
     After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
@@ -66,12 +66,12 @@ silu_and_mul.example(example_gated)
 def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None:
     """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
 
-    l is `limit`, rounded to the element type; NaN is no limit, and below 0 every u becomes -l. NaN stays NaN. Equal to
-    eager PyTorch on the same device, bit for bit.
+    l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
+    stays NaN. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        result: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         limit: largest gate and largest magnitude of u.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -81,7 +81,7 @@ def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None
 
 
 def _at_most(x: Tensor, bound: Tensor) -> Tensor:
-    """`x` where it is not above the bound. Unlike `torch.clamp`, a bound of NaN is none."""
+    """`x` clamped from above. Unlike with `torch.clamp`, a NaN bound means no bound."""
     return torch.where(x > bound, bound, x)
 
 
@@ -104,8 +104,8 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
     Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(gate * torch.nn.functional.silu(up))
@@ -126,8 +126,8 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
     After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate) * up)
@@ -149,8 +149,8 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
@@ -172,8 +172,8 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         threshold: elements of g up to it count as 0.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -195,14 +195,14 @@ def example_fatrelu_and_mul(
 
 @op(out="out")
 def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
-    """Clamped SwiGLU of neighbouring elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
+    """Clamped SwiGLU of adjacent elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
 
     g is the even elements of `input`, clamped to at most `limit`; u is the odd ones, clamped to +-`limit`. NaN counts
     as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         alpha: slope of the sigmoid; limit: largest gate and largest magnitude of u.
     """
     pairs = input.float()
@@ -228,12 +228,12 @@ def example_swigluoai_and_mul(
 def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
     """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * min(max(u, -limit), limit))``.
 
-    g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a limit of NaN is
-    none.
+    g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a NaN limit means
+    no limit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         limit: largest activated gate and largest magnitude of u.
     """
     gate, up = input.float().chunk(2, dim=-1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float16, float32, int8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, bfloat16, float16, float32, int8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8
 from ._common import check_halves, min_blocks_of_silu
 
@@ -21,7 +21,8 @@ __all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant"]
 
 _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
 _silu_and_mul_per_block_quant = Kernel("activation/silu_and_mul_per_block_quant.cu")
-# Elements of a thread of the second kernel, and its threads: small blocks, so that few rows reach every SM.
+# silu_and_mul_per_block_quant.cu: elements per thread, and threads of a block; small blocks spread few rows over all
+# SMs.
 _VEC_SIZE, _NUM_THREADS = 8, 128
 
 
@@ -33,8 +34,8 @@ def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride.
         scale: one float32 element, of any sign.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -81,16 +82,16 @@ def silu_and_mul_per_block_quant(
     scale_ub: Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> None:
-    """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from it.
+    """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
     ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-    group, ``out = code(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest
-    1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the maximum
-    and becomes the largest fp8 code or int8 0. What `silu_and_mul` and a quantisation of its result give.
+    group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
+    smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
+    maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
 
     Args:
-        out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
+        out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
         scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
         group_size: 64 or 128.
         scale_ub: one float32 that bounds every scale; only with fp8.
@@ -100,7 +101,7 @@ def silu_and_mul_per_block_quant(
     y = (torch.nn.functional.silu(gate) * up).float().unflatten(-1, (-1, group_size))
     absmax = fp8.absmax(y)
     if scale_ub is not None:
-        # The bound of scales as one of magnitudes would round: scales are bounded themselves.
+        # `scale_ub` bounds the scale itself: as a bound of magnitudes it would be rounded once more.
         largest = torch.full_like(absmax, fp8.largest_code(out.dtype))
         scale = torch.fmin(absmax / largest, scale_ub.reshape(())).fmax(1.0 / (largest * 512.0))
         codes = fp8.saturate(y / scale, out.dtype)

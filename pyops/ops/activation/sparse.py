@@ -7,38 +7,38 @@ from functools import cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from ._common import check_halves, example_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 __all__ = ["gelu_and_mul_sparse"]
 
 _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 
-_WARP_SIZE = 32
-_THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
-# Resident threads per SM, which bound the registers of a thread: 64, 96 and 112. A thread that holds both halves of
-# its share of a row spills in 64 registers with vectors of two 16-bit elements, and in 80 with erf of 16-bit elements
-# where NVRTC is 13.0 (docs/performance/rows.md).
+_WARP_SIZE = 32  # threads that share a short row
+_THREAD_BYTES = 64  # bytes of gates that a thread holds: 16 registers
+# Resident threads per SM; they bound the registers of a thread to 64, 96 and 112. A thread that holds gates and ups
+# would spill with 64 registers for vectors of two 16-bit elements, and with 80 for erf of 16-bit elements (NVRTC 13.0;
+# docs/performance/rows.md).
 _RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
-_MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
-_MAX_BOTH_THREADS = 256
-_MIN_SPILLING_REGISTERS = 9  # of the gates of a thread; with fewer, 64 registers are enough for both halves
-_CANDIDATE_VECS = 1, 2, 4, 8  # vectors of the gates of a thread that tuning tries
+_MAX_BOTH_REGISTERS = 16  # most registers of gates with which a thread holds the ups, too: `up_t` of the kernel
+_MAX_BOTH_THREADS = 256  # most threads of a block with which a thread holds gates and ups
+_MIN_SPILLING_REGISTERS = 9  # fewest registers of gates with which gates and ups do not fit into 64 registers
+_CANDIDATE_VECS = 1, 2, 4, 8  # vectors of gates per thread that tuning tries
 
 
 class SparseProblem(NamedTuple):
-    """What the geometry depends on: rows of the output, their elements, and elements of a vector."""
+    """The input of `choose`: rows of the output, elements of a row, elements of a vector."""
 
     num_rows: int
     hidden_size: int
@@ -71,7 +71,7 @@ class SparseConfig:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The constants of the kernel, by its names for them."""
+        """The kernel's compile-time constants by name."""
         return {
             "VEC_SIZE": self.vec_size,
             "NUM_THREADS": self.num_threads,
@@ -84,7 +84,7 @@ class SparseConfig:
         return -(-num_rows // (self.num_threads // self.row_threads))
 
     def candidates(self, problem: SparseProblem, device: Device) -> list[SparseConfig]:
-        """Other threads for a row that a block has, and other registers for a thread."""
+        """Other threads per row where a block reduces one row, and other register bounds."""
         found = []
         if self.row_threads == self.num_threads:
             row_vecs = problem.hidden_size // self.vec_size
@@ -95,7 +95,7 @@ class SparseConfig:
 
 
 def choose(problem: SparseProblem, device: Device) -> SparseConfig:
-    """The geometry; the number of rows does not change it."""
+    """The geometry; it does not depend on the number of rows."""
     return _choose(problem.hidden_size, problem.vec_size, problem.dtype, problem.approximate)
 
 
@@ -128,8 +128,8 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
     is rounded to T. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
         approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
     """
@@ -137,7 +137,7 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
 
 
 def gelu_and_mul_above(out: Tensor, input: Tensor, multiplier: float, approximate: str) -> None:
-    """The reference of `gelu_and_mul_sparse`, with a cutoff of `multiplier` deviations above the mean."""
+    """The reference of `gelu_and_mul_sparse`, with a cutoff `multiplier` standard deviations above the mean."""
     gate, up = input.chunk(2, dim=-1)
     wide = gate.double()
     mean = wide.mean(-1, keepdim=True).float().to(input.dtype)

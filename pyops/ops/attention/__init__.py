@@ -1,4 +1,4 @@
-"""Attention over a paged key-value cache or ragged keys and values, and what goes with it."""
+"""Attention over a paged key-value cache or ragged keys and values; merging of states; sparse patterns."""
 
 from __future__ import annotations
 

@@ -1,23 +1,17 @@
-"""The arguments that ops of attention have in common, in groups.
+"""Groups of arguments that the attention ops share.
 
-A value is a tensor in a reference and a `TensorArg` in a plan. Fields have the names of the ops' arguments; the ops'
-docstrings explain them.
+A plan function takes a group as one argument. A value is a tensor in a reference and a `TensorArg` in a plan. Fields
+have the names of the ops' arguments; the ops' docstrings explain them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 
 class Arguments:
     """A group of an op's arguments."""
-
-    @classmethod
-    def of(cls, call: Mapping[str, Any]) -> Self:
-        """The group, out of all arguments of a call by name."""
-        return cls(**{field.name: call[field.name] for field in fields(cls)})  # type: ignore[arg-type]
 
     def named(self) -> dict[str, Any]:
         """The arguments by name."""
@@ -26,7 +20,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV(Arguments):
-    """A paged key-value cache, and the tokens that each sequence has in it."""
+    """A paged key-value cache, with block tables and sequence lengths."""
 
     key_cache: Any
     value_cache: Any
@@ -41,7 +35,7 @@ class PagedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedKV(Arguments):
-    """Keys and values without a cache: rows of tokens, the sequences one after another."""
+    """Ragged keys and values without a cache: token rows of all sequences, concatenated."""
 
     key: Any
     value: Any
@@ -50,7 +44,7 @@ class RaggedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options(Arguments):
-    """Options that change logits or their sum, and the output for the log-sum-exp."""
+    """Options that change the logits or the softmax denominator, and the log-sum-exp output."""
 
     alibi_slopes: Any = None
     sliding_window: int = 0
@@ -74,7 +68,7 @@ class Sparse(Arguments):
         return self.blocksparse_vert_stride > 1
 
     def first_step(self, num_heads: int, num_kv_heads: int) -> int:
-        """The offset of the first head of this tensor-parallel rank, among the heads of all ranks."""
+        """The sliding offset of the first head of this tensor-parallel rank, in the numbering of all ranks."""
         step = self.blocksparse_head_sliding_step
         return self.tp_rank * (num_heads * step if step >= 0 else num_kv_heads * -step)
 

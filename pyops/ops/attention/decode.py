@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Sparse
 from .decode_choose import choose
 from .decode_launch import launch
@@ -70,14 +71,14 @@ def paged_attention_v1(
 
     in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
     rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
-    with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token change
-    nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so does a
-    logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the largest
-    float may be rounded to infinity.
+    with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token
+    are ignored, whatever they contain. An infinite value of an attended token gives infinity or NaN, and so does a
+    logit that overflows float32. Accumulating the largest finite values does not overflow; a float32 result within
+    2^-16 of the largest float may be rounded to infinity.
 
     Args:
         out: [num_seqs, num_heads, head_size], written; heads contiguous.
-        query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        query: the same shape, float32, float16 or bfloat16; heads contiguous, any row stride.
         key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
             flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
             that of the queries, or for fp8 uint8 or a float8.
@@ -88,7 +89,7 @@ def paged_attention_v1(
         seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
             ones are left out, which is an error only with ``PYOPS_CHECK=1``.
         block_size: slots of a block.
-        max_seq_len: changes nothing here; there is no limit to the length.
+        max_seq_len: for compatibility with vLLM; no effect: the length is not limited.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
         kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
         k_scale, v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
@@ -119,8 +120,10 @@ def paged_attention_v1(
 
 
 @paged_attention_v1.plan
-def plan_paged_attention_v1(**call: Any) -> list[Launch]:
-    problem = check_decode(call)
+def plan_paged_attention_v1(
+    out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse
+) -> list[Launch]:
+    problem = check_decode(out, query, kv, options, sparse)
     return launch(problem, tuning.config("paged_attention_v1", problem, problem.query.device, choose))
 
 

@@ -8,48 +8,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fnuz
+from ... import tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .decode_problem import DecodeProblem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
-NUM_WARPS = 4  # warps of a block, unless another number is measured faster
+NUM_WARPS = 4  # warps of a block by default
 
-# "Three warps per CTA make one wave of 512 CTAs": 136 to 129 us.
+# Warps of a block if all blocks fit into one wave. "Three warps per CTA make one wave of 512 CTAs": 136 us with four,
+# 129 us with three.
 _WARPS_OF_ONE_WAVE = (4, 3)
-# "A partial wave costs at least half a wave." Three warps before two and one: "The last CTA of a row combines its
-# splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
+# Warps of a block for several waves, preferred first: fewer warps can leave less of the last wave idle ("A partial wave
+# costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
+# tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
 _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
-# "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
+# Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
 _WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
 # Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
 _MAX_WIDE_ELEMENTS = 1024
-_MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
-# KV steps of a warp in a cluster: one sequence of 4096 tokens ties, 8192 lose.
+# Most cluster CTAs per SM. "Clusters lose on larger batches": 16 sequences of 1024 tokens take 25.1 us with clusters
+# and 23.1 us without.
+_MAX_BLOCKS_PER_SM = 2
+# Fewest and most KV steps of a warp in a cluster: for one sequence of 4096 tokens clusters are as fast as split-KV, for
+# 8192 they are slower.
 _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 _MAX_SPLITS = 128  # most splits of a sequence
-_MIN_WANTED_SPLITS = 4  # fewest splits of a sequence in a batch, for a long sequence among short ones
-# "Half of the resident warps saturate memory": for one sequence, 33 splits take 40.4 us and 49 splits, one wave, 42.3.
+_MIN_WANTED_SPLITS = 4  # fewest splits planned per sequence, in case one sequence of the batch is much longer
+# Waves per number of splits that saturates memory. "Half of the resident warps saturate memory": one sequence takes
+# 40.4 us with 33 splits, and 42.3 us with the 49 splits of a full wave.
 _WAVE_PER_SATURATION = 1.5
-# "Splits sized by length alone leave long sequences to the end": the kernel distributes the splits by length.
-_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu
+_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu, which distributes splits by sequence length
 _MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
-_WAVES_WITHOUT_SPLITS = 4  # waves of whole sequences from which split-KV is off: a long sequence does not start last
+# Waves of unsplit sequences from which split-KV is off: a long sequence then hardly extends the last wave.
+_WAVES_WITHOUT_SPLITS = 4
 
-# "The last CTA of a row combines its splits": this is faster than a combine kernel for up to 49 planned splits of 8
-# sequences (six splits have tokens); with 64 splits of 3 sequences, or with one sequence, it is slower.
+# Most splits for which the last CTA of a row combines them, instead of a combine kernel. "The last CTA of a row
+# combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
+# for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
-# docs/performance/amd.md: an MMA has 16 heads, and two blocks per compute unit keep enough loads in flight.
+# AMD (docs/performance/amd.md): heads of an MMA, and blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
-# Most bytes of static shared memory of a block: queries of 16 heads of 256, and row sums of warps.
+# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, and the row sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.
@@ -60,7 +67,7 @@ _MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How one call of decode attention runs.
+    """The geometry and the splits of one call of decode attention.
 
     Attributes:
         num_warps: warps of a block.
@@ -136,7 +143,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
-        num_warps = choose_num_warps(blocks, min_blocks * device.multiprocessors)
+        num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
@@ -172,10 +179,10 @@ def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> Joi
 
 
 def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:
-    """(query heads of a block, KV tiles of a warp's step, blocks of four warps per SM).
+    """(query heads per block, KV tiles that a warp loads at once, blocks of four warps per SM).
 
-    Free registers hold the loads that a warp has in flight. Large heads, many heads, small cache blocks, and fp8 values
-    that integer arithmetic converts need registers themselves.
+    More tiles at once mean more loads in flight, which take registers. Large heads, many heads, small cache blocks, and
+    fp8 conversion by integer arithmetic leave fewer registers for them.
     """
     layout, head_size = problem.layout, problem.head_size
     is_16_bit, is_large = layout.x == 8, head_size > 128
@@ -198,7 +205,7 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
 
 
 def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
-    """Whether keys and values together would spill.
+    """Whether holding keys and values at the same time would spill.
 
     "Heads of 256 with slopes or a soft cap, and on sm_100 all of them, spilled 8 to 340 bytes."
     """
@@ -208,7 +215,7 @@ def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
 
 
 def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
-    """Parts of the keys and of the values.
+    """Parts in which keys and values are loaded, so that one part fits into registers.
 
     With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
@@ -238,16 +245,16 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
-    """Splits of all sequences that run on the device at once."""
-    wave_blocks = min_blocks * device.multiprocessors * NUM_WARPS // num_warps
+    """Splits, over all sequences, that are resident on the device at once."""
+    wave_blocks = min_blocks * device.num_sms * NUM_WARPS // num_warps
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
 def choose_num_warps(blocks: int, wave_blocks: int) -> int:
-    """Warps per block that leave the least of the device idle in the last wave.
+    """Warps per block with the least idle time in the last wave.
 
-    A wave holds `wave_blocks` blocks of four warps. If all blocks fit into one wave, blocks of the next kernel hardly
-    fit next to them: "A single round of blocks is spread unevenly where a kernel starts early".
+    A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
+    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
     """
     wave_warps = NUM_WARPS * wave_blocks
     for num_warps in _WARPS_OF_ONE_WAVE:
@@ -263,19 +270,19 @@ def choose_num_warps(blocks: int, wave_blocks: int) -> int:
 
 
 def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
-    """(CTAs of a cluster, warps of a CTA), where `blocks` CTAs would take all sequences; 1 means no cluster.
+    """(CTAs of a cluster, warps of a CTA) for a grid of `blocks` clusters; 1 CTA means no cluster.
 
     A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
     would leave half of the SMs idle with one CTA per sequence, and for sequences with few steps of `step` tokens per
-    warp. CTAs have twice the warps if there are tokens for all of them, and if the clusters leave half of the SMs to
-    the next kernel, which may start early.
+    warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters leave half of the SMs
+    free for the next kernel, which may start early.
     """
     largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
-    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.multiprocessors:
+    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:
         num_warps = _WIDE_CLUSTER_WARPS
-    if 2 * blocks > device.multiprocessors:
+    if 2 * blocks > device.num_sms:
         return 1, num_warps
-    room = _MAX_BLOCKS_PER_SM * device.multiprocessors // max(1, blocks)
+    room = _MAX_BLOCKS_PER_SM * device.num_sms // max(1, blocks)
     useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
     cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
     steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory

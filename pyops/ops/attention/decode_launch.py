@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
 from .decode_choose import DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import DecodeProblem
@@ -17,8 +18,8 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
-_PAIR_BYTES = 8  # bytes of two floats
-_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN_WHOLE_HEAD of splits.cuh
+_PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
+_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # LONG_SPLIT (tokens) and MIN_WHOLE_HEAD (elements) of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType, float8_e4m3fn, float32, uint8
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType, float8_e4m3fn, float32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .join import vector_width
 from .layout import CacheLayout, check_kv, max_tokens_of
@@ -66,9 +64,9 @@ class DecodeProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_decode.cu, with MMAs, serves the call.
+        """Whether attention_decode.cu, with MMAs, supports the call.
 
-        attention_decode_simt.cu serves every call.
+        attention_decode_simt.cu supports every call.
         """
         layout, device = self.layout, self.query.device
         token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])
@@ -121,12 +119,19 @@ def run_tokens(device: Device) -> int:
     return 4 if device.supports("mma") or device.warp_size == 64 else 16
 
 
-def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> DecodeProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
-    query, out = call["query"], call["out"]
-    kv, options = PagedKV.of(call), Options.of(call)
-    sparse = Sparse.of(call) if "tp_rank" in call else Sparse()
-    query_start_loc, fp8_out_scale = call.get("query_start_loc"), call.get("fp8_out_scale")
+def check_decode(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    sparse: Sparse,
+    partials: Partials | None = None,
+    partition: int = 0,
+    query_start_loc: TensorArg | None = None,
+    fp8_out_scale: TensorArg | None = None,
+    more_rows_than_sequences: bool = False,
+) -> DecodeProblem:
+    """The problem of a call; OpError for a call that no kernel serves."""
     layout = check_kv(query, kv, options)
     num_rows, num_heads, head_size = query.shape
     num_seqs = kv.block_tables.shape[0]
@@ -138,7 +143,6 @@ def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_seq
     if sparse.on and sparse.blocksparse_block_size <= 0:
         message = f"expected 1 or more, got {sparse.blocksparse_block_size}"
         raise check.refuse(query, "blocksparse_block_size", message)
-    partials = Partials.of(call) if partition else None
     if partials:
         num_partitions = check.row_size(partials.exp_sums)
         sizes = {"num_seqs": num_seqs, "num_heads": num_heads, "max_partitions": num_partitions}

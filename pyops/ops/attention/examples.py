@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core import dtypes
-from ..._core.op import Op
+from ..._core.op.op import Op
+from ..._core.tensors import dtypes
 from .arguments import Options, PagedKV
 
 
@@ -45,7 +45,7 @@ def example_kv(
 
 
 def example_options(make: Any, num_heads: int, num_rows: int, wanted: bool) -> Options:
-    """Every option at once, or none."""
+    """Example options: all of them if `wanted`, else none."""
     if not wanted:
         return Options()
     return Options(

@@ -5,34 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options
 
 _combine = Kernel("attention/decode_combine.cu")
 
-TILE_TOKENS = 16  # of splits.cuh: the tokens of a split are a multiple of it, or of another SPLIT_UNIT
+TILE_TOKENS = 16  # default SPLIT_UNIT of splits.cuh: the tokens of a split are a multiple of it
 
 # docs/performance/decode.md, "Parallel combine": up to eight groups of threads, each with four loads in flight.
 _SPLITS_IN_FLIGHT = 4  # splits that a group of threads loads at once: BATCH of the kernel
-_MAX_GROUPS = 8
-_MANY_HEADS = 4  # heads of all sequences per SM from which few threads per head fill the device
+_MAX_GROUPS = 8  # most groups of threads of a head
+_MANY_HEADS = 4  # (sequence, head) rows per SM above which few threads per row fill the device
 _MAX_HEAD_THREADS = 512  # most threads of a head
 # docs/performance/decode.md, "One kernel for every batch size": one combine kernel serves all batches of many heads.
-# Other numbers of groups and heads, each a kernel of its own, were up to 1.6 % faster (256 sequences of 1024 tokens).
+# A kernel with other numbers of groups and heads was up to 1.6 % faster for some batches (256 sequences of 1024
+# tokens).
 _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """How splits are combined.
+    """The geometry of decode_combine.cu, which combines splits.
 
     Attributes:
         groups: groups of threads that share a head; each takes every `groups`-th split.
-        heads_per_block: query heads of a block.
+        heads_per_block: query heads per block.
         parts: blocks that share the elements of a head.
     """
 
@@ -42,7 +43,7 @@ class JoinConfig:
 
 
 def lanes_of(head_size: int, vec_size: int, device: Device) -> int:
-    """Threads that share the elements of a head, in whole warps."""
+    """Threads that share the elements of a head, rounded up to whole warps."""
     return -(-head_size // (vec_size * device.warp_size)) * device.warp_size
 
 
@@ -54,7 +55,7 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
     """Groups for the splits of a head, heads of a block, and parts of a head if its groups do not fit into a block."""
-    rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.multiprocessors
+    rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.num_sms
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
         return JoinConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import DType, float32
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .arguments import Options, PagedKV, RaggedKV
 
@@ -36,7 +36,7 @@ class CacheLayout:
         strides: strides of the key and value cache, by the names of the kernels' parameters.
         aligned: all 16-byte loads of kernels are aligned.
         ragged: keys and values are ragged tensors, [num_keys, num_kv_heads, head_size] and [num_keys, num_kv_heads,
-            value_size], whose rows are blocks of one slot.
+            value_size]; each row counts as a block of one slot.
     """
 
     packed: bool
@@ -169,7 +169,7 @@ def check_rows(query: TensorArg, kv: RaggedKV, options: Options) -> CacheLayout:
 
 
 def _check_heads(query: TensorArg, values: TensorArg, layout: CacheLayout, short_values: bool) -> None:
-    """Check that query heads are a multiple of key-value heads, and that kernels serve their sizes."""
+    """Check that query heads are a multiple of key-value heads, and that kernels support their sizes."""
     _, num_heads, head_size = query.shape
     num_kv_heads, value_size = layout.num_kv_heads, layout.value_size
     if num_kv_heads == 0 or num_heads % num_kv_heads or layout.block_size == 0 or head_size == 0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp8 import static_codes
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def merge_attn_states(
     ``a = exp(prefix_lse - m), b = exp(suffix_lse - m), m = max(prefix_lse, suffix_lse)``, in float32, and ``output_lse
     = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is +inf or -inf is empty: the
     other part is copied, whatever it contains. If both parts are empty, the prefix is copied and output_lse is -inf. An
-    infinite element of a part whose weight float32 rounds to 0 gives NaN. With `output_scale`, output is ``fp8(result *
-    (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
+    infinite element gives NaN if float32 rounds the weight of its part to 0. With `output_scale`, output is
+    ``fp8(result * (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
 
     Args:
         output: [num_tokens, num_heads, head_size], written, the dtype of prefix_output; may be `prefix_output`. With

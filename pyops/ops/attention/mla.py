@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch
-from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla
+from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem, check_mla
 from .reference import finish, float32_logits, largest_of, weighted_sum
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ def sm100_cutlass_mla_decode(
 
     in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
     lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
-    contributes nothing. An empty sequence gives zeros. Slots without a token change nothing, whatever they hold. An
-    infinite element of a token's latent KV gives infinity or NaN, and so does a logit that is no float32. Sums of the
-    largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
+    contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
+    infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
+    Accumulating the largest finite values does not overflow; a float32 result within 2^-16 of the largest float may be
+    rounded to infinity.
     Nothing is returned.
 
     Args:
@@ -109,8 +110,8 @@ def sm100_cutlass_mla_decode(
 
 
 @sm100_cutlass_mla_decode.plan
-def plan_sm100_cutlass_mla_decode(**call: Any) -> list[Launch]:
-    problem = check_mla(call)
+def plan_sm100_cutlass_mla_decode(problem: MlaProblem) -> list[Launch]:
+    check_mla(problem)
     return launch(problem, tuning.config("sm100_cutlass_mla_decode", problem, problem.cache.device, choose))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from . import mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
@@ -31,14 +31,14 @@ _MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
 _MAX_WAVES = 2  # most waves of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
 # mla_decode.cu: (query heads of a block, tokens of a KV tile, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
-WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # the same for warps of 64 lanes
+WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # the blocks for warps of 64 lanes
 STATIC_SHARED = 512  # bytes of static shared memory: an upper bound for mla_decode.cu
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
 
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """How one call runs.
+    """The geometry and the splits of mla_decode.cu or mla_decode_simt.cu.
 
     Attributes:
         num_warps: warps of a block.
@@ -97,7 +97,7 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     blocks = num_seqs * -(-num_heads // heads)
     wanted = problem.num_kv_splits
     if wanted <= 0:
-        wanted = _MAX_WAVES * min_blocks * device.multiprocessors // max(1, blocks)
+        wanted = _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
     min_split = _MIN_SPLIT * max(1, heads // 16)
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)

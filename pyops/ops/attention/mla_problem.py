@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .join import vector_width
 from .layout import MAX_TOKENS
@@ -25,17 +24,28 @@ _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaProblem:
-    """One query token per sequence against a paged cache of latent KV."""
+    """One query token per sequence against a paged cache of latent KV: the arguments of the op that matter."""
 
     out: TensorArg
     lse: TensorArg | None
     q_nope: TensorArg
     q_pe: TensorArg
-    cache: TensorArg
-    cache_dtype: DType
+    kv_c_and_k_pe_cache: TensorArg
     seq_lens: TensorArg
     page_table: TensorArg
+    workspace: TensorArg | None
     num_kv_splits: int
+
+    @property
+    def cache(self) -> TensorArg:
+        return self.kv_c_and_k_pe_cache
+
+    @property
+    def cache_dtype(self) -> DType:
+        """The element type of the cache, whose dtype may be uint8."""
+        if self.is_ds_mla:
+            return float8_e4m3fn
+        return fp8.cache_dtype(self.cache, "fp8" if self.is_fp8 else "auto", self.q_nope.dtype)
 
     @property
     def num_seqs(self) -> int:
@@ -52,7 +62,7 @@ class MlaProblem:
     @property
     def is_ds_mla(self) -> bool:
         """Whether the cache is "fp8_ds_mla": 656 bytes per token."""
-        return self.cache.shape[2] == DS_MLA_BYTES
+        return self.cache.dtype is uint8 and self.cache.shape[2:] == (DS_MLA_BYTES,)
 
     @property
     def is_plain_fp8(self) -> bool:
@@ -71,7 +81,8 @@ class MlaProblem:
 
     @property
     def may_use_mma(self) -> bool:
-        """Whether mla_decode.cu serves the call, if its shared memory fits; mla_decode_simt.cu serves every call."""
+        """Whether mla_decode.cu supports the call, if its shared memory fits; mla_decode_simt.cu supports every
+        call."""
         cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
         is_aligned = cache.alignment == 16 and all(
             stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
@@ -80,7 +91,7 @@ class MlaProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_sm90.cu serves the call: 16-bit queries, tensors that TMA can load, and enough heads."""
+        """Whether mla_decode_sm90.cu supports the call: 16-bit queries, tensors that TMA can load, and enough heads."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -99,8 +110,8 @@ class MlaProblem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: at most 16 heads, aligned
-        16-bit queries."""
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu supports the call: at most 16 heads,
+        aligned 16-bit queries."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -139,10 +150,9 @@ def _rows_are_aligned(arg: TensorArg) -> bool:
     return all(stride % chunk == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
 
 
-def check_mla(call: Mapping[str, Any]) -> MlaProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
-    out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
-    cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
+def check_mla(problem: MlaProblem) -> None:
+    """OpError for a call that no kernel serves."""
+    out, q_nope, q_pe, cache = problem.out, problem.q_nope, problem.q_pe, problem.cache
     check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
     check.sizes(q_nope, num_seqs=None, num_heads=None, latent_size=LATENT_SIZE)
     num_seqs, num_heads, _ = q_nope.shape
@@ -150,25 +160,19 @@ def check_mla(call: Mapping[str, Any]) -> MlaProblem:
     check.dtype(q_pe, q_nope.dtype)
     check.same_shape(out, q_nope)
     check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
-    check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
+    check.shape(problem.lse, float32, num_seqs=num_seqs, num_heads=num_heads)
     check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
-    is_ds_mla = cache.dtype is uint8 and cache.shape[2:] == (DS_MLA_BYTES,)
-    if is_ds_mla:
+    if problem.is_ds_mla:
         check.dtype(q_nope, float16, bfloat16)  # the dtype of the RoPE key
-    check.sizes(cache, num_pages=None, page_size=None, entry_size=DS_MLA_BYTES if is_ds_mla else ENTRY_SIZE)
+    check.sizes(cache, num_pages=None, page_size=None, entry_size=DS_MLA_BYTES if problem.is_ds_mla else ENTRY_SIZE)
     for arg in (q_nope, q_pe, cache):
         check.row_size(arg)
     if cache.shape[1] == 0:
         raise cache.error(f"expected pages of at least one slot, got shape {cache.shape}")
-    check.index(seq_lens, num_seqs=num_seqs)
-    check.index(page_table, num_seqs=num_seqs, max_pages=None)
-    check.dtype(call["workspace"], uint8)
-    cache_dtype = (
-        float8_e4m3fn
-        if is_ds_mla
-        else fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
-    )
-    return MlaProblem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
+    check.index(problem.seq_lens, num_seqs=num_seqs)
+    check.index(problem.page_table, num_seqs=num_seqs, max_pages=None)
+    check.dtype(problem.workspace, uint8)
+    check.dtype(cache, uint8, problem.cache_dtype)
 
 
 def constants_of(problem: MlaProblem) -> dict[str, Any]:

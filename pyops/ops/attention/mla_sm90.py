@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.tensor import TensorArg
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 
@@ -105,8 +105,8 @@ def _map(arg: TensorArg, rows: int) -> TensorMap:
 
 
 def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
-    """The tensor map with boxes of half a latent vector (four panels) of some tokens. In shared memory, 8 tokens of one
-    panel precede the next panel."""
+    """The tensor map with boxes of half a latent vector (four panels) of some tokens. A box in shared memory is
+    [tokens / 8, panels, 8 tokens, 64 elements]."""
     (num_pages, page_size, _), (page, slot, _), itemsize = cache.shape, cache.strides, cache.dtype.itemsize
     slot_bytes = slot * itemsize if page_size > 1 else ENTRY_SIZE * itemsize
     page_bytes = page * itemsize if num_pages > 1 else page_size * slot_bytes
@@ -121,11 +121,11 @@ def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
 
     def time(splits: int) -> float:
         pairs = -(-tiles // splits // 2) + 1
-        alone = -(-blocks * splits // device.multiprocessors) * pairs * _PAIR_US
+        alone = -(-blocks * splits // device.num_sms) * pairs * _PAIR_US
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 
     wanted = problem.num_kv_splits

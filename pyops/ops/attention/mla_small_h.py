@@ -7,9 +7,9 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
@@ -87,14 +87,14 @@ def _copy_tokens(problem: MlaProblem) -> int:
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """The block and the number of splits with the least time by the cost model."""
     units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
-    bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.multiprocessors / _BYTES_PER_US
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
+    bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.num_sms / _BYTES_PER_US
     unit_us = max(_UNIT_US, bytes_us)
 
     def time(groups: int, splits: int) -> float:
         blocks, at_once = problem.num_seqs * splits, 4 // groups
-        rounds = -(-blocks // (at_once * device.multiprocessors))
-        is_alone = at_once > 1 and blocks <= device.multiprocessors
+        rounds = -(-blocks // (at_once * device.num_sms))
+        is_alone = at_once > 1 and blocks <= device.num_sms
         own_us = unit_us * (_ALONE if is_alone else at_once)
         alone = rounds * (-(-units // splits) * own_us + _START_US)
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
@@ -62,10 +62,10 @@ class CodesConfig:
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     """The number of splits with the least time by the cost model."""
     tiles = -(-problem.max_tokens // _TOKENS)
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
 
     def time(splits: int) -> float:
-        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.multiprocessors))
+        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.num_sms))
         alone = rounds * (-(-tiles // splits) * _TILE_US + _START_US)
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 

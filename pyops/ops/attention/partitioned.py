@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import check, tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .decode import absolute_error
 from .decode_choose import choose
@@ -86,7 +87,7 @@ def paged_attention_v2(
     Partition p of a head writes its row max m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`, and its
     own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with ``w_p =
     z_p exp(m_p - m)``; a sink is added to both sums when partitions are combined. Memory of partitions after the end of
-    a sequence, or before its window, is left as it is.
+    a sequence, or before its window, is left unchanged.
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
@@ -113,8 +114,10 @@ def paged_attention_v2(
 
 
 @paged_attention_v2.plan
-def plan_paged_attention_v2(**call: Any) -> list[Launch]:
-    problem = check_decode(call, _V2_PARTITION)
+def plan_paged_attention_v2(
+    out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse, partials: Partials
+) -> list[Launch]:
+    problem = check_decode(out, query, kv, options, sparse, partials, _V2_PARTITION)
     return launch(problem, tuning.config("paged_attention_v2", problem, problem.query.device, choose))
 
 
@@ -225,11 +228,30 @@ def paged_attention_rocm(
 
 
 @paged_attention_rocm.plan
-def plan_paged_attention_rocm(**call: Any) -> list[Launch]:
-    check.scalar(call["fp8_out_scale"])
-    check.index(call["block_tables"], num_seqs=None, max_blocks=None)
-    check.index(call["query_start_loc"], num_seqs_and_end=call["block_tables"].shape[0] + 1)
-    problem = check_decode(call, _ROCM_PARTITION, more_rows_than_sequences=True)
+def plan_paged_attention_rocm(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    partials: Partials,
+    query_start_loc: TensorArg | None,
+    fp8_out_scale: TensorArg | None,
+) -> list[Launch]:
+    check.scalar(fp8_out_scale)
+    check.index(kv.block_tables, num_seqs=None, max_blocks=None)
+    check.index(query_start_loc, num_seqs_and_end=kv.block_tables.shape[0] + 1)
+    problem = check_decode(
+        out,
+        query,
+        kv,
+        options,
+        Sparse(),
+        partials,
+        _ROCM_PARTITION,
+        query_start_loc,
+        fp8_out_scale,
+        more_rows_than_sequences=True,
+    )
     return launch(problem, tuning.config("paged_attention_rocm", problem, problem.query.device, choose))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
@@ -25,12 +25,13 @@ _TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads t
 _STATIC_SHARED_MEMORY = 2176
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
-_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with fp8 or logit options; 128 on sm_90 otherwise ("two tiles spill")
+# Largest head size with two tiles per warp, for fp8 or logit options; otherwise 128 on sm_90 ("two tiles spill").
+_MAX_HEAD_SIZE_OF_TWO_TILES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillMmaConfig:
-    """How one call runs.
+    """The geometry of prefill_mma.cu.
 
     Attributes:
         num_warps: warps of a block.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fn, float32
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fn, float32
+from ..._core.tensors.tensor import TensorArg
 from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
 
-# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where sequences have fewer
-# than this number of query tokens on average.
+# Query tokens per sequence, on average, from which the prefill kernel also takes sequences of one query token; below,
+# decode attention takes those (docs/performance/prefill.md, "Sequences of one query token").
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
@@ -91,7 +89,7 @@ class PrefillProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
+        """Whether prefill_mma.cu supports the call; attention_decode_simt.cu supports every call."""
         query, head_size = self.query, self.query.shape[2]
         unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
@@ -113,7 +111,7 @@ class PrefillProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether prefill_sm90.cu serves the call."""
+        """Whether prefill_sm90.cu supports the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # the polynomials of the soft cap take one scale
@@ -134,8 +132,9 @@ class PrefillProblem:
 
     @property
     def single_rows(self) -> decode_problem.DecodeProblem | None:
-        """The problem of decode attention for the sequences of one query token, if they may fill all SMs; None where
-        the prefill kernel takes them. Only the device knows which sequences have one token.
+        """The decode problem for the sequences with one query token, if there may be enough to fill all SMs; None if
+        the prefill kernel takes them. The lengths are on the device, so the plan does not know which sequences these
+        are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV):
@@ -153,7 +152,7 @@ class PrefillProblem:
             fp8_out_scale=None,
         )
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
-        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
         return single_rows if is_served and may_be_many and self.codes is None else None
 
@@ -173,11 +172,17 @@ class PrefillProblem:
         return " ".join(words)
 
 
-def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
-    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
-    kv, options = PagedKV.of(call), Options.of(call)
-    codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
+def check_varlen(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    cu_seqlens_q: TensorArg,
+    causal: bool = True,
+    q_scale: TensorArg | None = None,
+) -> PrefillProblem:
+    """The problem of a call; OpError for a call that no kernel serves."""
+    codes = query if query.dtype is float8_e4m3fn else None
     if codes is not None:
         query = _widened(codes, out)
     layout = check_kv(query, kv, options, short_values=True)
@@ -187,14 +192,13 @@ def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
     elif q_scale is not None:
         raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(causal), codes, q_scale)
 
 
-def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call with ragged keys and values; arguments are given by name. OpError for a call that no kernel
-    serves."""
-    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
-    kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
+def check_ragged(
+    out: TensorArg, query: TensorArg, kv: RaggedKV, options: Options, cu_seqlens_q: TensorArg, causal: bool
+) -> PrefillProblem:
+    """The problem of a call with ragged keys and values; OpError for a call that no kernel serves."""
     if not cu_seqlens_q.numel:
         raise cu_seqlens_q.error(f"expected at least one element, got shape {cu_seqlens_q.shape}")
     layout = check_rows(query, kv, options)
@@ -202,7 +206,7 @@ def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
         raise check.refuse(query, "sliding_window", f"expected 0 unless causal, got {options.sliding_window}")
     _check_result(out, query, layout, options)
     check.index(cu_seqlens_q, num_seqs_and_one=kv.cu_seqlens_k.shape[0])
-    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, causal)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(causal))
 
 
 def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options: Options) -> None:

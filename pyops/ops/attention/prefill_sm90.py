@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.tensor import TensorArg
 from .decode_launch import workspace
 from .prefill_problem import PrefillProblem
 
@@ -101,7 +102,7 @@ class PrefillSm90Config:
             QUERY_STAGES=query_stages,
             CODE_STAGES=code_stages,
         ).launch(
-            min(num_items * self.max_splits, device.multiprocessors),
+            min(num_items * self.max_splits, device.num_sms),
             128 * (self.consumers + 1),
             shared,
             **taken(kernel, arguments),
@@ -210,8 +211,8 @@ def head_panels(cache: TensorArg) -> int:
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
-    """The tensor map with boxes of all panels of some tokens of a head. In shared memory, 8 tokens of one panel precede
-    the next panel."""
+    """The tensor map with boxes of all panels of some tokens of a head. A box in shared memory is [tokens / 8, panels,
+    8 tokens, elements of a panel]."""
     num_blocks, block_size, heads, head_size = cache.shape
     panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
     panels = head_size // panel_size
@@ -261,7 +262,7 @@ def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> in
     block table allows, but at least two waves of items, so that long items start before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
     head_bytes = problem.expected_tokens * elements * layout.dtype.itemsize
-    heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // max(1, num_tiles)))
+    heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.num_sms // max(1, num_tiles)))
     return max(1, min(layout.num_kv_heads, heads))
 
 
@@ -275,14 +276,14 @@ def choose_splits(problem: PrefillProblem, item_rows: int, tile_tokens: int, dev
         num_tokens = max(0, num_tokens - problem.num_seqs)
     items = -(-num_tokens // item_tokens) * problem.layout.num_kv_heads
     empty_items = problem.num_seqs * problem.layout.num_kv_heads
-    if items >= device.multiprocessors:
+    if items >= device.num_sms:
         return 1
     window, max_tokens = problem.options.sliding_window, problem.expected_tokens
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
     tiles = -(-attended // tile_tokens)
 
     def time(splits: int) -> float:
-        rounds, empty_rounds = (-(-count * splits // device.multiprocessors) for count in (items, empty_items))
+        rounds, empty_rounds = (-(-count * splits // device.num_sms) for count in (items, empty_items))
         tile_times = rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
         return tile_times + empty_rounds * _NUMBER_TILES
 

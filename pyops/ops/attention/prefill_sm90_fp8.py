@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.tensor import TensorArg
 from .layout import absent, heads_stride
 from .prefill_problem import PrefillProblem
 from .prefill_sm90 import (
@@ -29,8 +30,8 @@ from .prefill_sm90 import (
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
-# {head size: (keys of a KV tile, consumer warpgroups)}, as registers allow; the first is chosen:
-# docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
+# {head size: (keys of a KV tile, consumer warpgroups), ...}: geometries that fit into registers. The first is the
+# default; tuning tries the others (docs/performance/prefill.md, "Tiles and warpgroups of e4m3").
 _GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
 _NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
 
@@ -91,7 +92,7 @@ class E4m3Config:
                 QUERY_STAGES=query_stages,
                 CODE_STAGES=code_stages,
             ).launch(
-                min(num_items, device.multiprocessors),
+                min(num_items, device.num_sms),
                 128 * (self.consumers + 1),
                 shared,
                 **taken(kernel, arguments),
@@ -112,7 +113,7 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
 
 
 def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
-    """The geometry by head size; None where prefill_sm90_fp8.cu does not serve the call, or split-KV is faster."""
+    """The geometry by head size; None where prefill_sm90_fp8.cu does not support the call, or split-KV is faster."""
     codes = problem.codes
     if (
         codes is None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from .arguments import Options
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
+from .arguments import Options, RaggedKV
 from .examples import example_options, in_order
 from .prefill_plan import choose, launch
 from .prefill_problem import check_ragged
@@ -50,17 +51,17 @@ def attention_varlen(
     the last of its n tokens, and token i attends to the keys ``j <= n - m + i``; otherwise it attends to all n keys.
     The formula and its rounding are those of `paged_attention_varlen`, which takes keys and values from a cache.
 
-    A query without keys gives zeros; rows of `out` that belong to no sequence are left as they are. NaN or infinity
+    A query without keys gives zeros; rows of `out` that belong to no sequence are left unchanged. NaN or infinity
     among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
-        key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
+        key: [num_keys, num_kv_heads, head_size] of the queries' dtype; any row and head strides. num_heads is a
             multiple of num_kv_heads.
         value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
-        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-            they are.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+            unchanged.
         cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence has no keys if its rows are not in `key`.
         scale: factor of the logits.
         causal: whether a token attends to no later token.
@@ -83,8 +84,10 @@ def attention_varlen(
 
 
 @attention_varlen.plan
-def plan_attention_varlen(**call: Any) -> list[Launch]:
-    problem = check_ragged(call)
+def plan_attention_varlen(
+    out: TensorArg, query: TensorArg, kv: RaggedKV, options: Options, cu_seqlens_q: TensorArg, causal: bool
+) -> list[Launch]:
+    problem = check_ragged(out, query, kv, options, cu_seqlens_q, causal)
     return launch(problem, tuning.config("attention_varlen", problem, problem.query.device, choose))
 
 
@@ -111,7 +114,7 @@ def example_attention_varlen(
     options: bool = False,
 ) -> tuple[Any, ...]:
     values, num_kv_heads, num_heads = value_size or head_size, 2, 6
-    # Three sequences: most of the tokens after five keys, keys alone, and the rest.
+    # Three sequences: two thirds of the query tokens, with five earlier keys; no query tokens, only keys; one third.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     key_starts = [0, starts[1] + 5, starts[1] + 12, num_tokens + 12]
     call = {

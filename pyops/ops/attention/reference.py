@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .._shared import fp8
 from .arguments import Options, PagedKV, Partials, Sparse
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def largest_of(logits: Tensor) -> Tensor:
-    """The row max of the last dimension, -inf if it is empty. NaN is left out: it counts only in the sum of
-    exponentials."""
+    """The row max over the last dimension, ignoring NaN; -inf if the row is empty. (NaN propagates through the sum of
+    exponentials.)"""
     max_logit = logits.masked_fill(logits.isnan(), -torch.inf)
     return max_logit.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
@@ -23,8 +23,8 @@ def weighted_sum(weights: Tensor, logits: Tensor, values: Tensor) -> Tensor:
     """The values, summed with weights: [num_heads, rows, tokens] and [tokens, num_kv_heads, size] to [rows, num_heads,
     size].
 
-    A token with a logit of -inf has no part in the sum, whatever its value. Every other token has, however small its
-    weight: an infinite value makes the sum infinite, or NaN together with one of the other sign.
+    A token with a logit of -inf is excluded, whatever its value. Every other token counts, however small its weight: an
+    infinite value makes the sum infinite, or NaN if there is an infinite value of the other sign.
     """
     num_kv_heads = values.shape[1]
 
@@ -94,7 +94,8 @@ def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tens
 
 
 def attended_of(kv: PagedKV, s: int, window: int, max_tokens: int | None = None) -> tuple[int, int]:
-    """(first token, length) of the tokens that the newest token of sequence s attends to, cut to the block table."""
+    """(first token, length) of the tokens that the newest token of sequence s attends to, clamped to the block
+    table."""
     room = kv.block_tables.shape[1] * kv.block_size
     length = max(0, min(int(kv.seq_lens[s]), room if max_tokens is None else min(room, max_tokens)))
     return max(0, length - window) if window > 0 else 0, length

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
@@ -74,26 +75,26 @@ def paged_attention_varlen(
     """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
     The query tokens of sequence s are rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, the last ones
-    of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
-    the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
+    of its ``seq_lens[s]`` tokens; the cache already holds the keys and values of all of them. Of n query tokens, token
+    i attends to the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
     `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
     arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
     a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
     bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
-    belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+    belong to no sequence are left unchanged. NaN or infinity among the values that one query of a sequence attends to
     may reach its other queries.
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
             Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
         value_cache: as in `paged_attention_v1`, but a value of a head may have fewer elements than a key: packed,
             [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
             value_size].
         key_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale,
             v_scale: as in `paged_attention_v1`.
-        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-            they are.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+            unchanged.
         causal: whether a token attends to no later token.
         alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
         sliding_window: a token attends only to the last sliding_window of its tokens; 0 for all.
@@ -119,8 +120,16 @@ def paged_attention_varlen(
 
 
 @paged_attention_varlen.plan
-def plan_paged_attention_varlen(**call: Any) -> list[Launch]:
-    problem = check_varlen(call)
+def plan_paged_attention_varlen(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    cu_seqlens_q: TensorArg,
+    causal: bool,
+    q_scale: TensorArg | None,
+) -> list[Launch]:
+    problem = check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale)
     return launch(problem, tuning.config("paged_attention_varlen", problem, problem.query.device, choose))
 
 
@@ -158,7 +167,7 @@ def example_paged_attention_varlen(
     kv_cache_dtype = "fp8" if fp8_queries else kv_cache_dtype
     values = value_size or head_size
     num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 96
-    # Three sequences: most of the tokens, none, and the rest.
+    # Three sequences with two thirds of the query tokens, none, and one third.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     lengths = [min(starts[1] + 5, 384), 7, num_tokens - starts[2]]
     kv = example_kv(

@@ -1,8 +1,8 @@
 """The paged cache of keys and values: writing tokens into slots, gathering sequences, moving and converting blocks.
 
 A cache has num_blocks blocks of block_size slots: slot s is at offset ``s % block_size`` of block ``s // block_size``.
-No slot, block, position, length or offset in a tensor can lead outside a tensor: a slot out of range is not written,
-and a row without an existing entry keeps its bits.
+Index tensors are checked on the device, so no slot, block number, position, length or offset leads to an access outside
+a tensor: a slot out of range is not written, and an output row without an existing cache entry is left unchanged.
 
 `kv_cache_dtype` says what a cache holds. "auto": elements of the model's dtype. "fp8", "fp8_e4m3" and "fp8_e5m2": fp8
 of ``x / scale``, a true division in float32, rounded to nearest, saturating; NaN stays NaN. "fp8" and "fp8_e4m3" are

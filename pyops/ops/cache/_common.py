@@ -1,14 +1,14 @@
-"""What the cache ops share: quantization, the locations of slots and positions, checks and examples."""
+"""Code shared by the cache ops: quantization, lookup of slots and positions, checks and examples."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e5m2, uint8
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, float8_e5m2, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def bad_slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> dict[st
 def bad_table_entries(
     block_table: Tensor, starts: Tensor, lengths: Tensor, num_blocks: int, block_size: int
 ) -> dict[str, Tensor]:
-    """The entries of the table that name no block, among those that are read.
+    """The entries of the block table with block numbers out of range, among the entries that are read.
 
     Sequence b reads the entries of positions ``starts[b]`` to ``starts[b] + lengths[b] - 1``.
     """
@@ -106,12 +106,12 @@ class EntryLayout(NamedTuple):
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Parameters of kernels."""
+        """The kernel parameters for these sizes and strides."""
         return {"num_blocks": self.num_blocks, "block_stride": self.block_stride, "slot_stride": self.slot_stride}
 
 
 def entry_layout(cache: TensorArg) -> EntryLayout:
-    """Check that the entries of a cache are contiguous; returns where they lie."""
+    """Check that the entries of a cache are contiguous; returns the layout."""
     if len(cache.shape) < 3:
         raise cache.error(f"expected at least 3 dimensions, got shape {cache.shape}")
     num_blocks, block_size, *sizes = cache.shape
@@ -149,7 +149,7 @@ def check_rows(arg: TensorArg | None, min_rows: int, size_name: str = "num_seqs"
 def check_keys_and_values(key: TensorArg, value: TensorArg) -> tuple[int, int]:
     """Check [num_tokens, num_heads, head_size] keys and values; returns (num_heads, head_size).
 
-    Keys and values may differ in the number of rows alone.
+    Keys and values may differ in the number of rows, and in nothing else.
     """
     check.floating(key)
     check.dtype(value, key.dtype)

@@ -1,30 +1,30 @@
-"""How many tokens, or gathered rows, a block of the cache kernels takes, and how its threads share them."""
+"""The geometry of the cache kernels: tokens (or gathered rows) per block, and vectors per thread."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 
-# docs/performance/cache.md: 128 to 512 threads and 1 to 8 vectors to a thread differ by less than 4 %; one vector to a
-# thread gains where four would leave SMs idle.
-_NUM_THREADS = 256
-_MAX_BATCH = 4
+# docs/performance/cache.md: 128 to 512 threads with 1 to 8 vectors per thread differ by less than 4 %; one vector per
+# thread is faster where four would leave SMs idle.
+_NUM_THREADS = 256  # threads of a block
+_MAX_BATCH = 4  # most vectors in flight per thread
 _MIN_WAVES = 2  # blocks per SM below which a block takes fewer tokens
-_MAX_TOKENS = 64
-_MIN_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
-# "Entries are asked for before the kernel before has ended": blocks per SM that look entries up by then.
-# Smaller blocks look up more entries by then: 4 rows of 1152 bytes to 160 threads.
+_MAX_TOKENS = 64  # most tokens of a block
+_MIN_BLOCK_VECS = 64  # vectors of a block when there are few tokens (at least one whole token)
+# With programmatic dependent launch the first blocks read their block-table entries while the previous kernel still
+# runs: blocks per SM that do so. Smaller blocks read more entries early: 160 threads take 4 rows of 1152 bytes.
 _EARLY_BLOCKS, _EARLY_THREADS, _EARLY_BATCH = 4, 160, 2
 _CANDIDATE_THREADS = 64, 128, 256, 512  # threads of a block that tuning tries
 
 
 class CacheProblem(NamedTuple):
-    """What the geometry depends on: tokens, their vectors, what the vectors hold, and whether blocks look up early."""
+    """The input of `choose`: tokens, vectors of a token, dtype, and whether the kernel takes `early_blocks`."""
 
     num_tokens: int
     token_vecs: int
@@ -58,7 +58,7 @@ class CacheConfig:
         return -(-num_tokens // self.tokens)
 
     def candidates(self, problem: CacheProblem, device: Device) -> list[CacheConfig]:
-        """Other tokens and threads of a block, and other vectors in flight."""
+        """Other tokens and threads per block, and other numbers of vectors in flight."""
         return tuning.varied(
             self,
             tokens=tuning.beside(self.tokens, 1, _MAX_TOKENS),
@@ -76,11 +76,11 @@ def config(arg: TensorArg, num_tokens: int, token_vecs: int, early: bool = False
 
 
 def choose(problem: CacheProblem, device: Device) -> CacheConfig:
-    """The geometry.
+    """Tokens per block, and vectors per thread.
 
-    Many tokens: every thread of a block has four vectors, so that enough bytes are in flight. Fewer: one vector to a
-    thread, if the blocks then fill the device. Else the fewest tokens to a block, because the latency of one block is
-    what counts. Blocks that look up early, where there are many of them, are smaller.
+    With many tokens every thread has four vectors, so that enough bytes are in flight. With fewer it has one, if the
+    blocks then fill the device. Otherwise a block takes as few tokens as possible, because the latency of one block is
+    the bound. A kernel that takes `early_blocks` has smaller blocks, if there are many.
     """
     num_tokens, token_vecs, _, early = problem
     tokens = min(_MAX_TOKENS, max(1, _EARLY_BATCH * _EARLY_THREADS // token_vecs))
@@ -88,7 +88,7 @@ def choose(problem: CacheProblem, device: Device) -> CacheConfig:
         return _config(tokens, token_vecs, _EARLY_THREADS)
     for batch in (_MAX_BATCH, 1):
         tokens = min(_MAX_TOKENS, max(1, batch * _NUM_THREADS // token_vecs))
-        if num_tokens >= tokens * _MIN_WAVES * device.multiprocessors:
+        if num_tokens >= tokens * _MIN_WAVES * device.num_sms:
             return _config(tokens, token_vecs, _NUM_THREADS)
     tokens = max(1, _MIN_BLOCK_VECS // token_vecs)
     return _config(tokens, token_vecs, check.threads(tokens * token_vecs, max_threads=_NUM_THREADS))
@@ -99,6 +99,6 @@ def _config(tokens: int, token_vecs: int, num_threads: int) -> CacheConfig:
 
 
 def early_blocks(num_blocks: int, device: Device) -> int:
-    """Blocks that look their entries up while the kernel before runs: the first ones, if there are many more."""
-    early = _EARLY_BLOCKS * device.multiprocessors
+    """Number of first blocks that read their block-table entries while the previous kernel runs; 0 for small grids."""
+    early = _EARLY_BLOCKS * device.num_sms
     return early if device.overlaps and num_blocks > early else 0

@@ -1,13 +1,13 @@
-"""What the gathering ops share: the sequence and the entry of each row, checks of tables, and examples."""
+"""Code shared by the gathering ops: lookup of the sequence and the cache entry of each row, checks, examples."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from ._common import bad_table_entries, check_rows, existing_positions
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def bad_sequences(
     seq_starts: Tensor | None = None,
     num_rows: int | None = None,
 ) -> dict[str, Tensor]:
-    """For PYOPS_CHECK: bad entries of `cu_seq_lens`, `seq_starts` and `block_table`.
+    """For PYOPS_CHECK: invalid entries of `cu_seq_lens`, `seq_starts` and `block_table`.
 
-    Bad are rows below 0, or above `num_rows` where it is given; sequences that end before they begin, or behind the
-    last entry of the table; and entries that are read and name no block.
+    An entry of `cu_seq_lens` is invalid if it is below 0 or above `num_rows` (if given), or if its sequence ends before
+    it begins or beyond the last entry of the table. An entry of the table is invalid if it is read and out of range.
     """
     num_blocks, block_size = cache.shape[:2]
     capacity = block_table.shape[1] * block_size
@@ -72,7 +72,7 @@ def padded_mask(values: Tensor, wrong: Tensor) -> Tensor:
 def check_tables(block_table: TensorArg, cu_seq_lens: TensorArg, num_seqs: int | None = None) -> int:
     """Check that table and lengths have entries for `num_seqs` sequences; returns that number.
 
-    None means as many sequences as `cu_seq_lens` has.
+    `num_seqs` of None means the number of sequences in `cu_seq_lens`.
     """
     check.index(block_table, num_seqs=None, max_blocks=None)
     check.index(cu_seq_lens, **{"num_seqs + 1": None})
@@ -87,7 +87,7 @@ def check_tables(block_table: TensorArg, cu_seq_lens: TensorArg, num_seqs: int |
 def example_sequences(make: Any, num_tokens: int, block_size: int, start: int = 0) -> tuple[int, int, list[int], Any]:
     """(num_blocks, num_seqs, cu_seq_lens, block table) for an example of three sequences, one of them empty.
 
-    The table has entries for `start` positions more than each sequence has tokens.
+    The block table covers `start` more positions than each sequence has tokens.
     """
     offsets = [0, num_tokens // 3, num_tokens // 3, num_tokens]
     num_seqs = len(offsets) - 1

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..._core import check, tensor
-from ..._core.dtypes import DType, uint8
+from ... import check
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import cupy, torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import tensor
+from ..._core.tensors.dtypes import DType, uint8
+from ..._core.tensors.tensor import TensorArg
 from ._common import indexable
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 _copy_blocks = Kernel("cache/copy_blocks.cu")
 
-_VECS, _NUM_THREADS = 4, 128  # vectors of a thread, threads of a block; no measurement of their own
+_VECS, _NUM_THREADS = 4, 128  # vectors of a thread, threads of a block; not tuned
 _BEYOND_MEMORY = 2**63 - 1  # an address after every block
-_HOST_INDEX = -1  # in place of the index of a device
+_HOST_INDEX = -1  # device index of host memory
 
 
 @op(inout=("key_cache", "value_cache"), ulps=0)
@@ -123,11 +124,11 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     Each layer is a call of `copy_cache_blocks`, which says what is copied and what is skipped.
 
     Args:
-        key_caches, value_caches: as many of each as there are layers, read and written; none at all does nothing.
+        key_caches, value_caches: one of each per layer, read and written; empty lists do nothing.
         block_mapping: [num_pairs, 2] int64 or int32, on the device of the caches.
 
     Raises:
-        OpError: lists of different lengths, or what `copy_cache_blocks` refuses; no layer has been written then.
+        OpError: for lists of different lengths, and for what `copy_cache_blocks` refuses; no layer is written.
     """
     if len(key_caches) != len(value_caches):
         message = f"expected {len(key_caches)} tensors like key_caches, got {len(value_caches)}"
@@ -136,21 +137,21 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
 
 def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
-    """Copy blocks in the joint caches of every layer: `copy_blocks` for caches that hold keys and values in one."""
+    """Copy blocks in the caches of every layer: `copy_blocks` for one cache per layer, as of latent KV."""
     _copy_layers([(kv_cache, None) for kv_cache in kv_caches], block_mapping)
 
 
 def _copy_layers(layers: Sequence[tuple[Any, Any]], block_mapping: Any) -> None:
     properties = [[_properties(cache) for cache in layer] for layer in layers]
     for layer, own in zip(layers, properties, strict=True):
-        if own != properties[0]:  # the call for the first layer checks all layers with its properties
+        if own != properties[0]:  # layers with the properties of the first are checked by its call
             copy_cache_blocks.op.check(*layer, block_mapping)
     for layer in layers:
         copy_cache_blocks(*layer, block_mapping)
 
 
 def _properties(cache: Any) -> Any:
-    """The properties of a cache that checks depend on, to compare caches by."""
+    """The properties of a cache on which its checks depend; equal for caches that pass the same checks."""
     kind = tensor.library_of(cache)
     if kind is None:
         return cache

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry
 from ._common import (
@@ -34,7 +34,7 @@ _concat_and_cache_mla = Kernel("cache/concat_and_cache_mla.cu")
 _concat_and_cache_ds_mla = Kernel("cache/concat_and_cache_ds_mla.cu")
 
 _FLT_MIN = 2.0**-126
-_DS_MLA_THREADS = 256  # no measurement of its own
+_DS_MLA_THREADS = 256  # threads of a block; not tuned
 
 
 def _ds_mla_entry(kv_c: Tensor, k_pe: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ def concat_and_cache_mla(
     unspecified which one is kept.
 
     With "fp8_ds_mla" an entry is 656 bytes: 512 e4m3 values of `kv_c`; four float32, the scales of its tiles of 128
-    elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe` as they are
-    (readers take them for bfloat16).
+    elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe`, copied
+    (readers interpret them as bfloat16).
 
     Args:
-        kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
-        k_pe: [at least num_tokens, rope_size], of the same dtype; any stride of tokens.
+        kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any token stride.
+        k_pe: [at least num_tokens, rope_size], of the same dtype; any token stride.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
             latent_size 512, rope_size 64 and a dtype of two bytes.

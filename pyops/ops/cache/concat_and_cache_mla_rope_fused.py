@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import (
     bad_slots,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
-# Vectors of a thread if there are more tokens than SMs; threads of a block. Not yet measured.
+# Vectors per thread if there are more tokens than SMs, and threads of a block; not yet measured.
 _MANY_ROUNDS, _MAX_THREADS = 2, 256
 
 
@@ -65,11 +65,11 @@ def concat_and_cache_mla_rope_fused(
         positions: [at least num_tokens] int64 or int32, any stride.
         q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
             of tokens and heads.
-        k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
-        kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
+        k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any token stride.
+        kv_c: [at least num_tokens, latent_size] of the same dtype; any token stride.
         cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
             cosines in the first half of a row, sines in the second.
-        is_neox: whether pairs are of the two halves of a row, or adjacent elements.
+        is_neox: whether a pair has one element in each half of a row, or two adjacent elements.
         slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the same dtype, or uint8 or float8.
@@ -124,7 +124,7 @@ def plan_concat_and_cache_mla_rope_fused(
     check.scalar(kv_cache_scale)
     vec_size = check.vector_width(rope_size // 2 | latent_size, q_pe, k_pe, kv_c, cos_sin_cache, kv_cache)
     items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
-    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.multiprocessors else 1
+    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.num_sms else 1
     num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
     return _concat_and_cache_mla_rope_fused(
         scalar_t=q_pe.dtype,

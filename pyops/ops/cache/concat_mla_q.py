@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_mla_q = Kernel("cache/concat_mla_q.cu")
-# Vectors of a thread if blocks then still fill the device, as in `_geometry`; threads of a block.
+# Vectors per thread, if the blocks then still fill the device (as in `_geometry`), and threads of a block.
 _BATCH, _NUM_THREADS = 4, 256
 
 
@@ -22,7 +22,7 @@ _BATCH, _NUM_THREADS = 4, 256
 def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
 
-    Queries of multi-head latent attention are so laid out for its decode (DeepSeek-AI 2024, arXiv:2405.04434).
+    This is the layout of queries in the decode of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
     Args:
         ql_nope: [num_tokens, num_heads, latent_size], float32, float16 or bfloat16; any strides but the last.
@@ -46,7 +46,7 @@ def plan_concat_mla_q(ql_nope: TensorArg, q_pe: TensorArg, q_out: TensorArg) -> 
         check.row_size(arg)
     vec_size = check.vector_width(nope_size | rope_size, ql_nope, q_pe, q_out)
     num_vecs = q_out.numel // vec_size
-    batch = _BATCH if num_vecs >= _BATCH * _NUM_THREADS * q_out.device.multiprocessors else 1
+    batch = _BATCH if num_vecs >= _BATCH * _NUM_THREADS * q_out.device.num_sms else 1
     return _concat_mla_q(
         scalar_t=ql_nope.dtype,
         NUM_HEADS=max(1, num_heads),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, FLOATS, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, FLOATS, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import fp8_codes, indexable
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 _convert_fp8 = Kernel("cache/convert_fp8.cu")
 
-_NUM_THREADS = 256  # no measurement of its own
-_MAX_ROWS = 32768  # blocks in the second dimension of a grid; further rows are taken in turn
+_NUM_THREADS = 256  # threads of a block; not tuned
+_MAX_ROWS = 32768  # most blocks along grid dimension y; a block loops over the rows beyond
 
 
 @op(out="output", ulps=0)
 def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
     """Convert a cache to fp8, ``e4m3(input / scale)``, or from fp8 to floats, ``T(input * scale)``.
 
-    The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
+    The quotient is a true division in float32, rounded to the nearest fp8 value; it saturates, and NaN stays NaN.
 
     Args:
         output, input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-            have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
-            which then pair up in the order of memory: caches of different packing. `output` is written.
+            have the same shape and the same order of dimensions in memory; or both are contiguous, with the same number
+            of elements, which are converted in memory order (caches of different packing). `output` is written.
         scale: the scale of the fp8 values.
         kv_dtype: "fp8" or "fp8_e4m3".
     """
@@ -54,19 +54,19 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
     check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
     kind = fp8.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
     if output.shape != input.shape and output.numel == input.numel:
-        # Packed differently: both are one row.
+        # Contiguous caches of different packing: treat both as one row.
         for arg in (output, input):
             check.contiguous(arg)
         output, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (output, input))
     check.same_shape(output, input)
-    # Dimensions in the order of memory: both tensors are then rows of one size.
+    # With dimensions sorted by stride, both tensors are matrices of the same size.
     order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))
     rows = [
         replace(arg, shape=(*(arg.shape[dim] for dim in order), 1), strides=(*(arg.strides[dim] for dim in order), 1))
         for arg in (output, input)
     ]
     dims = check.leading(*rows, max_dims=2)
-    if dims[-1][1] != (1, 1):  # rows of one element
+    if dims[-1][1] != (1, 1):  # no contiguous dimension: rows have one element
         dims.append((1, (1, 1)))
     if len(dims) > 2:
         raise output.error(f"expected strides {input.strides} like input, got {output.strides}")

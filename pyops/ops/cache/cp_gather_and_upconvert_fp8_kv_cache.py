@@ -6,12 +6,12 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, uint8
+from ..._core.tensors.tensor import TensorArg
 from . import _geometry
 from ._common import DS_MLA_BYTES, bad_table_entries, check_rows, entry_layout, existing_positions, first_stride
 from ._sequences import example_sequences, padded_mask
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp8_kv_cache.cu")
 
-# docs/performance/cache.md: one row or two to a warp are faster than four; blocks of 64 to 256 threads
-# differ by less than 3 %.
+# docs/performance/cache.md: one or two rows per warp are faster than four; blocks of 64 to 256 threads differ by less
+# than 3 %.
 _NUM_THREADS = 128
 _ROWS = 2  # rows that a warp reads before it writes one, if every SM then still has a block
 
@@ -38,14 +38,14 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 ) -> None:
     """Gather the 656-byte entries of sequences (see `concat_and_cache_mla`) from a paged cache as bfloat16 rows.
 
-    ``dst[workspace_starts[b] + j, i] = bfloat16(code[i] * scale[i // 128])`` for i < 512, and the 64 elements after
-    them as they are, of the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-    batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, keeps its bits. If
+    ``dst[workspace_starts[b] + j, i] = bfloat16(fp8[i] * scale[i // 128])`` for i < 512, and the 64 elements after
+    them are copied, from the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
+    batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, is left unchanged. If
     sequences overlap, a row belongs to the first of them.
 
     Args:
         src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
-        dst: [num_rows, 576] bfloat16, written row by row; any stride of rows.
+        dst: [num_rows, 576] bfloat16, written row by row; any row stride.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
         workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
@@ -92,7 +92,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
     for arg in (block_table, seq_lens, workspace_starts):
         check_rows(arg, batch_size, "batch_size")
     num_rows, warps = dst.shape[0], _NUM_THREADS // 32
-    rows = _ROWS if num_rows >= warps * _ROWS * dst.device.multiprocessors else 1
+    rows = _ROWS if num_rows >= warps * _ROWS * dst.device.num_sms else 1
     num_blocks = -(-num_rows // (warps * rows))
     return _cp_gather_and_upconvert_fp8_kv_cache(
         table_t=block_table.dtype,

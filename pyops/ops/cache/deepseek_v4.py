@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, float32, uint8
+from ..._core.tensors.tensor import TensorArg
 from ._common import bad_slots, example_slots, existing_slots, first_stride
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _fused = Kernel("cache/fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.cu")
 _HEAD_SIZE, _NOPE_SIZE, _ROPE_SIZE, _GROUP_SIZE = 512, 448, 64, 64
 _ENTRY_BYTES, _SCALE_BYTES = _NOPE_SIZE + 2 * _ROPE_SIZE, 8
-# Heads per 32 lanes if groups with one head each would exceed _FEW_GROUPS per SM; the bound; threads of a block.
+# Heads per group of 32 lanes if groups of one head would exceed _FEW_GROUPS per SM; that bound; threads of a block.
 _MANY_ROUNDS, _FEW_GROUPS, _NUM_THREADS = 2, 64, 256
 
 
@@ -40,7 +40,7 @@ def _entries(key: Tensor) -> tuple[Tensor, Tensor]:
     scale = (exponents << 23).view(torch.float32)
     codes = (x * (1.0 / scale)).nan_to_num(nan=-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     rope = key[:, _NOPE_SIZE:].contiguous()
-    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN of conversions
+    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN that conversions give
     scales = torch.nn.functional.pad(exponents.squeeze(-1), (0, 1)).to(torch.uint8)
     return torch.cat((codes.flatten(1).view(torch.uint8), rope), -1), scales
 
@@ -66,7 +66,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     float32, rounded to T at the end.
 
     A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
-    float8_e4m3fn of ``key / scale`` and the 64 rotated ones as they are, followed by cache_block_size entries of 8
+    float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
     bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
     of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
 
@@ -75,8 +75,8 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
 
     Args:
         q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
-        kv: [num_tokens, 512] of the same dtype; any stride of tokens.
-        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any stride of blocks.
+        kv: [num_tokens, 512] of the same dtype; any token stride.
+        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
         slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
         position_ids: [num_tokens] int64 or int32, any stride.
         cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
@@ -147,7 +147,7 @@ def plan_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     if k_cache.shape[1] < block_bytes:
         raise k_cache.error(f"expected blocks of at least {block_bytes} bytes, got shape {k_cache.shape}")
     groups = num_tokens * (q_head_padded + 1)
-    rounds = _MANY_ROUNDS if groups > _FEW_GROUPS * q_in.device.multiprocessors else 1
+    rounds = _MANY_ROUNDS if groups > _FEW_GROUPS * q_in.device.num_sms else 1
     token_groups = -(-(q_head_padded + 1) // rounds)
     return _fused(
         scalar_t=q_in.dtype,

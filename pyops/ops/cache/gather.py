@@ -6,11 +6,11 @@ from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float16, float32, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import float16, float32, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry
 from ._common import check_rows, decoded, entry_layout, example_cache, first_stride, indexable
@@ -23,7 +23,7 @@ _gather_cache = Kernel("cache/gather_cache.cu")
 
 _MAX_SEQUENCES_OF_A_WARP = 31  # sequences for which a warp loads the bounds at once
 
-# An element type of each size, under which the kernel copies elements of any dtype bit for bit.
+# {bytes: element type} with which the kernel copies elements of any dtype of that size, bit for bit.
 _COPIED_AS = {1: uint8, 2: float16, 4: float32}
 
 
@@ -41,7 +41,7 @@ def _launch(
 ) -> Launch:
     """The launch of gather_cache.cu for `num_rows` rows of `dst`.
 
-    `types` are the element types scalar_t and cache_t; `absent` names the pointers that the op has no tensor for.
+    `types` are the element types scalar_t and cache_t; `absent` names the kernel's pointers that are null.
     """
     entry = entry_layout(src_cache)
     flat_entries, rows = (
@@ -95,17 +95,17 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """Gather the entries of sequences from a paged cache into rows, and dequantize fp8.
 
-    ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(codes * scale)`` in float32, with
+    ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(fp8 * scale)`` in float32, with
     ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
+    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist is left unchanged.
 
     Args:
         src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
             float8.
-        dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
+        dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any row stride.
         block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
-        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
+        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; out of range: no sequence.
         num_tokens: rows to fill.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         scale: one float32, or a number; not read for "auto".
@@ -215,12 +215,12 @@ def cp_gather_cache(
 
     ``dst[cu_seq_lens[b] + j] = src_cache[block_table[b, p // block_size], p % block_size]`` with
     ``p = j + seq_starts[b]``, for every b below batch_size and j below ``cu_seq_lens[b + 1] - cu_seq_lens[b]``. A row
-    of no sequence, or with an entry that does not exist, keeps its bits.
+    of no sequence, or with an entry that does not exist, is left unchanged.
 
     Args:
         src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any
             strides of blocks and slots.
-        dst: [num_rows, ...] of the same dtype, written row by row; any stride of rows.
+        dst: [num_rows, ...] of the same dtype, written row by row; any row stride.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [at least batch_size + 1] int32 or int64, ascending: the row at which each sequence begins.
         batch_size: sequences to gather.

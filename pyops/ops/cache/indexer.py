@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import uint8
+from ..._core.tensors.tensor import TensorArg
 from . import _geometry
 from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
 _cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
-_NUM_THREADS = 128  # of indexer_k_quant_and_cache.cu; no measurement of its own
+_NUM_THREADS = 128  # threads of a block of indexer_k_quant_and_cache.cu; not tuned
 _MAX_BLOCK_BYTES = 2**30  # kernels count the bytes of a cache block in 32 bits
 
 
@@ -36,7 +36,7 @@ def _power_of_two_above(x: Tensor) -> Tensor:
 def indexer_k_quant_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
+    """Quantize the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
     The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
     NaN, rounded up to a power of two for "ue8m0". The keys are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
@@ -45,10 +45,10 @@ def indexer_k_quant_and_cache(
     negative or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
-        k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
+        k: [num_tokens, head_size], float32, float16 or bfloat16; any token stride. Tokens beyond the shorter of `k`
             and `slot_mapping` are not written.
         kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
-            stride of blocks; written where slots say.
+            block stride; written where slots say.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         quant_block_size: elements under one scale, a divisor of head_size.
         kv_cache_dtype: the format of scales: "ue8m0" or any other name.
@@ -86,7 +86,7 @@ def indexer_cache(kv_cache: TensorArg, head_size: int, scale_size: int) -> tuple
     check.contiguous(replace(kv_cache, shape=kv_cache.shape[1:], strides=kv_cache.strides[1:]))
     block_stride = kv_cache.strides[0]
     keys = replace(kv_cache, shape=(num_blocks, block_size, head_size), strides=(block_stride, head_size, 1))
-    # The lowest bit of any offset is the largest power of two that divides them all.
+    # The lowest set bit of the bitwise or is the largest power of two that divides all offsets.
     offsets = block_size * head_size | kv_cache.alignment | (block_stride if num_blocks > 1 else 0)
     return keys, offsets & -offsets
 
@@ -167,17 +167,17 @@ def example_indexer_k_quant_and_cache(
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Tensor, dst_k: Tensor, dst_scale: Tensor, block_table: Tensor, cu_seq_lens: Tensor
 ) -> None:
-    """Gather the quantised keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
+    """Gather the quantized keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
 
     Row ``t`` of `dst_k` and `dst_scale` are the key and the scales in slot ``j % block_size`` of the block
     ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
-    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, keeps its bits.
+    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, is left unchanged.
 
     Args:
         kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,
-            then the scales of all slots; any stride of blocks.
-        dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
-        dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
+            then the scales of all slots; any block stride.
+        dst_k: [num_rows, head_size] uint8 or float8, written row by row; any row stride.
+        dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any row stride.
         block_table: [num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64, ascending.
     """

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import (
     bad_slots,
@@ -27,30 +28,30 @@ from ._common import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
 _group_slots = Kernel("cache/group_slots.cu")
 _reshape_and_cache_groups = Kernel("cache/reshape_and_cache_groups.cu")
 
-# docs/performance/cache.md: grouping gains from 16 tokens per SM on; 512 columns, or six blocks per SM, are 5 % slower
-# or equal.
+# docs/performance/cache.md: writing by groups of slots is faster from 16 tokens per SM on. 512 columns, or six blocks
+# per SM, are up to 5 % slower.
 _MAX_UNGROUPED_TOKENS = 16  # tokens per SM
 _MAX_GROUPED_SLOTS = 1 << 24  # slots of the cache: each takes 4 bytes of scratch memory
 _MIN_GROUP, _MAX_GROUP = 8, 32  # contiguous slots of a group
 _GROUP_COLUMNS = 256  # elements of a token that a block takes at a time
 _GROUP_BLOCKS = 12  # blocks per SM
-_GROUP_THREADS = 256
+_GROUP_THREADS = 256  # threads of a block
 _MAX_BATCH = 4  # vectors that a thread loads before it stores one
-# What tuning tries.
-_MAX_TILE = 8192  # elements in the shared memory of a block, which is 48 KB
-_MIN_COLUMNS = 16
-_CANDIDATE_THREADS = 128, 256, 512
+# Bounds of what tuning tries.
+_MAX_TILE = 8192  # elements of a tile in shared memory, which is at most 48 KB per block
+_MIN_COLUMNS = 16  # fewest columns of a tile
+_CANDIDATE_THREADS = 128, 256, 512  # threads of a block
 
 
 @dataclass(frozen=True)
 class ReshapeProblem:
-    """What the geometry depends on: sizes of tokens and cache, and elements of one load.
+    """The input of `choose`: sizes of tokens and cache, and elements of one load.
 
     Attributes:
         many: whether there are more than _MAX_UNGROUPED_TOKENS tokens per SM.
@@ -65,7 +66,7 @@ class ReshapeProblem:
 
     @property
     def max_group(self) -> int:
-        """The most neighbouring slots that a group can have; 0 where tokens are not grouped."""
+        """Most adjacent slots of a group; 0 where reshape_and_cache.cu runs instead."""
         group = max(size for size in range(1, _MAX_GROUP + 1) if self.block_size % size == 0)
         return group if self.many and group >= _MIN_GROUP and self.num_slots <= _MAX_GROUPED_SLOTS else 0
 
@@ -93,9 +94,9 @@ class Tiles:
         )
 
 
-# No measurement of their own.
+# Tiles for few, more and many tokens; not tuned.
 _FEW, _MEDIUM, _MANY = Tiles(4, 128, 128), Tiles(16, 64, 128), Tiles(32, 128, 256)
-_MAX_FEW_TOKENS = 32
+_MAX_FEW_TOKENS = 32  # tokens in all
 _MAX_MEDIUM_TOKENS = 16  # tokens per SM
 
 
@@ -110,7 +111,7 @@ class Groups:
     max_blocks: int
 
     def candidates(self, problem: ReshapeProblem, device: Device) -> list[Groups]:
-        """Other groups, blocks, and vectors in flight."""
+        """Other group sizes, blocks, and numbers of vectors in flight."""
         groups = tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns))
         return tuning.varied(
             self,
@@ -118,9 +119,7 @@ class Groups:
             columns=tuning.beside(self.columns, _MIN_COLUMNS, _MAX_TILE // self.group),
             batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
             num_threads=_CANDIDATE_THREADS,
-            max_blocks=tuning.beside(
-                self.max_blocks, device.multiprocessors, 4 * _GROUP_BLOCKS * device.multiprocessors
-            ),
+            max_blocks=tuning.beside(self.max_blocks, device.num_sms, 4 * _GROUP_BLOCKS * device.num_sms),
         )
 
 
@@ -129,10 +128,10 @@ def choose(problem: ReshapeProblem, device: Device) -> Tiles | Groups:
     if group := problem.max_group:
         columns = min(_GROUP_COLUMNS, 16 * -(-problem.row_size // 16))
         batch = min(_MAX_BATCH, -(-group * columns // (problem.load_vec * _GROUP_THREADS)))
-        return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.multiprocessors)
+        return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.num_sms)
     if problem.num_tokens <= _MAX_FEW_TOKENS:
         return _FEW
-    return _MEDIUM if problem.num_tokens <= _MAX_MEDIUM_TOKENS * device.multiprocessors else _MANY
+    return _MEDIUM if problem.num_tokens <= _MAX_MEDIUM_TOKENS * device.num_sms else _MANY
 
 
 @op(inout=("key_cache", "value_cache"), ulps=0)
@@ -153,7 +152,7 @@ def reshape_and_cache(
     or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
-        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
+        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token stride.
         key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of the
             dtype of `key`, or uint8 or float8.
         value_cache: [num_blocks, num_heads, head_size, block_size], likewise.
@@ -212,7 +211,7 @@ def plan_reshape_and_cache(
     }
     strides = {"key_stride": first_stride(key), "value_stride": first_stride(value)}
     values = replace(value_cache, shape=(), strides=())
-    many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.multiprocessors
+    many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.num_sms
     problem = ReshapeProblem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec, many)
     config = tuning.config(key.op, problem, key.device, choose)
     if isinstance(config, Groups):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry
 from ._common import (
@@ -48,8 +48,8 @@ def reshape_and_cache_flash(
     or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
-        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any strides of tokens and
-            heads.
+        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token and
+            head strides.
         key_cache, value_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any
             strides but that of the last dimension, so that heads may come before slots in memory and both caches may be
             slices of one buffer; of the dtype of `key`, or uint8 or float8.

@@ -1,1 +1,1 @@
-"""Collectives among the GPUs of a node, and the memory that they share. Beyond a node: docs/many_gpus.md."""
+"""Collectives among the GPUs of one node, and the memory that they share. Several nodes: docs/many_gpus.md."""

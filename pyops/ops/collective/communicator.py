@@ -1,4 +1,4 @@
-"""What a rank knows of the others, and its launches: the state that a handle of `init_custom_ar` refers to."""
+"""Communicator: a rank's view of the other ranks, and its launches. A handle of `init_custom_ar` refers to one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, ranks
 from ..._core.errors import OpError, RankError
-from ..._core.host.run import Range
-from ..._core.kernel import Kernel, Specialisation
-from ..._core.launch import Bound, bind
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel, Specialisation
+from ..._core.launch.launch import Bound, bind
+from ..._core.system import driver
+from ..._core.system.lazy import torch
+from ...host import ranks
+from ...host.ranges import Range
 from .shared_memory import HANDLE_BYTES, PACKET_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
 
 if TYPE_CHECKING:
@@ -21,25 +22,25 @@ if TYPE_CHECKING:
 
 MAX_RANKS = ranks.MAX_RANKS
 ROW_BYTES = 8 * MAX_RANKS  # of the table of registered buffers: an address for each rank
-MAX_BLOCKS = 36  # as signals.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
+MAX_BLOCKS = 36  # as rank_barrier.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
 VEC_BYTES = 16
-_NUM_THREADS, _WARPS = 512, 64
-# Bytes from which two shots are faster than one, by ranks: vLLM's table, not measured here.
+_NUM_THREADS, _WARPS = 512, 64  # most threads of a block, and the number that divides them
+# {ranks: bytes from which the two-shot all-reduce is faster than the one-shot}: vLLM's thresholds, not measured here.
 _TWO_SHOT_BYTES = {4: 512 * 1024, 6: 256 * 1024, 8: 256 * 1024}
 _SWITCH = "VLLM_CUSTOM_ALLREDUCE_ALGO"
-_SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}
+_SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}  # {value of the switch: two-shot}
 
 
 def by_packets(world_size: int, nbytes: int) -> bool:
-    """Whether ranks send a message as packets, unless the switch names another algorithm.
+    """Whether ranks send a message as packets (data with flags), unless the switch names another algorithm.
 
-    Packets are twice its bytes: 1 to 4 us of a link for a mebibyte of all ranks, where meetings take 3 us more.
+    Packets double the bytes: 1 to 4 us of a link for 1 MiB over all ranks. Barriers would cost 3 us more.
     """
     return world_size * nbytes <= PACKET_BYTES // 4 and not os.environ.get(_SWITCH)
 
 
 def two_shot(world_size: int, nbytes: int, fully_connected: bool) -> bool:
-    """Whether ranks sum slices and fetch those of others. OpError for a value of the switch that is none."""
+    """Whether to use the two-shot algorithm: reduce-scatter, then all-gather. OpError for an invalid switch value."""
     if name := os.environ.get(_SWITCH):
         if name not in _SHOTS:
             raise OpError("all_reduce", _SWITCH, f"expected {', '.join(_SHOTS)}, got {name}")
@@ -50,7 +51,7 @@ def two_shot(world_size: int, nbytes: int, fully_connected: bool) -> bool:
 
 
 def unroll(world_size: int) -> int:
-    """Vectors that a thread loads from every rank at a time: 32 registers of them, at least a vector of each."""
+    """Vectors that a thread loads from every rank at a time: 32 registers in all, but at least one vector per rank."""
     return max(1, 8 // world_size)
 
 
@@ -61,20 +62,20 @@ def geometry(num_vecs: int) -> tuple[int, int]:
 
 
 def spread(num_vecs: int) -> tuple[int, int]:
-    """As `geometry`, but spread over the largest number of SMs: each of them stores a vector to every rank."""
+    """As `geometry`, but with as many blocks as possible, because each block stores its vectors to every rank."""
     num_threads = min(_NUM_THREADS, -(-num_vecs // (MAX_BLOCKS * _WARPS)) * _WARPS)
     return min(MAX_BLOCKS, -(-num_vecs // num_threads)), num_threads
 
 
 @dataclass(eq=False)
 class Communicator:
-    """A rank among up to eight of a node.
+    """One rank of up to eight of a node.
 
     Attributes:
-        signals: address of the signals of each rank, as this process maps them.
-        table: uint8 memory on the device for rows of addresses: of `signals`, then of each registered buffer.
+        signals: address of each rank's signals, as mapped in this process.
+        table: uint8 memory on the device for rows of addresses: one row for `signals`, one for each registered buffer.
         rows: {address of a registered buffer of this rank: address of its row}.
-        captured: buffers of calls that were captured into a graph, with unknown peers as yet, and their rows.
+        captured: buffers of calls captured into a graph, not yet registered with the other ranks, and their rows.
         lost: see `lost_record`.
     """
 
@@ -98,7 +99,7 @@ class Communicator:
         return len(self.signals)
 
     def _row(self, op: str) -> int:
-        """The offset of the next row that is free."""
+        """Allocates a row of the table; returns its offset."""
         if self._used + ROW_BYTES > self.table.numel():
             raise OpError(op, "fa", f"rank_data of {self.table.numel()} bytes has no row left")
         self._used += ROW_BYTES
@@ -109,7 +110,7 @@ class Communicator:
         self.table[offset : offset + ROW_BYTES].copy_(row.view(torch.uint8))
 
     def register(self, addresses: Sequence[int]) -> None:
-        """Of one buffer: its address on each rank."""
+        """Register a buffer by its address on each rank."""
         if len(addresses) != self.world_size:
             expected = f"expected an address for each of {self.world_size} ranks, got {len(addresses)}"
             raise OpError("register_buffer", "ipc_tensors", expected)
@@ -118,7 +119,7 @@ class Communicator:
         self.rows[addresses[self.rank]] = self.table.data_ptr() + offset
 
     def peers_of(self, op: str, address: int, is_capturing: bool) -> int:
-        """The address of the row of a buffer. In a capture, a row that `register_captured` fills before the replay."""
+        """The address of a buffer's row. In a capture, a new row that `register_captured` fills before the replay."""
         if (row := self.rows.get(address)) is not None:
             return row
         if not is_capturing:
@@ -128,12 +129,12 @@ class Communicator:
         return int(self.table.data_ptr()) + offset
 
     def captured_handles(self) -> tuple[list[int], list[int]]:
-        """Handles of the allocations of captured buffers, end to end, and the offset of each buffer in its own."""
+        """Concatenated handles of the allocations of captured buffers, and each buffer's offset in its allocation."""
         found = [allocation(address) for address, _ in self.captured]
         return list(b"".join(handle for handle, _ in found)), [offset for _, offset in found]
 
     def register_captured(self, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
-        """What all ranks returned from `captured_handles`, in the order of ranks."""
+        """Map captured buffers of all ranks: `captured_handles` of each rank, in the order of ranks."""
         count = len(self.captured)
         for name, values, size in (("handles", handles, HANDLE_BYTES * count), ("offsets", offsets, count)):
             if len(values) != self.world_size or any(len(value) != size for value in values):
@@ -196,10 +197,10 @@ def launch_as_rank(
 ) -> None:
     """Launch a kernel on the current stream, or on the host together with those of the other ranks.
 
-    `tables` are addresses of rows of addresses; `bound` keeps what the next call with the same arguments needs.
+    `tables` are addresses of rows of addresses; `bound` caches the bound launch for calls with the same arguments.
 
     Raises:
-        RankError: the device has failed, as a kernel before has given up a rank that `lost` names.
+        RankError: the device has failed because an earlier kernel gave up waiting for a rank; `lost` names it.
     """
     tables = tables | {"lost": lost.data_ptr()}
     names = (*tables, *tensors)
@@ -228,20 +229,21 @@ def launch_as_rank(
 def lost_record(device: Any) -> Tensor:
     """Memory of the host in which kernels on `device` say which ranks they give up waiting for.
 
-    int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: of each rank, 1 + the block that has waited, and the number of the
-    meeting; 0 of a rank that was not given up. It can be read when the device has failed.
+    int32 [MAX_RANKS, 2], `LostRank` of rank_barrier.cuh: of each rank, 1 + the block that has waited, and the number of
+    the meeting; 0 of a rank that was not given up. It can be read when the device has failed.
     """
     return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def read_lost(lost: Tensor) -> dict[int, tuple[int, int]]:
-    """{rank that a kernel has given up: (block that has waited, number of the meeting)}."""
+    """{rank that a kernel gave up waiting for: (block that waited, number of the barrier)}."""
     return {rank: (block - 1, meeting) for rank, (block, meeting) in enumerate(lost.tolist()) if block}
 
 
 @contextlib.contextmanager
 def naming_lost_ranks(op: str, lost: Tensor) -> Iterator[None]:
-    """An error of the device that comes from a kernel that has given up ranks becomes a RankError that names them."""
+    """Within the context, a device error caused by a kernel that gave up waiting becomes a RankError naming the
+    ranks."""
     try:
         yield
     except RuntimeError as error:

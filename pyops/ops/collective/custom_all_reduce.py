@@ -1,4 +1,4 @@
-"""The sum of a tensor over the ranks of a node, by kernels that read the memory of peers. vLLM's names."""
+"""All-reduce over the ranks of a node, by kernels that read peers' memory. Functions have vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import cupy, torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import (
     MAX_BLOCKS,
     MAX_RANKS,
@@ -45,18 +46,19 @@ _packets = Kernel("collective/all_reduce_packets.cu")
 _add_rms_norm = Kernel("collective/all_reduce_add_rms_norm.cu")
 _communicators: dict[int, Communicator] = {}
 _handles = count(1)
-_ROW_THREADS = 512  # most threads that share a row of the fused norm: packets of eight ranks are 64 registers
+_ROW_THREADS = 512  # most threads per row of the fused norm: packets of eight ranks take 64 registers of a thread
 
 
 def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, fully_connected: bool) -> int:
-    """A communicator; the other functions take its handle.
+    """Create a communicator; returns the handle that the other functions take.
 
     Args:
-        ipc_tensors: of each rank, the address here of `meta_size()` bytes of signals, zeroed, followed by scratch
-            memory of the size of the largest message.
-        rank_data: uint8 on the device, for the addresses of registered buffers: 64 bytes for each.
+        ipc_tensors: for each rank, the address in this process of `meta_size()` zeroed bytes of signals, followed by
+            scratch memory of the size of the largest message.
+        rank_data: uint8 on the device, for the addresses of registered buffers, 64 bytes per buffer.
         rank: the number of this rank.
-        fully_connected: whether every pair of GPUs has a direct link; otherwise more than two ranks use two shots.
+        fully_connected: whether every pair of GPUs has a direct link; if not, more than two ranks use the two-shot
+            algorithm.
     """
     world_size = len(ipc_tensors)
     if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and world_size > 1 and ranks.here() is None):
@@ -72,9 +74,9 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
 
 
 def keep(signals: int, early: bool = False) -> None:
-    """On the host: a kernel may end while others still fetch from the scratch memory after its `signals`.
+    """On the host backend: other ranks may read the scratch memory after `signals` when this rank's kernel has ended.
 
-    With `early`, it may begin when others have written there.
+    With `early`, they may also write it before this rank's kernel begins.
     """
     if (here := ranks.here()) is not None:
         here.world.keep(signals, early)
@@ -87,32 +89,32 @@ def communicator(op: str, fa: int) -> Communicator:
 
 
 def dispose(fa: int) -> None:
-    """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs."""
+    """Destroy a communicator, and unmap the peers' graph buffers that it mapped."""
     communicator("dispose", fa).close()
     del _communicators[fa]
 
 
 def lost_ranks(fa: int) -> dict[int, tuple[int, int]]:
-    """{rank that a kernel has given up waiting for: (block that has waited, number of the meeting)}.
+    """{rank that a kernel gave up waiting for: (block that waited, number of the barrier)}.
 
-    A kernel gives up after 30 seconds and ends with a trap, so that every later call of the device's runtime in this
-    process is an error; calls of this library are a `RankError` then. What this function says can be read afterwards.
+    A kernel gives up after 30 seconds and ends with a trap. Every later CUDA call in this process then fails; calls of
+    this library raise a `RankError`. This function still works then.
     """
     return read_lost(communicator("lost_ranks", fa).lost)
 
 
 def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
-    """Tell the addresses of one buffer, of each rank's in the order of ranks, so that `all_reduce` may read it."""
+    """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks."""
     communicator("register_buffer", fa).register(ipc_tensors)
 
 
 def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """For the buffers of captured calls: the bytes of their allocations' handles, and the offsets in these."""
+    """For the buffers of captured calls: IPC handles of their allocations, as bytes, and the offsets in these."""
     return communicator("get_graph_buffer_ipc_meta", fa).captured_handles()
 
 
 def register_graph_buffers(fa: int, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
-    """Map what all ranks returned from `get_graph_buffer_ipc_meta`; before a graph is replayed for the first time."""
+    """Map the graph buffers of all ranks (results of `get_graph_buffer_ipc_meta`), before the first replay."""
     communicator("register_graph_buffers", fa).register_captured(handles, offsets)
 
 
@@ -120,12 +122,13 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     """``out = sum of inp over ranks``: in float32, in the order of ranks, rounded once; the same bits on every rank.
 
     Args:
-        fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
-        inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
-        out: as `inp`, written; may be `inp` where that is copied or sent.
-        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, where `inp` is registered or
-            its stream is being captured. A short `inp`, a mebibyte or less of all ranks, is sent instead.
-        reg_buffer_sz_bytes: its size.
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: float32, float16 or bfloat16; contiguous, or a dense tensor that fills its storage to the end; a multiple
+            of 16 bytes.
+        out: as `inp`, written; may be `inp` unless `inp` itself is a registered buffer that peers read.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured. Not used if `inp` is at most 1 MiB over all ranks: it is then sent as packets.
+        reg_buffer_sz_bytes: size of that buffer.
     """
     found = communicator("all_reduce", fa)
     nbytes = _check("all_reduce", inp, out)
@@ -153,10 +156,10 @@ def all_reduce_add_rms_norm(
     """`all_reduce` into `out`, then `fused_add_rms_norm` of `out` and `residual`, as one kernel, for short tensors.
 
     Args:
-        fa: as of `all_reduce`.
-        inp: [..., hidden_size], as of `all_reduce`; a mebibyte or less of all ranks.
+        fa: as in `all_reduce`.
+        inp: [..., hidden_size], as in `all_reduce`; at most 1 MiB over all ranks.
         out: as `inp`, written; may be `inp`.
-        residual: as `out`; the sum of both is written here.
+        residual: as `out`, read and written: it gets the sum of the all-reduce and the residual.
         weight: [hidden_size].
         epsilon: added to the mean of squares.
     """
@@ -189,7 +192,7 @@ def _constants(inp: Tensor) -> dict[str, Any]:
 
 
 def _staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: int, reg_buffer_sz_bytes: int) -> int:
-    """The row of addresses of what is reduced: `inp`, or the registered buffer that it is copied to."""
+    """The row of addresses of the buffer to reduce: `inp`, or the registered buffer to which it is copied."""
     if not reg_buffer:
         with naming_lost_ranks(op, found.lost):
             capturing = inp.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -207,7 +210,7 @@ def _staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: 
 
 
 def _check(op: str, inp: Tensor, out: Tensor, name: str = "out") -> int:
-    """The bytes of `inp`, checked with `out`."""
+    """Check `inp` and `out`; returns the bytes of `inp`."""
     if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise OpError(op, "inp", f"expected float32, float16 or bfloat16, got {inp.dtype}")
     if (out.dtype, out.numel(), out.device) != (inp.dtype, inp.numel(), inp.device):
@@ -231,6 +234,6 @@ def _check_overlap(op: str, inp: Tensor, out: Tensor, name: str = "out", may_be_
 
 
 def _is_dense(tensor: Tensor, nbytes: int) -> bool:
-    """Contiguous, or all that is left of its storage from its first element on."""
+    """Whether the tensor is contiguous, or fills its storage densely from its first element to the end."""
     left = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     return bool(tensor.is_contiguous() or left == nbytes)

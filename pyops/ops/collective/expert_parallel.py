@@ -1,14 +1,15 @@
-"""Dispatch of token rows to the GPUs of their experts, and the combine of the results."""
+"""Expert parallelism: dispatch of tokens to the GPUs of their experts, and the combine of the results."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread, unroll
 from .custom_all_reduce import keep
 from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
@@ -24,17 +25,17 @@ _GROUP = 128  # elements under one scale, as in expert_rows.cuh
 
 
 class DispatchedRows(NamedTuple):
-    """What a rank has of the tokens of all ranks, on memory that the next dispatch of any rank writes.
+    """The tokens of all ranks that a rank received, in memory that the next dispatch of any rank overwrites.
 
-    Row ``t * world_size + r`` is token t of rank r. It is defined where one of its ids is not -1.
+    Row ``t * world_size + r`` is token t of rank r. It is undefined if all of its ids are -1.
 
     Attributes:
-        rows: [most_tokens * world_size, hidden_size] of `quant_dtype`, or else of `dtype`; rows of one stride.
-        topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
+        rows: [most_tokens * world_size, hidden_size] of `quant_dtype` if given, else of `dtype`; constant row stride.
+        topk_ids: [most_tokens * world_size, top_k] int32: local indices of this rank's experts, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
         scales: [most_tokens * world_size, hidden_size / 128] float32, for fp8 rows; None for other rows.
-        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for what `combine` takes. It is that of
-            `rows`, which must have been read before.
+        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for the argument of `combine`. It is the
+            memory of `rows`, so write it only after `rows` has been read.
     """
 
     rows: Tensor
@@ -47,10 +48,10 @@ class DispatchedRows(NamedTuple):
 class ExpertParallel:
     """Experts divided among the GPUs of a node: `dispatch` the tokens, multiply, `combine` the results.
 
-    Rank r has the experts ``r * num_experts / world_size`` to ``(r + 1) * num_experts / world_size - 1``. A token
-    crosses the links once for each other rank that has one of its experts. Every rank makes every call, in the same
-    order; a `dispatch` is followed by a `combine`. Both may be captured into CUDA graphs. A kernel that has waited 30
-    seconds for a rank ends as that of `all_reduce` does, and the next call is a RankError.
+    Rank r has the experts ``r * num_experts / world_size`` to ``(r + 1) * num_experts / world_size - 1``. A token is
+    sent once to each other rank that has one of its experts. Every rank must make every call, in the same order; a
+    `dispatch` is followed by a `combine`. Both may be captured into CUDA graphs. A kernel that has waited 30 seconds
+    for a rank ends with a trap, as in `all_reduce`, and the next call raises a RankError.
 
     ::
 
@@ -59,23 +60,23 @@ class ExpertParallel:
         fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
         out = parallel.combine(sent.results)
 
-    `parallel_fused_experts` does these three lines, and also multiplies fp8 rows.
+    `parallel_fused_experts` does these three steps, also with fp8 rows.
 
     Args:
-        group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
-        num_experts: on all ranks; the number of ranks divides it.
-        max_tokens: of one rank in a call.
+        group: as in `CustomAllReduce`. device: the GPU of this process, with peer access to every other.
+        num_experts: number of experts on all ranks; a multiple of the number of ranks.
+        max_tokens: most tokens of one rank in a call.
         hidden_size: elements of a row; a multiple of 16 bytes.
-        top_k: choices of a token.
-        dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
-        quant_dtype: torch.float8_e4m3fn, and rows cross the links quantized by `per_token_group_quant_fp8` in groups
-            of 128; or None. Results are of `dtype`.
+        top_k: experts of a token.
+        dtype: dtype of rows: float32, float16 or bfloat16; None for bfloat16.
+        quant_dtype: torch.float8_e4m3fn to send rows quantized by `per_token_group_quant_fp8` in groups of 128; or
+            None. Results are of `dtype`.
 
     Attributes:
-        experts: those of this rank.
+        experts: the experts of this rank.
 
     Raises:
-        OpError: of sizes that the kernels do not take, of `dispatch` and `combine` before anything is launched.
+        OpError: for sizes that the kernels do not support; `dispatch` and `combine` raise it before any launch.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class ExpertParallel:
             "UNROLL": unroll(self.world_size),
             "code_t": dtypes.float8_e4m3fn,
         }
-        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch that is to be combined
+        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch to combine next
 
     def _map(self) -> None:
-        """Signals, rows, ids, weights and scales, in one piece of memory."""
+        """Allocates signals, rows, ids, weights and scales as one shared allocation."""
         num_rows = self.max_tokens * self.world_size
         groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
         columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
@@ -135,13 +136,13 @@ class ExpertParallel:
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
     ) -> DispatchedRows:
-        """Send every token to the ranks of its experts, and wait for what they send.
+        """Send every token to the ranks of its experts, and wait for the tokens of the other ranks.
 
         Args:
             x: [num_tokens, hidden_size], contiguous; num_tokens may be 0, and differ among ranks.
-            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; ids that name no expert are dropped.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; ids out of range are dropped.
             topk_weights: [num_tokens, top_k] float32, contiguous.
-            most_tokens: tokens of the rank that has most, the same number on all ranks; None for `max_tokens`.
+            most_tokens: an upper bound of num_tokens on any rank, the same on all ranks; None for `max_tokens`.
         """
         if self._sent is not None:
             raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
@@ -160,15 +161,15 @@ class ExpertParallel:
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
 
-        The choices are those of the last `dispatch`; its topk_ids must not have been written meanwhile.
+        The experts are those of the last `dispatch`; its topk_ids must not have been modified since.
 
         Args:
-            rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the
-                `results` of `dispatch`, or others, which are copied there.
+            rows: [most_tokens * world_size, hidden_size] of `dtype`, each row summed over this rank's experts: the
+                `results` of `dispatch`, or another tensor, which is copied there.
             out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
 
         Returns:
-            `out`; 0 for a token that has no expert.
+            `out`; zeros for a token without an expert.
         """
         if self._sent is None:
             raise OpError("combine", "rows", "expected a dispatch before")
@@ -186,7 +187,7 @@ class ExpertParallel:
         return out
 
     def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> DispatchedRows:
-        """`dispatch` without its checks, such as the one that `dispatch` and `combine` alternate."""
+        """`dispatch` without its checks, such as the check that `dispatch` and `combine` alternate."""
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
         fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
         self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
@@ -194,11 +195,11 @@ class ExpertParallel:
         ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
         if self.quant_dtype is None:
             return DispatchedRows(results, ids, weights, None, results)
-        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # fp8 rows share the start of their result rows
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # an fp8 row overlaps its result row
         return DispatchedRows(codes, ids, weights, self._scales[of], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
-        """`combine` of what lies in the rows, without its checks."""
+        """`combine` of the rows in `results`, without its checks."""
         tensors = {"out": out, "topk_ids": topk_ids}
         self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
 
@@ -216,15 +217,16 @@ class ExpertParallel:
         self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
 
     def naming(self, what: str) -> AbstractContextManager[None]:
-        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        """Within the context, a device error caused by ranks that did not arrive becomes a `RankError` naming them."""
         return naming_lost_ranks(what, self._ranks.lost)
 
     def lost_ranks(self) -> dict[int, tuple[int, int]]:
-        """As the function of this name: ranks that a kernel has given up waiting for."""
+        """As the function `lost_ranks`: the ranks that a kernel gave up waiting for."""
         return read_lost(self._ranks.lost)
 
     def close(self) -> None:
-        """Free the memory of the tensors that `dispatch` returned. Every rank calls, after all kernels have ended."""
+        """Free the memory of the tensors that `dispatch` returned. Every rank must call it, after all kernels have
+        ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         exchanged(None, self.group)

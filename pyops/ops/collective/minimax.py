@@ -1,14 +1,15 @@
-"""RMS norms of rows that are divided among ranks, as MiniMax normalises queries and keys. vLLM's names."""
+"""RMS norms of rows that are sharded over ranks: MiniMax's norms of queries and keys. Functions have vLLM's names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, dtypes
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.launch import Bound
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.launch.launch import Bound
+from ..._core.system import driver
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
 from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, launch_as_rank, lost_record
 from .shared_memory import SIGNAL_BYTES
 
@@ -19,8 +20,8 @@ __all__ = ["minimax_allreduce_rms", "minimax_allreduce_rms_qk"]
 
 _kernel = Kernel("collective/allreduce_rms.cu")
 _bound: dict[Any, Bound] = {}
-_lost: dict[Any, Tensor] = {}  # by device and rank
-_MAX_THREADS = 512
+_lost: dict[Any, Tensor] = {}  # {(device, rank): lost_record}
+_MAX_THREADS = 512  # most threads of a block
 
 
 def minimax_allreduce_rms(
@@ -31,9 +32,9 @@ def minimax_allreduce_rms(
     Args:
         input: [num_tokens, hidden_size / nranks], this rank's columns; float32, float16 or bfloat16.
         norm_weight: [hidden_size / nranks], of the same dtype.
-        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of memory of each
-            rank, as vLLM's ``LamportWorkspace`` has them: 1536 bytes and 16 for each token, at first every word of it
-            equal. All ranks use the memory for these two functions alone.
+        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of each rank's
+            memory, as in vLLM's ``LamportWorkspace``: 1536 bytes plus 16 per token, initialised with equal words. The
+            memory must be used by these two functions only.
         rank, nranks: this rank of 2, 4 or 8. eps: added to the mean.
     """
     op, size = "minimax_allreduce_rms", input.shape[-1]
@@ -58,7 +59,7 @@ def minimax_allreduce_rms_qk(
     Args:
         qkv: [num_tokens, q_size + kv_size or more]; the elements of a row are contiguous.
         norm_weight_q: [q_size]. norm_weight_k: [kv_size].
-        workspace, rank, nranks, eps: as of `minimax_allreduce_rms`.
+        workspace, rank, nranks, eps: as in `minimax_allreduce_rms`.
     """
     outs = qkv.new_empty(qkv.shape[0], q_size), qkv.new_empty(qkv.shape[0], kv_size)
     weights = norm_weight_q, norm_weight_k

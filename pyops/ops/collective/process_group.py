@@ -6,7 +6,7 @@ import socket
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from . import custom_all_reduce as custom
 from .communicator import VEC_BYTES, by_packets, naming_lost_ranks
 from .shared_memory import GroupMemory, exchanged, meta_size
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CustomAllReduce"]
 
-_TABLE_BYTES = 64 * 1024
-_MAX_SIZE = 8 << 20  # bytes; beyond, NCCL's ring is as fast (docs/many_gpus.md)
+_TABLE_BYTES = 64 * 1024  # bytes of the table of registered buffers, 64 per buffer
+_MAX_SIZE = 8 << 20  # bytes of a message; for larger ones NCCL's ring is as fast (docs/many_gpus.md)
 
 
 class CustomAllReduce:
-    """All-reduce by kernels that read the memory of the other processes. `close` frees it, when all are done.
+    """All-reduce by kernels that read the memory of the other processes. `close` frees the shared memory.
 
     Args:
-        group: a `ProcessGroup` that can exchange objects between CPUs, such as one of gloo: 2, 4, 6 or 8 processes of
+        group: a `ProcessGroup` that can exchange objects between CPUs, such as one with gloo: 2, 4, 6 or 8 processes of
             one node.
-        device: the GPU of this process; every pair must reach each other (`reach_each_other`), or be one.
+        device: the GPU of this process; all GPUs need peer access to each other (`reach_each_other`), or are the same.
         max_size: bytes of the largest message.
     """
 
@@ -52,7 +52,7 @@ class CustomAllReduce:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> bool:
-        """`all_reduce_add_rms_norm` into `x`, where packets are what to use; whether it was."""
+        """`all_reduce_add_rms_norm` into `x` if `x` is small enough for packets; returns whether it was done."""
         if (
             not by_packets(self.world_size, x.nbytes)
             or x.shape[-1] * x.itemsize % VEC_BYTES
@@ -64,11 +64,11 @@ class CustomAllReduce:
         return True
 
     def naming(self, what: str) -> AbstractContextManager[None]:
-        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        """Within the context, a device error caused by ranks that did not arrive becomes a `RankError` naming them."""
         return naming_lost_ranks(what, custom.communicator(what, self.fa).lost)
 
     def close(self) -> None:
-        """Free the memory. Every process calls, when no kernel runs any more."""
+        """Free the memory. Every process must call it, after all kernels have ended."""
         torch.cuda.synchronize(self.device)
         torch.distributed.barrier(group=self.group)
         custom.dispose(self.fa)

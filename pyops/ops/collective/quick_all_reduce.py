@@ -1,4 +1,4 @@
-"""Quick all-reduce: partial sums cross the links quantized to 8, 6 or 4 bits. vLLM's names, on NVIDIA too."""
+"""Quick all-reduce: messages are quantized to 8, 6 or 4 bits. Functions have vLLM's names and run on NVIDIA, too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import Communicator, geometry
 from .custom_all_reduce import keep
 from .shared_memory import (
@@ -29,8 +30,8 @@ __all__ = ["init_custom_qr", "qr_all_reduce", "qr_destroy", "qr_get_handle", "qr
 
 _kernel = Kernel("collective/quick_all_reduce.cu")
 _WORLD_SIZES = (2, 4, 8)
-_BITS = (16, 8, 6, 4)  # by quant_level
-_MAX_SIZE = 2 << 30
+_BITS = (16, 8, 6, 4)  # bits of an element, by quant_level
+_MAX_SIZE = 2 << 30  # default size of the largest message, in bytes
 _VEC, _TILE = 8, 8  # elements of a vector; vectors of a tile
 _handles = count(1)
 
@@ -50,10 +51,11 @@ _states: dict[int, _Quick] = {}
 
 
 def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -> int:
-    """Memory for messages of up to `qr_max_size` bytes; None for `qr_max_size()`. Returns a handle.
+    """Allocate memory for messages of up to `qr_max_size` bytes; returns a handle.
 
     Args:
-        rank: of this process. world_size: 2, 4 or 8.
+        rank: the rank of this process. world_size: 2, 4 or 8 ranks.
+        qr_max_size: bytes of the largest message; None for `qr_max_size()`.
     """
     if world_size not in _WORLD_SIZES:
         raise OpError("init_custom_qr", "world_size", f"expected 2, 4 or 8, got {world_size}")
@@ -62,7 +64,7 @@ def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -
     max_size = _MAX_SIZE if qr_max_size is None else qr_max_size
     if max_size < 1:
         raise OpError("init_custom_qr", "qr_max_size", f"expected 1 or more bytes, got {max_size}")
-    # A section for the slice of each rank and one for the sum, each of whole tiles.
+    # One section for the slice of each rank and one for the sum, each a whole number of tiles.
     section = _slice(-(-max_size // 16), world_size) * 16
     own, handle = allocate_shared_buffer_and_handle(SIGNAL_BYTES + (world_size + 1) * section)
     keep(own)
@@ -82,7 +84,7 @@ def qr_get_handle(fa: int) -> Tensor:
 
 
 def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
-    """Map the memory of all ranks; handles are in the order of ranks. Before the first `qr_all_reduce`."""
+    """Map the memory of all ranks; `handles` are in the order of ranks. Call it before the first `qr_all_reduce`."""
     state = _state("qr_open_handles", _fa)
     if len(handles) != state.world_size or any(handle.numel() != HANDLE_BYTES for handle in handles):
         expected = f"expected {state.world_size} of {HANDLE_BYTES} bytes, got {[h.numel() for h in handles]}"
@@ -100,12 +102,12 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
     """``out = sum of inp over ranks``, with each input and each sum quantized in blocks of 32 elements.
 
     Args:
-        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, of no more bytes than `init_custom_qr` knows.
+        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, at most the bytes given to `init_custom_qr`.
         out: as `inp`, written; may be `inp`.
         quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
         cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504.
 
-    A block with an element that is not finite becomes NaN, if it is quantized.
+    A quantized block with an element that is not finite becomes NaN.
     """
     op, state = "qr_all_reduce", _state("qr_all_reduce", fa)
     if state.communicator is None:
@@ -136,7 +138,7 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
 
 
 def qr_destroy(fa: int) -> None:
-    """Free the memory of this rank. No rank may use it any more."""
+    """Free the memory of this rank. No rank may use it afterwards."""
     state = _state("qr_destroy", fa)
     for address in state.opened:
         close_mem_handle(address)
@@ -151,5 +153,5 @@ def _state(op: str, fa: int) -> _Quick:
 
 
 def _slice(num_vecs: int, world_size: int) -> int:
-    """Vectors of the slice of a rank: whole tiles."""
+    """Vectors of the slice of a rank, rounded up to whole tiles."""
     return -(-num_vecs // (_TILE * world_size)) * _TILE

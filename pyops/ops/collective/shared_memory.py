@@ -6,23 +6,24 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, ranks
 from ..._core.errors import OpError
-from ..._core.lazy import cupy, torch
+from ..._core.system import driver
+from ..._core.system.lazy import cupy, torch
+from ...host import ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["allocate_shared_buffer_and_handle", "free_shared_buffer", "meta_size", "open_mem_handle"]
 
-HANDLE_BYTES = 64
-SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up to lines
-PACKET_BYTES = 4 << 20  # of `init_custom_ar`, after the signals: packets of two messages; scratch memory follows
+HANDLE_BYTES = 64  # bytes of a cudaIpcMemHandle_t
+SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up
+PACKET_BYTES = 4 << 20  # bytes of packets of two messages, between the signals and the scratch memory
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 def meta_size() -> int:
-    """Bytes of the signals and packets of a rank, which lie before its scratch memory."""
+    """Bytes of the signals and packets of a rank, which precede its scratch memory."""
     return SIGNAL_BYTES + PACKET_BYTES
 
 
@@ -50,7 +51,7 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
 
 
 def open_mem_handle(mem_handle: Tensor) -> int:
-    """The address in this process of another process's memory, by the handle that it has made.
+    """Map another process's memory by its handle; returns the address in this process.
 
     Args:
         mem_handle: uint8 [64] on the CPU.
@@ -65,13 +66,13 @@ def open_mem_handle(mem_handle: Tensor) -> int:
 
 
 def close_mem_handle(address: int) -> None:
-    """Unmap what `open_mem_handle` has mapped."""
+    """Unmap memory that `open_mem_handle` mapped."""
     if ranks.here() is None:
         cupy.cuda.runtime.ipcCloseMemHandle(address)
 
 
 def free_shared_buffer(ptr: int) -> None:
-    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it any more."""
+    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it afterwards."""
     if (here := ranks.here()) is not None:
         here.world.free(ptr)
     else:
@@ -79,11 +80,11 @@ def free_shared_buffer(ptr: int) -> None:
 
 
 class GroupMemory:
-    """Zeroed memory of every process of a group; each maps that of all others. On the host, memory of every rank.
+    """Zeroed memory of every process of a group, mapped in all of them. On the host, memory of every rank.
 
     Attributes:
-        addresses: of each rank's memory in this process.
-        rank: of this process.
+        addresses: the address of each rank's memory in this process.
+        rank: the rank of this process.
     """
 
     def __init__(self, group: Any, size: int) -> None:
@@ -104,11 +105,11 @@ class GroupMemory:
         return torch.as_tensor(_Bytes(self._own, self._size), device=device)
 
     def close(self) -> None:
-        """Free the memory. Every process calls, when none uses it any more."""
+        """Free the memory. Every process must call it, after the last use by any process."""
         for rank, address in enumerate(self.addresses):
             if rank != self.rank:
                 close_mem_handle(address)
-        exchanged(None, self.group)  # nobody has it mapped any more
+        exchanged(None, self.group)  # all processes have unmapped it
         free_shared_buffer(self._own)
 
 
@@ -119,7 +120,7 @@ class _Bytes:
 
 
 def exchanged(mine: Any, group: Any) -> list[Any]:
-    """What every process of a group, or every rank on the host, has brought, in the order of ranks."""
+    """All-gather of Python objects over a group, or over the ranks on the host, in the order of ranks."""
     if (here := ranks.here()) is not None:
         return here.world.meet(here.rank, "exchange", mine, list)
     every: list[Any] = [None] * torch.distributed.get_world_size(group)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import column_place
 from .._shared.scalar_type import uint8b128
 from .fp8_accumulation import FLOAT32_ERROR
@@ -51,11 +51,11 @@ def rearrange_kn_weight_as_n32k16_order(
     Args:
         b_qweight: [K, N] uint8, contiguous; K a multiple of 16.
         b_scales: [1, N] float16 or bfloat16, contiguous.
-        b_zeros: the same, with has_zp; else None, or left alone.
-        has_zp: there are zero points.
+        b_zeros: the same, with has_zp; else None, or not read.
+        has_zp: whether there are zero points.
         b_qweight_reorder: [N_32align, K] uint8, contiguous, written.
         b_scales_reorder: [1, N_32align] of the dtype of b_scales, contiguous, written.
-        b_zeros_reorder: the same, written with has_zp; else None, or left alone.
+        b_zeros_reorder: the same, written with has_zp; else None, or not written.
         K, N: the size of the weight.
         N_32align: N, rounded up to a multiple of 32.
     """
@@ -164,15 +164,15 @@ def allspark_w8a16_gemm(
     rounded once.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
+        a: [M, K] float16 or bfloat16; constant row stride; K a multiple of 16.
         b_qweight: [n rounded up to 32, K] uint8, contiguous, as `rearrange_kn_weight_as_n32k16_order` writes it.
         b_scales: [1, n rounded up to 32] of the dtype of a, contiguous, in that order.
         b_qzeros: the same, with has_zp; else None.
         n: columns of the weight.
-        group_size: -1: a column has one scale.
-        sm_count, sm_version, CUBLAS_M_THRESHOLD: vLLM's; they have no effect.
-        has_zp: there are zero points.
-        n32k16_reorder: True: the weight is in that order.
+        group_size: must be -1: a column has one scale.
+        sm_count, sm_version, CUBLAS_M_THRESHOLD: for compatibility with vLLM; no effect.
+        has_zp: whether there are zero points.
+        n32k16_reorder: must be True: the weight is in that order.
         out: [M, n] of the dtype of a, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, a, _weight(a, b_qweight, b_qzeros, n), b_scales=b_scales, column_order="n32k16")

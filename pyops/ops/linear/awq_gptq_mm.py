@@ -1,15 +1,15 @@
-"""GEMMs with weights as checkpoints of AWQ and GPTQ have them."""
+"""GEMMs with AWQ and GPTQ weights in the layouts of their checkpoints."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import bfloat16, float16, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import ScalarType, uint4
 from .gemm_problem import Epilogue, Operand
@@ -42,11 +42,11 @@ def awq_gemm(
     holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
-        input: [M, K] float16 or bfloat16; rows of one stride.
+        input: [M, K] float16 or bfloat16; constant row stride.
         qweight: [K, N / 8] int32, contiguous.
         scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
-        qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
-        split_k_iters: vLLM's; it has no effect.
+        qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as stored.
+        split_k_iters: for compatibility with vLLM; no effect.
         out: [M, N] of the dtype of `input`, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, input, _awq_weight(qweight, scales, qzeros), *_scales_of_sums(scales))
@@ -117,7 +117,7 @@ def example_awq_gemm(
     dtype: Literal["float16", "bfloat16"] = "float16",
     is_tiled: bool = False,
 ) -> tuple[Any, ...]:
-    """`is_tiled`: columns and groups fill whole tiles, so that kernels with fused dequantization serve the call."""
+    """`is_tiled`: columns and groups fill whole tiles, so that kernels with fused dequantization support the call."""
     k, n = (256, 128) if is_tiled else (160, 72)
     return (
         make.randn(num_tokens, k, dtype=dtype),
@@ -164,14 +164,14 @@ def gptq_gemm(
     of `a` for it.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride.
+        a: [M, K] float16 or bfloat16; constant row stride.
         b_q_weight: [K * bit / 32, N] int32, contiguous.
         b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
         b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
         b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
             row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
-        use_exllama: the weight is as `gptq_shuffle` leaves it.
-        use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
+        use_exllama: whether the weight comes from `gptq_shuffle` (layout exllama).
+        use_v2_format: whether zero points are used as they are stored; otherwise 1 is added to them.
         bit: bits of a quant: 2, 3, 4 or 8.
         out: [M, N] of the dtype of `a`, returned; elements of a row are contiguous; new unless given.
     """
@@ -208,7 +208,7 @@ def _gptq_weight(
 
 
 def _gptq_scales(weight: PackedWeight, scales: Any) -> tuple[Any, Any]:
-    """a_scales and b_scales of the epilogue: the scales, if the weight does not have them."""
+    """a_scales and b_scales of the epilogue: the scales, if dequantization does not apply them."""
     return None, scales if weight.scales is None else None
 
 
@@ -275,7 +275,7 @@ def example_gptq_gemm(
     num_groups: Literal[4, 1] = 4,
     dtype: Literal["float16", "bfloat16"] = "float16",
 ) -> tuple[Any, ...]:
-    """A weight as `gptq_shuffle` leaves it, permuted or not, or one with groups of rows in any order."""
+    """A weight from `gptq_shuffle`, with or without a permutation, or one with rows in groups of any order."""
     k, n = 256, 96
     g_idx = make.permutation(k, k, dtype="int32") if order == "permuted" else None
     if order == "groups":

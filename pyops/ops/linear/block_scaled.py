@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..._core import check
-from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import MX_BLOCK, TILE_ROWS, tile_sizes, untiled
 from .._shared.scalar_type import E2M1_NUMBERS
 
@@ -96,19 +97,19 @@ class BlockFormat:
     ) -> Launch:
         """The launch that dequantizes to `dense` matrices of `rows_of_matrix` rows, each with its own tiles of scales.
 
-        `scale_rows` has the row of the scales of each row, if it is not the row itself. A matrix is skipped if
-        `problem_sizes` has no rows that multiply it.
+        `scale_rows` gives the row of `scales` for each matrix row; None if they are equal. An expert's weight matrix is
+        skipped if `problem_sizes` says that the expert has no rows.
         """
         num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
         rows, columns = self.scale_sizes(rows_of_matrix, size)
-        kernel = _block_scaled_to_bf16.renamed(codes=codes.name, scales=scales.name)
+        kernel = _block_scaled_to_bf16.renamed(quants=codes.name, scales=scales.name)
         parts, num_matrices = size // _ELEMENTS, num_rows // max(1, rows_of_matrix)
         num_threads = min(_MAX_THREADS, check.threads(parts))
         return kernel(
             scale_t=uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype,
-            CODE_BITS=self.code_bits,
+            QUANT_BITS=self.code_bits,
             SCALE_SIZE=self.scale_size,
-            CODE_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
+            QUANT_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
             HAS_SCALE_ROWS=scale_rows is not None,
             HAS_SIZES=problem_sizes is not None,
             NUM_THREADS=num_threads,
@@ -124,7 +125,7 @@ class BlockFormat:
             rows_of_matrix=max(1, rows_of_matrix),
             padded_rows=rows,
             num_scale_rows=scales.numel // max(1, columns),
-            codes_stride=check.row_stride(codes),
+            quants_stride=check.row_stride(codes),
         )
 
 

@@ -1,15 +1,16 @@
-"""K-major quantized weights of experts, as checkpoints have them: their description, and their dequantization."""
+"""K-major quantized weights of experts in the layouts of checkpoints: description, checks and dequantization."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import E2M1_NUMBERS, SCALAR_TYPES, ScalarType
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class CodedExperts:
 
     def tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers of these kernels by parameter."""
-        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+        return {"quants": self.codes, "scales": self.scales, "zeros": self.zeros}
 
     def written(self, dense: Scratch, dtype: DType) -> Launch:
         """The launch that dequantizes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
@@ -85,7 +86,7 @@ class CodedExperts:
             **self.constants(),
             GROUP_SIZE=max(1, self.group_size),
             ROWS=_WRITTEN_ROWS,
-            CODE_ACCESS=access,
+            QUANT_ACCESS=access,
             NUM_THREADS=_NUM_THREADS,
         ).launch(
             (-(-self.num_experts * self.rows // _WRITTEN_ROWS), -(-words // _NUM_THREADS)),

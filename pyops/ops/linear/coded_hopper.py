@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import uint8
 from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
 from .expert_rows import gathered
@@ -71,11 +71,11 @@ class CodedHopperConfig:
             TILE_K=self.step,
             STAGES=stages,
         ).launch(
-            min(product.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            min(product.max_tiles(self.tile_m) * columns, device.num_sms),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
             max(stages * stage, device.shared_memory // 2 + 1),  # one CTA per SM
             a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
-            codes_map=TensorMap(
+            quants_map=TensorMap(
                 weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
             ),
             **replace(product, a=a).arguments(kernel, self.tile_m, **others),
@@ -84,7 +84,7 @@ class CodedHopperConfig:
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu runs on the device and takes this problem."""
+    """Whether wq_grouped_gemm_sm90.cu runs on the device and supports this problem."""
     p, w = problem.product, problem.weight
     codes = w.bits == 4 and w.scales is not None and _step(w) > 0
     return device.supports("wgmma") and codes and p.lists.block_size % 16 == 0
@@ -97,6 +97,6 @@ def choose(problem: CodedProblem) -> CodedHopperConfig:
 
 
 def _step(weight: CodedExperts) -> int:
-    """Elements of K in a k-tile, with each lane's quarter under one scale; 0 if no size fits."""
+    """Elements of K in a k-tile; a lane's quarter of them must lie under one scale. 0 if no size fits."""
     fits = (step for step in _STEPS if weight.k % step == 0 and weight.group_size % (step // 4) == 0)
     return next(fits, 0)

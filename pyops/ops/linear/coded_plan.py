@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float16
+from ..._core.tensors.tensor import TensorArg
 from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
 from .coded_hopper import CodedHopperConfig
@@ -158,13 +159,13 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 
 
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu takes this problem and is faster than the other kernels."""
+    """Whether wq_grouped_gemm_sm90.cu supports this problem and is faster than the other kernels."""
     p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
     return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization runs on the device, takes this problem, and beats dequantizing
+    """Whether a kernel with fused dequantization runs on the device, supports this problem, and beats dequantizing
     first."""
     p, w = problem.product, problem.weight
     sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
@@ -196,7 +197,7 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
-    blocks = -(-tiles // device.multiprocessors)  # blocks per SM
+    blocks = -(-tiles // device.num_sms)  # blocks per SM
     # At least half of the resident warps per tile: one token of Mixtral takes 49 us, and 71 us with two warps per tile.
     warps = min(max(resident // 2, resident // blocks) if blocks <= resident else _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))
@@ -236,5 +237,5 @@ def plan(
 
 
 def launches_of(problem: CodedProblem) -> list[Launch]:
-    """The launches of the kernel with fused dequantization, for a problem that it serves."""
+    """The launches of the kernel with fused dequantization, for a problem that it supports."""
     return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core.device import Device
+from ..._core.system.device import Device
 from .coded_experts import CodedExperts
 from .grouped_problem import GroupedProblem
 

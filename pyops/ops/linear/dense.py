@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
 from .gemm_problem import check_linear
 
@@ -27,10 +27,10 @@ def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = Non
     for ``[gate, up] = input @ weight.T + bias``; neither is rounded before.
 
     Args:
-        out: [..., output_size], written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., output_size], written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
-            rows of one stride.
+            constant row stride.
         bias: of the same dtype, contiguous, an element for each row of weight; or None.
         activation: "none"; "gelu", by the error function; or "silu_and_mul".
     """

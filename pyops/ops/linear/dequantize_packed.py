@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core.dtypes import DType, float32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.dtypes import DType, float32
+from ..._core.tensors.tensor import TensorArg
 from . import gemm_plan
 from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
@@ -55,7 +56,7 @@ def written(
     dense: Scratch, dtype: DType, w: PackedWeight, count: int = 1, weight_scales: TensorArg | None = None
 ) -> Launch:
     """The launch that dequantizes the weight to `dense`, [N, K]; or `count` contiguous weights with a scale each."""
-    tensors = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
+    tensors = {"quants": w.codes, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
     kernel, absent = _fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
     floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))

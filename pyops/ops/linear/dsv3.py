@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import bfloat16, float32
+from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem
 from .rocm_skinny import example_tensors, plan_product, weight_product
@@ -26,8 +26,8 @@ def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
 
     Args:
         output: [tokens, outputs] bfloat16, written; elements of a row are contiguous.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-        mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
+        mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
+        mat_b: the weight, [K, outputs] bfloat16, any strides; column-major is fast.
     """
     output.copy_(mat_a.double() @ mat_b.double())
 
@@ -51,7 +51,7 @@ def dsv3_router_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
 
     Args:
         output: [tokens, experts] float32 or bfloat16, written; elements of a row are contiguous.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
+        mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
         mat_b: the weight, [experts, K] bfloat16, likewise.
     """
     output.copy_(weight_product(mat_b, mat_a))

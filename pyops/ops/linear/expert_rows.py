@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import Operand
 from .grouped_problem import ExpertLists
 

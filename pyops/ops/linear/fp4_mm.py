@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16
-from ..._core.kernel import Launch, Scratch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import bfloat16, float16
+from ..._core.tensors.tensor import TensorArg
 from .block_scaled import NVFP4, dense_bytes
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand

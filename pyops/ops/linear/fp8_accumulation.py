@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

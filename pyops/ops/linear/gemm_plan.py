@@ -1,4 +1,4 @@
-"""Which kernel serves a GEMM, and how: a Config for each kernel, the choice among them, the launch.
+"""GEMM: a Config for each kernel, the choice among them, and the launch.
 
 A Config class stands for a kernel: it holds the kernel's geometry and makes the launch. Only `choose` chooses a kernel.
 """
@@ -6,18 +6,18 @@ A Config class stands for a kernel: it holds the kernel's geometry and makes the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import FLOATS
-from ..._core.kernel import Kernel, Launch, Scratch
-from . import gemm_sm90, skinny_linear
-from .gemm_problem import HELD_STAGES, GemmProblem, multiplies
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import FLOATS
+from . import gemm_sm90, gemm_sm90_choice, skinny_linear
+from .gemm_problem import GemmProblem, multiplies
+from .gemm_sm80 import MmaConfig, choose_mma
 from .gemm_sm90 import GemmConfig, SwapConfig
 from .skinny_linear import SkinnyConfig
 
-_mma, _simt = Kernel("linear/gemm_sm80.cu"), Kernel("linear/gemm_simt.cu")
+_simt = Kernel("linear/gemm_simt.cu")
 
 MIN_CAPABILITY = 80  # least compute capability (major * 10 + minor) with `device.supports("mma")`
 
@@ -27,88 +27,6 @@ _MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
 _MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
 # Chosen by arithmetic, not yet measured.
 _MAX_SKINNY_ROWS = 2  # most rows of gemv.cu on devices without gemm_sm90_swap_ab.cu
-_STEP_BYTES = 128  # bytes of K in a k-tile of gemm_sm80.cu
-_MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
-_SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
-_MAX_SPLITS = 8  # split-K: most blocks that share a tile
-_MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each block
-_MAX_SUMS = 64  # most accumulators of a thread: twice as many spill
-_MAX_RESIDENT_SUMS = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
-_GROUP_ROWS = 8  # row tiles that run together for each column tile, so that the L2 cache holds the rows that they share
-
-
-@dataclass(frozen=True, slots=True)
-class MmaConfig:
-    """The geometry of gemm_sm80.cu; the attributes are constants of the kernel.
-
-    Attributes:
-        tile_m, tile_n: rows and columns of a block's accumulator tile.
-        warps_m, warps_n: warps along M and N.
-        stages: k-tiles in shared memory or in flight.
-        splits: blocks that share a tile (split-K); each takes a part of K.
-        min_blocks: blocks per SM; bounds the registers.
-    """
-
-    tile_m: int
-    tile_n: int
-    warps_m: int
-    warps_n: int
-    stages: int
-    splits: int
-    min_blocks: int
-
-    def __post_init__(self) -> None:
-        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
-            raise ValueError(f"warps do not divide the tile: {self}")
-
-    @property
-    def shared_memory(self) -> int:
-        return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
-
-    def num_threads(self, device: Device) -> int:
-        return self.warps_m * self.warps_n * device.warp_size
-
-    def candidates(self, problem: GemmProblem, device: Device) -> list[MmaConfig]:
-        """Other tiles, stages, splits and registers."""
-        found = tuning.varied(
-            self,
-            tile_m=tuning.beside(self.tile_m, 16, 128),
-            tile_n=tuning.beside(self.tile_n, 32, 128),
-            stages=(self.stages - 1, self.stages + 1),
-            splits=tuning.beside(self.splits, 1, _MAX_SPLITS),
-            min_blocks=tuning.beside(self.min_blocks, 1, 4),
-        )
-        return [one for one in found if one.stages >= 2 and one._fits(problem, device)]
-
-    def _fits(self, problem: GemmProblem, device: Device) -> bool:
-        """Whether shared memory and registers suffice."""
-        sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
-        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
-        return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
-
-    def launch(self, problem: GemmProblem) -> Launch:
-        """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
-        tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
-        splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
-        partial: dict[str, Any] = {"partial": 0, "arrived": 0}
-        if splits > 1 and tiles:
-            partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
-            partial["arrived"] = Scratch(tiles * 4, zeroed=True)
-        return problem.kernel(_mma)(
-            **problem.constants(),
-            VEC_SIZE=problem.vec_size,
-            OUT_ACCESS=problem.out_access,
-            TILE_M=self.tile_m,
-            TILE_N=self.tile_n,
-            WARPS_M=self.warps_m,
-            WARPS_N=self.warps_n,
-            STAGES=self.stages,
-            SPLITS=splits,
-            GROUP_ROWS=_GROUP_ROWS,
-            MIN_BLOCKS=self.min_blocks,
-        ).launch(
-            (tiles, splits), self.num_threads(problem.device), self.shared_memory, **problem.arguments(), **partial
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +58,7 @@ def choose(problem: GemmProblem, device: Device) -> Config:
     if _is_skinny(problem, on_hopper):
         return skinny_linear.choose(problem, device)
     if on_hopper:
-        return gemm_sm90.choose(problem, device)
+        return gemm_sm90_choice.choose(problem, device)
     if not multiplies(problem.dtype, device):
         return GemmSimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
@@ -157,35 +75,6 @@ def _is_skinny(problem: GemmProblem, on_hopper: bool) -> bool:
     if problem.m == 1:
         return weight <= _MAX_SKINNY_WEIGHT and problem.k <= _MAX_SKINNY_K
     return problem.m <= _MAX_SMALL_ROWS and weight <= _MAX_SMALL_WEIGHT
-
-
-def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
-    """The largest tile that leaves no SM idle; else split-K."""
-    m = tuning.power_of_two(problem.m)
-
-    def tiles(tile_m: int, tile_n: int) -> int:
-        return -(-m // tile_m) * -(-problem.b.rows // tile_n)
-
-    if m <= 16:
-        tile_m, tile_n, warps_m, warps_n = 16, 64, 1, 4
-    elif m <= 32:
-        tile_m, tile_n, warps_m, warps_n = 32, 64, 1, 4
-    elif m <= 64 or tiles(128, 128) < device.multiprocessors:
-        tile_m, tile_n, warps_m, warps_n = 64, 64, 2, 2
-    else:
-        tile_m, tile_n, warps_m, warps_n = 64 if problem.epilogue.block_scaled else 128, 128, 2, 4
-    steps = -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
-    idle = 2 * device.multiprocessors // max(1, tiles(tile_m, tile_n))
-    splits = 1
-    while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):
-        splits *= 2
-    step_bytes = (tile_m + tile_n) * _STEP_BYTES
-    blocks = 2 if step_bytes <= _SMALL_TILE else 1  # blocks per SM; they share its shared memory
-    max_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
-    stages = min(max_stages, device.shared_memory // blocks // step_bytes)
-    if 2 * step_bytes == device.shared_memory:
-        splits = 1  # split-K takes static shared memory for a flag
-    return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 
 def plan(problem: GemmProblem) -> Launch:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType, float32, int8
-from ..._core.kernel import Kernel, Scratch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType, float32, int8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 
 SCALE_BLOCK = 128  # block-scaled GEMM: elements of K, and rows of b, under one scale
@@ -65,7 +66,7 @@ class Operand:
 
     @classmethod
     def of_columns(cls, tensor: TensorArg) -> Operand:
-        """A tensor [K, rows] of any strides; column-major ones are the fast ones."""
+        """A tensor [K, rows] of any strides; column-major is fast."""
         return cls.of_matrix(replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1]))
 
     @classmethod
@@ -88,7 +89,7 @@ class Epilogue:
     """The epilogue: names and formula are those of gemm_epilogue.cuh.
 
     Attributes:
-        out: [..., N], rows of one stride.
+        out: [..., N], constant row stride.
         a_scales: a scale for each row of a, or one, of any float dtype. With block_scaled float32 [M, blocks of K], any
             strides.
         b_scales: likewise for the rows of b, in `column_order` if there are several. With block_scaled float32 [blocks
@@ -195,6 +196,13 @@ class GemmProblem:
         return self.a.rows
 
     @property
+    def rounded_m(self) -> int:
+        """M rounded up, so that few M need another kernel: to a power of two up to 16, then to whole parts of tiles."""
+        power = tuning.power_of_two(self.m)
+        unit = power if power <= 16 else 16 if power <= 64 else 64 if power <= 1024 else 128
+        return -(-self.m // unit) * unit
+
+    @property
     def n(self) -> int:
         """Columns of out."""
         return self.b.rows // 2 if self.epilogue.is_gated else self.b.rows
@@ -228,7 +236,7 @@ class GemmProblem:
     def bucket(self) -> str:
         epilogue, out = self.epilogue, self.epilogue.out
         words = [
-            f"rows={tuning.power_of_two(self.m)}",
+            f"rows={self.rounded_m}",
             f"weight={self.b.rows}x{self.k}",
             f"{self.dtype.name}-{out.dtype.name}",
             f"vec_size={self.vec_size}",
@@ -283,7 +291,7 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
 ) -> GemmProblem:
-    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel serves."""
+    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")

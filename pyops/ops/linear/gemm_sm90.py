@@ -1,37 +1,38 @@
-"""GEMMs by WGMMA on compute capability 9.0: two kernels, the choice between them, the tensor maps of the operands.
+"""GEMMs by WGMMA on compute capability 9.0: geometry and launch of two kernels, and the operands' tensor maps.
 
-`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. `choose` takes the config
-that a cost model of the device finds fastest.
+`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. gemm_sm90_choice.py
+chooses among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
 
 _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
-_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-_STEP_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
+FP8 = float8_e4m3fn, float8_e5m2
+_DTYPES = bfloat16, float16, *FP8, int8
+K_TILE_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
 _BARRIER_BYTES = 8  # bytes of an mbarrier
 _MAX_STAGES = 8  # most stages
 _MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
 _MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
 _MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
-_MAX_GROUP = 64  # most row tiles of a group, in clusters
-_MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
-_MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
+MAX_GROUP = 64  # most row tiles of a group, in clusters
+MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
+MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
+_A_BOX_ROWS = 32  # rows of a box of a where the last tile of gemm_sm90.cu is not full
+MAX_SPLITS = 8  # stream-K: most clusters that share a tile
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
-_GROUP_BYTES = 16 << 20  # bytes of a that the tiles of one group share; they stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,21 @@ class GemmConfig:
         group: row tiles, in clusters, that run together for each column tile.
         ping_pong: whether the two consumer warpgroups take tiles in ping-pong order (each its own) or cooperate on one
             tile.
+        splits: clusters that share each tile of a last wave that is not full, as far as there are clusters for it.
     """
 
     tile_n: int
     cluster: int
     group: int
     ping_pong: bool = False
+    splits: int = 1
 
     TILE_M = 128
     _STORES = 2 * 8 * 16  # rows of the epilogue's staging buffers: two 16-row buffers for each of eight warps
 
     def __post_init__(self) -> None:
-        most = _MAX_TURN_COLUMNS if self.ping_pong else 256
-        if self.tile_n % 16 or not 0 < self.tile_n <= most or self.cluster not in (1, 2):
+        most, both = _MAX_TURN_COLUMNS if self.ping_pong else 256, self.ping_pong and self.splits > 1
+        if self.tile_n % 16 or not 0 < self.tile_n <= most or self.cluster not in (1, 2) or both:
             raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
@@ -65,48 +68,65 @@ class GemmConfig:
             self,
             tile_n=(64, 128, 192, 224, 256),
             cluster=(1, 2),
-            group=tuning.beside(self.group, 1, _MAX_GROUP),
+            group=tuning.beside(self.group, 1, MAX_GROUP),
             ping_pong=(False, True),
+            splits=tuning.beside(self.splits, 1, MAX_SPLITS),
         )
-        return [one for one in found if one._fits(_sum_block(problem, 0))]
+        return [one for one in found if one.fits(sum_block(problem, 0) > 0, problem.epilogue.is_gated)]
 
-    def _fits(self, sum_block: int) -> bool:
-        """Whether the accumulators fit into registers."""
-        return not sum_block or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
+    def fits(self, promoted: bool, is_gated: bool) -> bool:
+        """Whether the accumulators fit into registers, and gates and ups of a tile into runs of whole swizzle atoms."""
+        fits = not promoted or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
+        return fits and not (is_gated and self.tile_n % 32)
 
     def launch(self, problem: GemmProblem) -> Launch:
         """A persistent grid: as many clusters as the device holds go over the tiles."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90.for_arch(problem.device.arch_feature))
-        sum_block, constants = _sum_block(problem, 0), problem.constants()
-        if not self._fits(sum_block):
-            raise ValueError(f"no registers for sums of {sum_block} elements of K: {self}")
+        promoted, constants = sum_block(problem, 0), problem.constants()
+        if not self.fits(promoted > 0, problem.epilogue.is_gated):
+            raise ValueError(f"no registers to promote accumulators, or no boxes of gates and ups: {self}")
         terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
+        runs = 2 if problem.epilogue.is_gated else self.cluster  # boxes of b of a tile
+        out_n = self.tile_n // (2 if problem.epilogue.is_gated else 1)
         # The staging buffers are half as wide where epilogue operands need the shared memory, and for ping-pong.
-        wide = self.tile_n % 64 == 0 and terms < 2 and not self.ping_pong
-        store_columns = 16 if self.tile_n % 32 else 64 if wide else 32
+        wide = out_n % 64 == 0 and terms < 2 and not self.ping_pong
+        store_columns = 16 if out_n % 32 else 64 if wide else 32
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
-        stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
-        tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
+        tiles, clusters = self.tiles(problem.m, problem.b.rows), device.num_sms // self.cluster
+        box_rows = _box_rows(problem.m, self.TILE_M, _A_BOX_ROWS)
+        rest = tiles % clusters
+        sharers = rest * min(self.splits, clusters // rest, num_k_tiles(problem)) if rest else 1
+        parts = self.cluster * (rest + sharers - 1) if sharers > rest > 0 else 0  # partial accumulator tiles
         return kernel(
             **constants,
             TILE_N=self.tile_n,
             PING_PONG=self.ping_pong,
             STORE_COLUMNS=store_columns,
             STAGES=stages,
-            SUM_BLOCK=sum_block,
+            SUM_BLOCK=promoted,
             CLUSTER=self.cluster,
-            GROUP=self.group,
+            STREAM_K=parts > 0,
         ).launch(
-            (min(tiles, device.multiprocessors // self.cluster), self.cluster),
+            (min(max(tiles, sharers), clusters), self.cluster),
             384,
             fixed + stages * stage,
-            a_map=_map(problem.a, problem.k, self.TILE_M),
-            b_map=_map(problem.b, problem.k, self.tile_n // self.cluster),
+            a_map=_map(problem.a, problem.k, box_rows),
+            b_map=_b_map(problem, self.tile_n // runs),
             out_map=_out_map(problem, (store_columns, 16)),
+            partial=Scratch(parts * self.TILE_M * self.tile_n * 4) if parts else 0,
+            arrived=Scratch(self.cluster * rest * 8 * 4, zeroed=True) if parts else 0,
+            a_box_rows=box_rows,
+            group_rows=self.group,
+            sharers=sharers,
             **_arguments(problem, kernel),
         )
+
+    def tiles(self, m: int, b_rows: int) -> int:
+        """Tiles of the problem, counted in clusters."""
+        return -(-m // (self.TILE_M * self.cluster)) * -(-b_rows // self.tile_n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,7 @@ class SwapConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= _MAX_SWAP_COLUMNS
+        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= MAX_SWAP_COLUMNS
         if not shape or self.splits not in (1, 2, 4, 8):
             raise ValueError(f"no geometry of gemm_sm90_swap_ab.cu: {self}")
 
@@ -143,39 +163,43 @@ class SwapConfig:
         found = tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, 16, 64),
-            tile_n=tuning.beside(self.tile_n, 16, _MAX_SWAP_COLUMNS),
+            tile_n=tuning.beside(self.tile_n, 16, MAX_SWAP_COLUMNS),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
+        epilogue = problem.epilogue
+        return [one for one in found if one.fits(num_k_tiles(problem), epilogue.block_scaled, epilogue.is_gated)]
 
-    def _fits(self, steps: int, blocked: bool) -> bool:
-        """Whether each part of K has a k-tile, and the accumulators fit into registers."""
-        return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
+    def fits(self, steps: int, blocked: bool, is_gated: bool) -> bool:
+        """Whether each part of K has a k-tile, the accumulators fit into registers, and gates go with their ups."""
+        registers = not blocked or self.tile_m <= MAX_BLOCKED_ROWS
+        return self.parts <= steps and registers and not (is_gated and self.tile_n % 16)
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One CTA or cluster per tile with split-K; else a persistent grid."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
         sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
         exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
-        stage = (self.tile_m + self.padded_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
-        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * _STEP_BYTES)
+        stage = (self.tile_m + self.padded_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
+        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * K_TILE_BYTES)
         if problem.epilogue.block_scaled:
             most = min(most, _MAX_BLOCKED_STAGES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
-        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
+        tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
+        box_rows = _box_rows(problem.m, self.tile_m, self.tile_m)
         return kernel(
             **problem.constants(),
-            SUM_BLOCK=_sum_block(problem, _STEP_BYTES),
+            SUM_BLOCK=sum_block(problem, K_TILE_BYTES),
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             STAGES=stages,
             SPLITS=self.splits,
         ).launch(
-            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
+            (tiles if self.parts > 1 else min(tiles, device.num_sms), self.splits),
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
-            a_map=_map(problem.a, problem.k, self.tile_m),
-            b_map=_map(problem.b, problem.k, self.tile_n),
+            a_map=_map(problem.a, problem.k, box_rows),
+            b_map=(_gated_map if problem.epilogue.is_gated else _b_map)(problem, self.tile_n),
+            a_box_rows=box_rows,
             **_arguments(problem, kernel),
         )
 
@@ -184,20 +208,27 @@ class SwapConfig:
 _FLOAT16_SUMS = 64
 
 
-def _sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
+def sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
     """Elements of K that the tensor cores accumulate before promotion to float32 registers; 0: no promotion.
 
     `of_bfloat16` is this number for fp8 operands, a bfloat16 output and no block scales.
     """
-    if problem.dtype not in (float8_e4m3fn, float8_e5m2):
+    if problem.dtype not in FP8:
         return 0
     if problem.epilogue.out.dtype is float16:
         return _FLOAT16_SUMS
     return SCALE_BLOCK if problem.epilogue.block_scaled else of_bfloat16
 
 
-def _steps(problem: GemmProblem) -> int:
-    return -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
+def num_k_tiles(problem: GemmProblem) -> int:
+    return -(-problem.k * problem.dtype.itemsize // K_TILE_BYTES)
+
+
+def _box_rows(m: int, tile_m: int, part: int) -> int:
+    """Rows of a box of a: what there is of one tile, a `part` of tiles where the last is not full, else the tile."""
+    if m <= tile_m:
+        return -(-m // 8) * 8
+    return part if m % tile_m else tile_m
 
 
 def _map(operand: Operand, k: int, rows: int) -> TensorMap:
@@ -205,8 +236,20 @@ def _map(operand: Operand, k: int, rows: int) -> TensorMap:
     itemsize = operand.dtype.itemsize
     # A tensor of one row may have any row stride.
     stride = operand.stride * itemsize if operand.rows > 1 else -(-k * itemsize // 16) * 16
-    box = (_STEP_BYTES // itemsize, rows)
-    return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, _STEP_BYTES)
+    box = (K_TILE_BYTES // itemsize, rows)
+    return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, K_TILE_BYTES)
+
+
+def _b_map(problem: GemmProblem, rows: int) -> TensorMap:
+    return _map(problem.b, problem.k, rows)
+
+
+def _gated_map(problem: GemmProblem, rows: int) -> TensorMap:
+    """The tensor map of b as [N / 8, 2, 8, K]: groups of 8 gates and 8 ups; a box is `rows` rows of one k-tile."""
+    b, itemsize = problem.b, problem.dtype.itemsize
+    row, box = b.stride * itemsize, (K_TILE_BYTES // itemsize, 8, 2, rows // 16)
+    sizes, strides = (problem.k, 8, 2, problem.n // 8), (row, problem.n * row, 8 * row)
+    return TensorMap(b.source, b.dtype, sizes, strides, box, K_TILE_BYTES)
 
 
 def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:
@@ -226,98 +269,11 @@ def serves(problem: GemmProblem, device: Device) -> bool:
     """Whether the kernels run on the device and take this problem: 8- or 16-bit operands that TMA can load."""
     epilogue = problem.epilogue
     empty = 0 in (problem.m, problem.n, problem.k)
-    mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= _MAX_SWAP_ROWS)
+    mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= MAX_SWAP_ROWS)
     sums = problem.dtype in _DTYPES and epilogue.out.dtype.itemsize == 2
     sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
-    return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
+    gated = epilogue.is_gated and (epilogue.block_scaled or not problem.out_is_aligned)
+    return device.supports("wgmma") and sums and mapped and not (empty or gated or epilogue.has_matrix_bias)
 
 
-# The cost model of the device, fitted to measurements on an H200: docs/performance/products.md.
-_MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
-_CLOCK = 1500.0  # cycles per microsecond of a large GEMM, at the power limit
-_L2_BYTES = 48.0  # bytes per cycle from the L2 cache to one SM
-# Cycles of one k-tile of a large GEMM, which is bound by power: a factor on the tensor cores' cycles, and cycles for
-# each operand row that is written to shared memory and for each row that comes from the L2 cache.
-_PRODUCT_CYCLES, _SHARED_CYCLES, _L2_CYCLES = 0.88, 0.63, 0.35
-_EPILOGUE = 2.1  # microseconds of the epilogue of a 128 x 256 tile; ping-pong hides all but one
-_LAUNCH = 3.0  # microseconds of a launch
-_EXCHANGE = 0.7  # microseconds to reduce a tile, for each doubling of the split-K CTAs
-_BLOCKED = 1.1  # factor of block scales on the tensor cores' cycles
-_STEP_CYCLES = 120.0  # least cycles of a k-tile
-# {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
-CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
-
-
-def choose(problem: GemmProblem, device: Device) -> GemmConfig | SwapConfig:
-    """The config with the least time by the cost model, for M rounded up to a power of two."""
-    blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
-    sums = blocked, _sum_block(problem, 0) > 0, problem.dtype.itemsize == 1
-    return _choose(m, problem.n, _steps(problem), *sums, problem.out_is_aligned, device.multiprocessors)
-
-
-@cache
-def _choose(
-    m: int,
-    n: int,
-    steps: int,
-    blocked: bool,
-    in_blocks: bool,
-    eight_bits: bool,
-    out_is_aligned: bool,
-    multiprocessors: int,
-) -> GemmConfig | SwapConfig:
-    """`choose` by the values that it depends on: block scales, promoted accumulators, 8-bit elements, ..."""
-    found: list[tuple[float, GemmConfig | SwapConfig]] = []
-    if m <= _MAX_SWAP_ROWS:
-        swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
-        found += [(_swap_time(one, m, n, steps, multiprocessors), one) for one in swaps]
-    if out_is_aligned:
-        gemms = _gemm_configs(m, steps, blocked, in_blocks, eight_bits)
-        found += [(_gemm_time(one, m, n, steps, blocked, multiprocessors), one) for one in gemms]
-    return min(found, key=lambda timed: timed[0])[1]
-
-
-def _gemm_configs(m: int, steps: int, blocked: bool, in_blocks: bool, eight_bits: bool) -> Iterator[GemmConfig]:
-    """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
-    part of the tile's time."""
-    wide = () if blocked else (112, 32) if in_blocks else (192, 224, 256, 32)
-    turns = (192, 128) if eight_bits and not in_blocks else ()
-    for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
-        group = max(1, min(_MAX_GROUP, _GROUP_BYTES // (GemmConfig.TILE_M * cluster * steps * _STEP_BYTES)))
-        for tile_n in (128, 64, *wide):
-            yield GemmConfig(tile_n, cluster, group)
-        for tile_n in turns:
-            yield GemmConfig(tile_n, cluster, group, ping_pong=True)
-
-
-def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
-    """Configs with the tile N that gives the fewest waves, with equal work for all CTAs."""
-    tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
-    row_tiles = -(-m // tile_m)
-    for splits, most in CLUSTERS.items():
-        clusters = max(1, int(most * multiprocessors) // row_tiles)
-        waves = -(-n // (_MAX_SWAP_COLUMNS * clusters))
-        tile_n = -(-n // (8 * waves * clusters)) * 8
-        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, _MAX_SWAP_COLUMNS, splits)):
-            if one._fits(steps, blocked):
-                yield one
-
-
-def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
-    """Microseconds: whole waves of tiles, and their epilogues."""
-    tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
-    waves = -(-tiles // (multiprocessors // config.cluster))
-    products = config.TILE_M * config.tile_n / 32 * (_BLOCKED if blocked else 1.0)
-    shared, loaded = config.TILE_M + config.tile_n, config.TILE_M + config.tile_n / config.cluster
-    cycles = _PRODUCT_CYCLES * products + _SHARED_CYCLES * shared + _L2_CYCLES * loaded
-    ends = (1 if config.ping_pong else waves) * _EPILOGUE * config.tile_n / 256
-    return _LAUNCH + waves * steps * cycles / _CLOCK + ends
-
-
-def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
-    """Microseconds: the loads of an SM, and the reduction of split-K."""
-    tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-    waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * multiprocessors)))
-    loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a k-tile
-    exchange = _EXCHANGE * (config.splits.bit_length() - 1)
-    return _LAUNCH + waves * (exchange + -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK)
+MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu

@@ -1,14 +1,14 @@
-"""GEMMs with the quantised weights of GGUF files."""
+"""GEMMs with the quantized weights of GGUF files."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml_plan import MAX_FUSED_ROWS, plan
 from .ggml_problem import GgmlProblem, format_of
@@ -48,7 +48,7 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
 
 
 def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:
-    """Random bytes of a weight of these sizes, the last in elements; scales are below 1 / 128, as in real weights."""
+    """A random weight of this shape (the last size in elements), with scales below 1 / 128, as in real weights."""
     format = ggml_formats.FORMATS[quant_type]
     weight = make.randint(0, 256, *sizes[:-1], sizes[-1] // format.length * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):
@@ -65,17 +65,17 @@ def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type
 
 @op(returns="out", atol=2.0**-18)
 def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
-    """A linear layer with a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
+    """A linear layer with a GGUF weight, for small M: ``out = X @ W.T``, rounded once.
 
-    The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
-    X is multiplied as it is, where upstream rounds it to 8 bits; but elements of a single token may be rounded by up to
-    2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
-    served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
+    The weight is dequantized as by `ggml_dequantize`, to float32; for more than 32 tokens it is then rounded to the
+    dtype of X. X is not quantized to 8 bits as upstream does; but with a single token its elements may be rounded by up
+    to 2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
+    supported. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-            blocks than X has columns for: those are not multiplied.
-        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+        W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+            blocks than K elements need; these are ignored.
+        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
         out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -107,14 +107,14 @@ def example_ggml_mul_mat_vec_a8(
 
 @op(returns="out", atol=2.0**-18)
 def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
-    """A linear layer with a weight of a GGUF file: ``out = X @ W.T``, accumulated in float32, rounded once.
+    """A linear layer with a GGUF weight: ``out = X @ W.T``, accumulated in float32, rounded once.
 
     The same as `ggml_mul_mat_vec_a8`.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-            blocks than X has columns for: those are not multiplied.
-        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+        W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+            blocks than K elements need; these are ignored.
+        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
         out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.

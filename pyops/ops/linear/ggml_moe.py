@@ -1,16 +1,16 @@
-"""Grouped GEMMs with weights that are quantised as in GGUF files."""
+"""Grouped GEMMs with weights that are quantized as in GGUF files."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32, int64
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32, int64
+from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml import random_weight
 from .ggml_plan import BLOCK_ROWS, plan
@@ -23,7 +23,7 @@ __all__ = ["ggml_moe_a8", "ggml_moe_a8_vec", "ggml_moe_get_block_size"]
 
 
 def ggml_moe_get_block_size(quant_type: int) -> int:
-    """Rows of one expert in a block of `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
+    """The block size for `ggml_moe_a8` (rows of one expert): 4, as upstream; 0 for an unsupported type."""
     return BLOCK_ROWS if quant_type in ggml_formats.FORMATS else 0
 
 
@@ -76,10 +76,10 @@ def ggml_moe_a8(
     Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
     element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
     float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice of an expert that W does not have gets
-    zeros; rows of out that no slot names are left as they are.
+    zeros; rows of out that no slot names are left unchanged.
 
     Args:
-        X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+        X: [tokens, K] float32, float16 or bfloat16; constant row stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
         sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
             of range is padding, and so are slots after the last block of four.
@@ -129,7 +129,7 @@ def plan_ggml_moe_a8(
 def example_ggml_moe_a8(
     make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 10] = 12
 ) -> tuple[Any, ...]:
-    """Each expert has its choices and then three empty slots; W does not have expert 4."""
+    """The choices of each expert are followed by three padding slots; expert 4 is out of range for W."""
     num_experts, top_k, row, k = 4, 2, 40, 256
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k
@@ -160,7 +160,7 @@ def ggml_moe_a8_vec(
     As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 
     Args:
-        X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+        X: [tokens, K] float32, float16 or bfloat16; constant row stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
         topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token.
         top_k: choices of a token.

@@ -1,14 +1,15 @@
-"""Which kernel serves a GEMM with a GGUF weight, and how: a Config for each kernel, the choice."""
+"""GEMM with a GGUF weight: a Config for each kernel, the choice among them, and the launches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from .._shared import ggml_formats
 from . import gemm_plan
 from .gemm_problem import Epilogue, Operand
@@ -19,8 +20,8 @@ _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_v
 _digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance/gguf.md.
-MAX_FUSED_ROWS = 32  # most rows of X with fused dequantisation; for more rows the weight is dequantised first
-BLOCK_ROWS = 4  # rows of an expert in a block of the sorted lists: the number that callers expect from upstream
+MAX_FUSED_ROWS = 32  # most rows of X with fused dequantization; for more rows the weight is dequantized first
+BLOCK_ROWS = 4  # block size of the sorted lists, in rows: callers assume upstream's number
 _MAX_VEC_TOKENS = 2  # most rows of X of ggml_mul_mat_vec.cu
 # Most bytes of shared memory of a block of ggml_mul_mat_vec.cu, if two warps along K fit.
 _VEC_SHARED_MEMORY = 48 * 1024
@@ -43,7 +44,7 @@ _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 def _each(problem: GgmlProblem, blocks: int) -> int:
     """Most blocks of a grid of `blocks` blocks on any SM."""
-    return -(-blocks // problem.out.device.multiprocessors)
+    return -(-blocks // problem.out.device.num_sms)
 
 
 def _spread(problem: GgmlProblem, blocks: int, shared_memory: int) -> int:
@@ -259,7 +260,7 @@ Config = VecConfig | DigitsConfig | MulMatConfig | GgmlSimtConfig
 
 
 def choose(problem: GgmlProblem, device: Device) -> Config:
-    """The kernel with fused dequantisation, and its geometry. Equal for all problems of a bucket."""
+    """The kernel with fused dequantization, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
@@ -286,14 +287,14 @@ def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> 
     """The geometry on AMD. Two blocks fit on a compute unit, so that one multiplies while the other stores its loads to
     shared memory, unless there are at most as many blocks as compute units."""
     tiles = -(-problem.n // 16) * problem.tiles(tokens)
-    is_small = tiles < 2 * device.multiprocessors
-    blocks = 1 if tiles <= device.multiprocessors else 2  # blocks per compute unit
+    is_small = tiles < 2 * device.num_sms
+    blocks = 1 if tiles <= device.num_sms else 2  # blocks per compute unit
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 
 
 def plan(problem: GgmlProblem) -> list[Launch]:
-    """The launches: one with fused dequantisation for small M; for large M dequantisation of the weight, then a
+    """The launches: one with fused dequantization for small M; for large M dequantization of the weight, then a
     GEMM."""
     out, device = problem.out, problem.out.device
     if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:

@@ -1,14 +1,14 @@
-"""A GEMM with a weight in a quantised type of GGUF, as the kernels of `ggml_plan` take it."""
+"""A GEMM with a weight in a quantized type of GGUF, as the kernels of `ggml_plan` take it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Specialisation
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Specialisation
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from .._shared.ggml_formats import Format
 from .gemm_problem import Operand
@@ -34,8 +34,7 @@ class Choices:
 
 
 def format_of(W: TensorArg, quant_type: int, num_rows: int, k: int) -> Format:
-    """The format of a weight of `num_rows` rows, checked to hold k elements of each, or more if rows are a
-    dimension."""
+    """Check a weight of `num_rows` rows of k elements (or more, if rows are a dimension of W); returns its format."""
     format, elements = ggml_formats.FORMATS.get(quant_type), k
     if format is not None and len(W.shape) > 1 and W.numel == num_rows * W.shape[-1]:
         elements = max(k, W.shape[-1] // format.nbytes * format.length)

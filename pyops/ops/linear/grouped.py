@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped_plan import plan
@@ -43,11 +43,11 @@ def grouped_gemm(
 
     e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
     `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
-    name, and rows of experts that do not exist, are left as they are.
+    name, and rows of experts that do not exist, are left unchanged.
 
     Args:
-        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
-        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Constant row stride.
+        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; constant row stride.
         b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
             one stride.
         sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.

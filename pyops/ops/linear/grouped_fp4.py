@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float32
-from ..._core.kernel import Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_ROWS, rounded_up
 from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat, dense_bytes
 from .gemm_problem import Operand
@@ -107,7 +108,7 @@ def _plan(
 
 
 def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
-    """Which scale offsets are not the first row of a tile."""
+    """Mask of the scale offsets that are not the first row of a tile in `a_scales`."""
     return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
 
 
@@ -155,13 +156,13 @@ def cutlass_fp4_group_mm(
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
     A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. After vLLM's op of this name.
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+    not share rows. Modelled on vLLM's op of this name.
 
     Args:
-        out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
-            of one stride.
+        out: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
+            row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
             scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
@@ -228,12 +229,13 @@ def cutlass_mxfp4_group_mm(
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
     bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-    weights in its main loop, not to memory. Rows of two experts must not be the same. After vLLM's op of this name.
+    weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
+    name.
 
     Args:
-        out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
-        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
-            of one stride.
+        out, problem_sizes, expert_offsets, sf_offsets: as in `cutlass_fp4_group_mm`.
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
+            row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
             tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
@@ -288,17 +290,17 @@ def cutlass_mxfp8_grouped_mm(
 ) -> None:
     """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. After vLLM's op of this
-    name.
+    As `cutlass_mxfp4_group_mm`, for e4m3 values. Experts must not share rows. Modelled on vLLM's op of
+    this name.
 
     Args:
-        a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
-        b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
+        a: [num_rows, K] float8_e4m3fn, K a multiple of 32; constant row stride.
+        b: [num_experts, N, K] float8_e4m3fn, constant row stride; or a view of it, [num_experts, K, N].
         sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
             `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
         sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
             of it with its last two dimensions transposed.
-        out, problem_sizes, expert_offsets: as `cutlass_fp4_group_mm` takes them.
+        out, problem_sizes, expert_offsets: as in `cutlass_fp4_group_mm`.
         blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
     """
     _multiply(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import bfloat16, float16, float32
+from ..._core.tensors.tensor import TensorArg
 from .coded_experts import TYPES, check_codes, in_full
 from .coded_plan import plan
 from .grouped import grouped_gemm
@@ -40,12 +40,12 @@ def grouped_gemm_packed(
     """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
     ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-    float32, the rest is as in `grouped_gemm`. Up to 64 rows per expert, with 4 bits on Hopper 512, are multiplied by a
-    kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
+    float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
+    to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
 
     Args:
-        out: [num_rows, N], written; of the dtype of a. Rows of one stride.
-        a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
+        out: [num_rows, N], written; of the dtype of a. Constant row stride.
+        a: [num_rows / top_k, K] float16 or bfloat16; constant row stride.
         b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
             gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
         b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
@@ -126,8 +126,8 @@ def example_grouped_gemm_packed(
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
     activation: Literal["silu", "none"] = "silu",
 ) -> tuple[Any, ...]:
-    """Without an activation there are zero points, where b_type has them, weights of rows and small blocks; else a
-    bias."""
+    """With the activation "none" there are zero points (if b_type has them), topk_weights and small blocks; with
+    others a bias."""
     num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
     block_size = 8 if activation == "none" else 16
     rows = columns * (1 if activation == "none" else 2)

@@ -1,14 +1,14 @@
-"""Which kernel serves a grouped GEMM, and how: a Config for each kernel, the choice among them, the launch."""
+"""Grouped GEMM: a Config for each kernel, the choice among them, and the launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from .gemm_problem import HELD_STAGES, SCALE_BLOCK, multiplies
 from .grouped_problem import GroupedProblem
 
@@ -24,9 +24,9 @@ _BYTES_IN_FLIGHT = 160 * 1024  # bytes of weights in flight per SM; more are slo
 # Row tiles of an expert that run together for each column tile, so that the L2 cache holds the rows that they share.
 _GROUP = 16
 _MAX_BLOCKED_PART = 128  # block scales: most weight rows of a warpgroup, because a thread holds its accumulators twice
-# Fewest rows per expert where tiles of 128 rows are faster than tiles of 64. With block scales larger tiles have half
-# as many columns; tiles of 192 rows are faster while most experts have one tile each: fewest and most rows per expert.
-# Measured on an H200: docs/performance/experts.md.
+# Rows per expert, measured on an H200 (docs/performance/experts.md): fewest with which tiles of 128 rows are faster
+# than tiles of 64; with block scales, fewest and most with which tiles of 192 rows are faster. (With block scales
+# larger tiles have half the columns, so they pay only while most experts have a single tile.)
 _MANY_ROWS, _MANY_BLOCKED_ROWS, _MAX_BLOCKED_ROWS = 56, 56, 160
 _TILE_COST = 24  # cost of a tile's prologue and epilogue, in weight rows that could be loaded meanwhile
 # Cost of a tile with columns under two block scales, in weight rows: choosing the scale takes time. Fitted to times of
@@ -103,7 +103,7 @@ class GroupedConfig:
             GROUP=self.group,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(
-            min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            min(problem.max_tiles(self.tile_m) * columns, device.num_sms),
             128 * (self.consumers + 1),
             stores + stages * stage,
             b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
@@ -200,7 +200,7 @@ Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 
 
 def serves(problem: GroupedProblem, device: Device) -> bool:
-    """Whether grouped_gemm_sm90.cu runs on the device and takes this problem."""
+    """Whether grouped_gemm_sm90.cu runs on the device and supports this problem."""
     supported = problem.dtype in _HOPPER_DTYPES and problem.out.dtype.itemsize == 2
     supported = supported and not (problem.block_scaled and problem.dtype is int8) and not problem.empty
     mapped = problem.vec_size * problem.dtype.itemsize == 16 and problem.k > 0
@@ -242,7 +242,7 @@ def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
     def cost(one: GroupedConfig) -> tuple[int, int]:
         tiles = row_tiles * -(-problem.b_rows // one.tile_n)
         rows = one.tile_n + _TILE_COST + (_STRADDLING_COST if one.straddles(problem) else 0)
-        return -(-tiles // device.multiprocessors) * rows, one.tile_n
+        return -(-tiles // device.num_sms) * rows, one.tile_n
 
     sizes = [GroupedConfig(tile_m, tile_n) for tile_n in range(32, 257, 32)]
     return min((one for one in sizes if one.fits(problem)), key=cost)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType, float32, int32
-from ..._core.kernel import Kernel, Scratch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType, float32, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .gemm_problem import SCALE_BLOCK, Operand
 
@@ -70,7 +71,7 @@ class GroupedProblem:
     """A grouped GEMM: names and formula are those of grouped.cuh.
 
     Attributes:
-        out: [num_rows, N], rows of one stride.
+        out: [num_rows, N], constant row stride.
         a: [num_rows / top_k, K]; b: [experts * b_rows, K], of the same dtype.
         num_experts: experts; their rows of b are contiguous. k: elements of K.
         lists: the rows of each expert.

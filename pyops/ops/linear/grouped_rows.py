@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, float32, int32, int64
+from ..._core.tensors.tensor import TensorArg
 from .._shared.groups import SHARES, sharing
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists
@@ -79,7 +80,7 @@ def by_rows(b: Tensor, n: int, k: int) -> Tensor:
 
 
 def swapped(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
-    """The same as `by_rows`, for a descriptor of any shape."""
+    """`by_rows` for descriptors in plans; any other shape is returned unchanged."""
     if b.shape != (num_experts, k, n) or (n == k and (b.strides[2] == 1 or k <= 1)):
         return b
     return replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import E4M3, float32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import E4M3, float32
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
@@ -56,14 +56,14 @@ def cutlass_moe_mm(
 ) -> None:
     """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). After vLLM's op of
-    this name.
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+    not share rows. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
+    op of this name.
 
     Args:
-        out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-        b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+        out_tensors: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
+        b_tensors: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
         a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
         b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
@@ -150,14 +150,14 @@ def cutlass_blockwise_scaled_grouped_mm(
 ) -> None:
     """`cutlass_moe_mm` with block scales: 128 elements of a row of a, and blocks of 128 x 128 of a weight.
 
-    Rows of two experts must not be the same.
+    Experts must not share rows.
 
     Args:
-        output: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a: [num_rows, K] float8_e4m3fn; rows of one stride.
-        b: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-        scales_a: [num_rows, ceil(K / 128)] float32, of any strides.
-        scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+        output: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a: [num_rows, K] float8_e4m3fn; constant row stride.
+        b: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
+        scales_a: [num_rows, ceil(K / 128)] float32, any strides.
+        scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, any strides.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
     """

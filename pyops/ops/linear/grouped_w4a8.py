@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, int32
-from ..._core.kernel import Launch, Scratch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import float8_e4m3fn, int32
+from ..._core.tensors.tensor import TensorArg
 from . import dequantize_packed, grouped_plan
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Operand
@@ -66,12 +67,12 @@ def cutlass_w4a8_moe_mm(
     """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
     ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. After
-    vLLM's op of this name.
+    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+    on vLLM's op of this name.
 
     Args:
-        out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
-        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+        out_tensors: [num_rows, N] bfloat16 or float16, written; constant row stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
         b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
         a_scales: [num_rows, 1] float32, contiguous; b_scales: [num_experts, N, 1], likewise.
         b_group_scales: [num_experts, K / b_group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as
@@ -81,7 +82,7 @@ def cutlass_w4a8_moe_mm(
         problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
         a_strides, c_strides: [num_experts] int64; b_strides, group_scale_strides: [num_experts, ...]; or None. They are
             not read: the tensors have their own strides.
-        maybe_schedule: vLLM's; it has no effect.
+        maybe_schedule: for compatibility with vLLM; no effect.
     """
     weights = _of_experts(b_tensors, b_group_scales, b_group_size)
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
@@ -113,7 +114,7 @@ def plan_cutlass_w4a8_moe_mm(
     num_experts, n, words = b_tensors.shape
     k = words * 8
     check_tiles(b_tensors, k, n)
-    same = replace(b_tensors, dtype=a_tensors.dtype)  # for the checks common to weights of all kinds
+    same = replace(b_tensors, dtype=a_tensors.dtype)  # passes the dtype check of `check_rows`
     lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, same), problem_sizes, expert_offsets)
     num_rows = out_tensors.shape[0]
     check.sizes(problem_sizes, num_experts=num_experts, sizes=3)

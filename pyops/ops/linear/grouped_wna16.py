@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, float32
+from ..._core.tensors.tensor import TensorArg
 from .coded_experts import check_codes, in_full
 from .coded_plan import plan
 from .grouped import grouped_gemm
@@ -46,12 +47,12 @@ def moe_wna16_gemm(
     """Grouped GEMM with 4- or 8-bit weights: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``.
 
     e is the expert of row t. ``W = (quant - zero) * scale``, rounded to the dtype of input; as in
-    `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. After
+    `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. Modelled on
     vLLM's op of this name.
 
     Args:
-        input: [num_tokens, K] float16 or bfloat16; rows of one stride.
-        output: [..., N] of the same dtype, num_tokens * top_k rows of one stride, written.
+        input: [num_tokens, K] float16 or bfloat16; constant row stride.
+        output: [..., N] of the same dtype, num_tokens * top_k constant row stride, written.
         b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
             half of a byte.
         b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.

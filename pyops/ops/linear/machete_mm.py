@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, dtypes
-from ..._core.dtypes import DType, bfloat16, float16, int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, bfloat16, float16, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4, uint4b8, uint8, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["machete_gemm", "machete_mm", "machete_prepack_B", "machete_supported_schedules"]
 
 _TYPES = (uint4b8, uint8b128, uint4, uint8)
-_HAVE_ZEROS = (uint4, uint8)
+_HAVE_ZEROS = (uint4, uint8)  # types with zero points
 _SCHEDULES = ("default",)
 
 
@@ -39,7 +40,7 @@ def machete_prepack_B(
     """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
     Args:
-        B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+        B: [K * bits / 32, N] int32, any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
             starting at the lowest bit of its first word.
         a_type: dtype of the activations, float16 or bfloat16; None for either.
         b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
@@ -127,7 +128,7 @@ def machete_mm(
     scale. Accumulation is in float32; the result is rounded once.
 
     Args:
-        A: [M, K] float16 or bfloat16; rows of one stride.
+        A: [M, K] float16 or bfloat16; constant row stride.
         B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
         b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
             group_zeros, uint4 or uint8 with them.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, int16, int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import bfloat16, float16, int16, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4b8, uint8b128
 from .gemm_problem import Epilogue, Operand
@@ -52,13 +52,13 @@ def gptq_marlin_24_gemm(
     (marlin_24). If b_meta has the same position for both rows of a group of four, the second row counts.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride.
+        a: [M, K] float16 or bfloat16; constant row stride.
         b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
         b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
             rows.
         b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
             permuted.
-        workspace: vLLM's; it has no effect.
+        workspace: for compatibility with vLLM; no effect.
         b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
         size_m, size_n, size_k: M, N, K.
         out: [M, N] of the dtype of a, returned; elements of a row are contiguous; new unless given.

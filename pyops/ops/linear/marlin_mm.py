@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand, column_bias
@@ -112,7 +112,7 @@ def marlin_gemm(
     An e4m3 weight that is NaN, which no checkpoint has, counts as 480 with its sign.
 
     Args:
-        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
         b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
             multiple of 64.
         b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
@@ -122,7 +122,7 @@ def marlin_gemm(
         b_zeros: see above, contiguous; empty or None without zero points.
         g_idx, perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
             ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
-        workspace, use_atomic_add, use_fp32_reduce: vLLM's; they have no effect.
+        workspace, use_atomic_add, use_fp32_reduce: for compatibility with vLLM; no effect.
         b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
         size_m, size_n, size_k: M, N, K.
         is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.
@@ -202,7 +202,7 @@ def example_marlin_gemm(
     permuted: bool = False,
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
-    """With 8-bit activations weights are 4-bit integers; only 16-bit activations are permuted."""
+    """Only 4-bit integer weights have 8-bit activations; only 16-bit activations are permuted."""
     k, n, is_a_8bit = 128, 64, quant_dtype in ("int8", "float8_e4m3fn")
     if is_a_8bit and codes != "uint4":
         codes = "uint4b8"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int8, int32
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .grouped_problem import ExpertLists
@@ -104,12 +104,13 @@ def moe_wna16_marlin_gemm(
     """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
     e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
-    that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
-    weights are dequantized to a workspace, with all of their scales, in the dtype of c. After vLLM's op of this name.
+    that the lists do not name, and rows of experts that do not exist, are left unchanged. With 8-bit activations the
+    weights are dequantized to a workspace, with all of their scales, in the dtype of c. Modelled on vLLM's op of this
+    name.
 
     Args:
-        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-        c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; rows of one stride.
+        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
+        c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; constant row stride.
         b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
             activations, N of 64.
         b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
@@ -118,7 +119,8 @@ def moe_wna16_marlin_gemm(
         global_scale: [num_experts] of the dtype of a or float32, where scales are e4m3; else None.
         b_zeros: [num_experts, num_groups, ...], contiguous; or None.
         g_idx, perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
-        workspace, use_atomic_add, use_fp32_reduce, thread_k, thread_n, blocks_per_sm: vLLM's; they have no effect.
+        workspace, use_atomic_add, use_fp32_reduce, thread_k, thread_n, blocks_per_sm: for compatibility with vLLM; no
+            effect.
         sorted_token_ids, expert_ids, num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
             moe_block_size.
         topk_weights: float32, contiguous, a weight for each row of c, where mul_topk_weights is true.

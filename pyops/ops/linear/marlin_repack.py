@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import Layout
 from .repack import TILE_COLUMNS, repack, repacked
 
@@ -110,7 +110,7 @@ def awq_marlin_moe_repack(
 
     Args:
         b_q_weight: [num_experts, K, N * num_bits / 32] int32, contiguous.
-        perm: vLLM's; it has no effect.
+        perm: for compatibility with vLLM; no effect.
         size_k, size_n, num_bits, is_a_8bit: as in `awq_marlin_repack`.
         out: [num_experts, K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check, dtypes
-from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, float32, int8, int32, uint8
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, float32, int8, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .._shared.scalar_type import ScalarType, float4_e2m1f, uint4, uint4b8, uint8b128
 from .._shared.scalar_type import float8_e4m3fn as fp8
@@ -25,7 +26,7 @@ _FP8_EXPONENTS: dict[DType | None, int] = {float16: 8, bfloat16: 120}
 _FP4_EXPONENTS: dict[DType | None, int] = {float16: 14, bfloat16: 126}
 _NVFP4_EXPONENT = 7  # NVFP4: exponent that callers add to block scales and take from the global scale
 _INT4_AS_FP8_EXPONENT = 9  # exponent of scales for int4 weights that become subnormal e4m3 numbers
-_MXFP4_AS_FP8_EXPONENT = 6
+_MXFP4_AS_FP8_EXPONENT = 6  # exponent of scales for e2m1 weights moved to the bits of e4m3
 _INT16_EXPONENT = 12  # int8 activations: exponent of the largest scale, where scales are integers
 E8M0 = (float8_e8m0fnu, uint8)
 
@@ -105,7 +106,7 @@ def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> Colum
 
 
 def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
-    """The type of the weight, checked to be one that a multiplies."""
+    """Check that weights of this type can have activations of the dtype of a; returns the type."""
     check.dtype(a, *TYPES)
     kind = next((one for one in TYPES[a.dtype] if one.id == b_type_id), None)
     if kind is None:
@@ -123,8 +124,7 @@ def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
 
 
 def check_out(c: TensorArg, a: TensorArg, b_scales: TensorArg, num_rows: int, n: int) -> None:
-    """Check c: of the dtype of a; with 8-bit activations of the dtype of the scales, or any 16-bit float with e8m0
-    scales."""
+    """Check c. Its dtype is that of a; with 8-bit activations that of the scales; with e8m0 scales any 16-bit float."""
     any_dtype = b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn
     check.dtype(c, *((float16, bfloat16) if any_dtype else (out_dtype(a, b_scales),)))
     check.sizes(c, num_rows=num_rows, N=n)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..._core import check
-from ..._core.dtypes import bfloat16
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.dtypes import bfloat16
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_COLUMNS
 from .._shared.scalar_type import SCALAR_TYPES
 from .block_scaled import MXFP4, dense_bytes

@@ -1,12 +1,13 @@
-"""Grouped GEMMs with packed quantized weights: which kernel serves them, and its launches."""
+"""Grouped GEMMs with packed quantized weights: the choice of the kernel, and its launches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Launch, Scratch
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
 from . import dequantize_packed, grouped_plan, packed_tile
 from .expert_rows import gathered
 from .gemm_problem import Operand
@@ -25,20 +26,19 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-# Most rows per expert where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu, where that runs (4 and 8 rows of Mixtral, 8
-# of gpt-oss: docs/performance/experts.md, "Marlin's experts"); and where it is faster than dequantizing first, as
-# measured without experts.
+# Most rows per expert where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu (measured with 4 and 8 rows of Mixtral, 8 of
+# gpt-oss: docs/performance/experts.md, "Marlin's experts"), and where it is faster than dequantizing first (measured
+# for GEMMs without experts).
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
 # Fewest warps of a block of wq_gemm_sm80.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1 us.
 _MIN_WARPS = 4
-# {tile M: tile N} of wq_gemm_sm90.cu. A k-tile takes the cycles of its MMAs and of dequantization, which happens once
-# for all rows of a tile, so that the largest accumulator tile that registers allow is best
-# (docs/performance/experts.md).
+# {tile M: tile N} of wq_gemm_sm90.cu. Weights are dequantized once for all rows of a tile, so the largest accumulator
+# tile that registers allow is best (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 _BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # slots of a block of the sorted lists
-# Block size of experts with rows for several blocks: 1700 us, and with 160 slots 1755 us, on an H200.
+# Block size if experts have rows for several blocks: 1700 us on an H200, against 1755 us with 160 slots.
 _MANY_ROWS_BLOCK = 96
-_FULL = 0.9  # a block is large enough for an expert if the mean of its rows fills at most this part
+_FULL = 0.9  # a block is large enough if the mean rows of an expert fill at most this part of it
 
 
 def block_size_of_packed(num_rows: int, num_experts: int, most: int = _BLOCK_SIZES[-1]) -> int:
@@ -67,7 +67,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
+    """Whether a kernel with fused dequantization supports this problem and is faster than dequantizing first."""
     rows = problem.rows_of_weight
     if _serves_tile(problem, device):
         return rows <= packed_tile.MAX_ROWS
@@ -103,7 +103,7 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
-    """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
+    """The kernel for a problem for which `serves` is true, and its geometry: tiles that divide the lists' blocks.
 
     Tiles of wq_gemm_sm80.cu have the expected number of rows of an expert; those of wq_gemm_sm90.cu are as large as
     blocks allow.

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
-from .gemm_sm90 import CLUSTERS
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fn, float16, int32, int64
+from ..._core.tensors.tensor import TensorArg
+from .gemm_sm90_cost import CLUSTERS
 from .packed_problem import PackedProblem
 
 _wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")
@@ -116,7 +117,7 @@ class PackedConfig:
         stores = self.tile_n * 4 * _STORE_BYTES if by_stores else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
-        tiles, clusters = self.tiles(problem.places, weight.n), device.multiprocessors // self.neighbours
+        tiles, clusters = self.tiles(problem.places, weight.n), device.num_sms // self.neighbours
         rest = tiles % clusters if self.max_parts > 1 else 0
         blocks = sharers(self, rest, -(-weight.k // step), clusters, weight.layout)
         parts = rest + blocks - 1 if blocks > rest > 0 else 0  # parts of all stream-K tiles
@@ -163,7 +164,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
     step_k = step_rows(layout)
 
     def cycles(one: PackedConfig) -> float:
-        waves = -(-one.tiles(m, n) // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
+        waves = -(-one.tiles(m, n) // max(1, int(CLUSTERS[one.splits] * device.num_sms)))
         exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
         return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * _step_cycles(one, layout)) + exchange
 
@@ -189,7 +190,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
         return config
     if m >= _ROWS_OF_NEIGHBOURS and layout != "w4a8" and -(-n // config.tile_n) % 2 == 0:
         config = replace(config, neighbours=2)
-    clusters = device.multiprocessors // config.neighbours
+    clusters = device.num_sms // config.neighbours
     rest, cut = config.tiles(m, n) % clusters, replace(config, max_parts=_MAX_PARTS)
     return cut if sharers(cut, rest, -(-k // step_k), clusters, layout) > max(1, rest) else config
 
@@ -204,8 +205,8 @@ def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: st
         parts = max(-(-(tile + 1) * count // rest) - tile * count // rest for tile in range(rest))
         return own if parts == 1 else _DOUBT * (own + _TILE_CYCLES + parts * sums)
 
-    # Counts that cut each tile into equal parts, and counts where the cuts repeat every few tiles: both keep the parts
-    # of a tile few.
+    # Candidates are counts that divide each tile into equal parts, and counts where the division repeats every few
+    # tiles: in both cases a tile has few parts.
     counts = {rest * parts for parts in range(1, config.max_parts + 1)}
     counts |= {rest * parts // (parts - 1) for parts in range(3, 10) if rest % (parts - 1) == 0}
     most = min(blocks, rest * min(steps, config.max_parts))
@@ -241,7 +242,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: i
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
     if problem.experts is not None:
-        return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows
+        return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows without TMA
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
     return {**maps, "out_map": TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)}
 
@@ -271,13 +272,13 @@ def load_maps(
         scales_map = TensorMap(weight.scales, int64, shape, (n * _TABLE_BYTES,), box)
     return {
         "a_map": a_map,
-        "codes_map": _codes_map(problem, tile_n, step),
+        "quants_map": _quants_map(problem, tile_n, step),
         "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
     }
 
 
-def _codes_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
+def _quants_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
     """The tensor map of the packed weights, in the layouts that packed_weight.cuh describes."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
 from . import packed_hopper
 from .packed_problem import PackedProblem, PackedWeight
 
@@ -75,4 +75,4 @@ def takes(weight: PackedWeight) -> bool:
 
 def fills(weight: PackedWeight, device: Device) -> bool:
     """Whether the tiles of a weight are one wave that leaves few SMs idle."""
-    return _MIN_FULL * device.multiprocessors <= -(-weight.n // _TILE_N) <= device.multiprocessors
+    return _MIN_FULL * device.num_sms <= -(-weight.n // _TILE_N) <= device.num_sms

@@ -1,4 +1,4 @@
-"""Which kernel serves a GEMM with a packed quantized weight, and how: a Config for each, the choice, the launches.
+"""GEMM with a packed quantized weight: a Config for each kernel, the choice among them, and the launches.
 
 Four kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
 compute capability 9.0, and wq_gemm_cdna.cu on AMD. For other problems the weight is dequantized first and then
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
-from ..._core.kernel import Kernel, Launch
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile
-from .gemm_sm90 import CLUSTERS
+from .gemm_sm90_cost import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
 from .packed_narrow import PackedNarrowConfig
 from .packed_problem import PackedProblem, PackedWeight
@@ -49,13 +49,13 @@ _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128):
 _RESIDENT_OF_GROUPS = 8  # warps per SM that registers allow where a k-tile has several groups
 # {(layout, bits): most rows where lanes hold the packed words of the next k-tile in registers}.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
-_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers: 16 rows would spill registers
+_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers, where 16 rows would spill
 _MAX_HALF_ROWS = 8  # most rows where wq_gemm_sm80.cu is at least as fast as wq_gemm_sm90_small_m.cu
 # Chosen by arithmetic, not yet measured.
 _LONG_PART = 4  # k-tiles per warp from which a CTA takes all warps that an SM holds
 _MAX_FEW_ROWS = 16  # most rows where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu
 _MAX_ROWS = 64  # most rows where wq_gemm_sm80.cu is faster than dequantizing the whole weight first
-_MAX_APART_ROWS = 512  # the same for wq_gemm_sm90.cu with fp8 accumulators that are promoted
+_MAX_APART_ROWS = 512  # most rows where wq_gemm_sm90.cu with promotion of fp8 accumulators beats dequantizing first
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +151,13 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
+    """Whether a kernel with fused dequantization supports this problem and is faster than dequantizing first."""
     tile = serves_tile(problem, device) and problem.m <= packed_tile.MAX_ROWS
     return tile or _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
-    """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
+    """The kernel for a problem for which `serves` is true, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
     if serves_tile(problem, device):
         return packed_tile.choose(m, w.k, w.n, device)
@@ -165,7 +165,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         if _serves_narrow(problem, device, m):
             return PackedNarrowConfig()
-        tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
+        tile_n = 128 if _is_wide(w) and w.n // 128 >= device.num_sms else 64
         step = rows_of_step(w, tile_n)
         several, max_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_rows=max_rows)
@@ -217,7 +217,7 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
-    """Whether wq_gemm_cdna.cu serves this problem: on AMD, where no other kernel fuses the dequantization."""
+    """Whether wq_gemm_cdna.cu supports this problem: on AMD, where no other kernel fuses the dequantization."""
     w = problem.weight
     return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
 
@@ -267,9 +267,9 @@ def choose_mma(
     tile_m = min(m, 8 if several_groups else max_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = weights * -(-m // tile_m) * (n // tile_n)
-    clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
+    clusters = {size: int(part * device.num_sms) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
-    blocks = -(-tiles * splits // device.multiprocessors)  # CTAs per SM
+    blocks = -(-tiles * splits // device.num_sms)  # CTAs per SM
     # In a grid of more than one wave, several warps per tile make the last wave shorter.
     warps = resident // blocks or _WARPS_OF_MANY
     max_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS

@@ -1,6 +1,6 @@
 """A GEMM with a packed quantized weight: the problem that `packed_plan` chooses kernels by.
 
-``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales as checkpoints have them (the
+``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales in the layouts of checkpoints (the
 layouts and orders are those of `_shared/packed_layouts.py`), and the activations a', with permuted columns if the
 weight's rows are permuted:
 
@@ -9,8 +9,8 @@ weight's rows are permuted:
     g(k) = k // group_size, or g_idx[k]
     a'[m, k] = a[m, k], or a[m, perm[k]]
 
-A weight without scales is the exact difference, and the epilogue has a per-column scale or none. A row of w is 0 if its
-group is out of range, and so is a column of a' if its index is out of range.
+Without `scales`, w is the exact difference quant - zero, and the epilogue may apply a per-column scale. A row of w is 0
+if its group index is out of range; a column of a' is 0 if its index is out of range.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Scratch
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Kernel
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
 from .._shared.scalar_type import ScalarType
 from .gemm_problem import Epilogue, Operand
@@ -236,7 +237,7 @@ class PackedProblem:
         return {
             "out": e.out,
             "a": self.a.source,
-            "codes": w.codes,
+            "quants": w.codes,
             "scales": w.scales,
             "zeros": w.zeros,
             "places": w.places,

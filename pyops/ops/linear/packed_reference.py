@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
 from .._shared.scalar_type import E2M1_NUMBERS
 from .fp8_accumulation import FLOAT32_ERROR
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
     """The error of results when weights are rounded to `dtype`, as a fraction of the largest result that `dtype` holds.
 
-    Weights with group scales are rounded or not, as the kernel decides. The difference is computed here by rounding
-    them. At least half a unit of the largest result is allowed: a usual result of a long dot product has 0.41 of that,
-    the worst of ten thousand results four times as much, where the largest result is at least twice a usual one.
-    Results with cancellation have more.
+    Some kernels round weights with group scales and some do not: the difference is computed here, by rounding them. The
+    tolerance is at least half an ulp of the largest result. In long dot products, rounding the weights gives a typical
+    result an error of 0.41 of half its ulp, and the worst of ten thousand results four times that, but the largest
+    result is then at least twice a typical one. Results with cancellation have larger errors.
     """
     x, w = (one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in (_activations(a, weight), values(weight)))
     rounded = w.float().to(dtype).double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -46,7 +46,7 @@ def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> 
 
 
 def pack(codes: Tensor, layout: Layout, bits: int, size: tuple[int, int], num_words: int) -> Tensor:
-    """int32 words of int64 quants, which are the first columns of a weight of this size."""
+    """Pack int64 quants, the first columns of a weight of this size, into int32 words."""
     k, n = (torch.arange(count, dtype=torch.int64, device=codes.device) for count in codes.shape)
     words = torch.zeros(num_words, dtype=torch.int64, device=codes.device)
     for j in range(bits):
@@ -177,7 +177,7 @@ def places_word(columns: int, quad: Any, n: Any) -> Any:
     """The word of `PackedWeight.places` with the metadata of four rows: four bits, starting at bit ``quad % 4 * 4``."""
     line = n // 64 * 64 + n % 2 * 2 + n % 8 // 4 + n % 4 // 2 * 32 + n % 64 // 8 * 4
     word = quad // 4
-    moved = (line + word) % 2  # in each square of 2 x 2 words, two words are exchanged
+    moved = (line + word) % 2  # two words of each 2 x 2 square of words are swapped
     line, word = line ^ moved, word ^ moved
     return word // 2 * 2 * columns + 2 * line + word % 2
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float16
-from ..._core.kernel import Kernel, Launch, Scratch
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float16
 from .packed_problem import PackedProblem, PackedWeight
 
 _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
@@ -165,12 +166,12 @@ def choose(m: int, k: int, n: int, device: Device, weights: int = 1, block_size:
         tile_m, tile_n, warps_m, warps_n, blocks = 16, 64, 1, few, 3
     elif m <= 32 or block_size % 64:
         tile_m, tile_n, warps_m, warps_n, blocks = 32, 64, 1, few, 2
-    elif m <= 64 or block_size or tiles(128, 128) < device.multiprocessors:
+    elif m <= 64 or block_size or tiles(128, 128) < device.num_sms:
         tile_m, tile_n, warps_m, warps_n, blocks = 64, 64, 2, 2, 2
     else:
         tile_m, tile_n, warps_m, warps_n, blocks = 128, 128, 2, 4, 1
     splits = 1
-    most = min(blocks * device.multiprocessors // tiles(tile_m, tile_n), _MAX_SPLITS, steps // _MIN_SPLIT_STEPS)
+    most = min(blocks * device.num_sms // tiles(tile_m, tile_n), _MAX_SPLITS, steps // _MIN_SPLIT_STEPS)
     while splits * 2 <= most:
         splits *= 2
     depth = _DEPTH if tile_m <= 32 else 2

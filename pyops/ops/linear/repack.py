@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import Layout
 from .packed_reference import pack, unpack
 
@@ -45,7 +45,7 @@ def repack(
     columns = n if columns is None else columns
     num_words = k * columns * bits // 32
     kernel = _repack_weight.renamed(
-        packed=packed.name, codes=codes.name, **({} if perm is None else {"perm": perm.name})
+        packed=packed.name, quants=codes.name, **({} if perm is None else {"perm": perm.name})
     )
     word_stride, word_step = strides or (n, 1)
     return kernel(

@@ -1,18 +1,18 @@
 """The skinny GEMMs of vLLM's ROCm namespace.
 
-Upstream has kernels for some sizes only; these serve any size, on every platform.
+Upstream's kernels support some sizes only; these support any size, on every platform.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float16
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import E4M3, bfloat16, float16
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand
@@ -74,12 +74,12 @@ def example_tensors(make: Any, num_tokens: int, dtype: str, with_bias: bool) -> 
 def LLMM1(in_a: Tensor, in_b: Tensor, rows_per_block: int, *, out: Tensor) -> None:
     """A GEMM for one token: ``out = in_b @ in_a.T``, accumulated in float32 and rounded once.
 
-    Several tokens are served, too.
+    More tokens are supported, too.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
-        rows_per_block: upstream's geometry; any integer, which changes nothing.
+        rows_per_block: launch parameter of upstream's kernel; any integer, no effect.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
     """
     out.copy_(weight_product(in_a, in_b))
@@ -109,13 +109,13 @@ def example_LLMM1(
 def wvSplitK(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *, out: Tensor) -> None:
     """A linear layer for one to four tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32, rounded once.
 
-    More tokens are served, too.
+    More tokens are supported, too.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-        CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+        CuCount: number of compute units for upstream's kernel; any integer, no effect.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
     """
     out.copy_(weight_product(in_a, in_b, in_bias))
@@ -144,13 +144,13 @@ def example_wvSplitK(
 def wvSplitKrc(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *, out: Tensor) -> None:
     """A linear layer for 9 to 128 tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32 and rounded once.
 
-    Any number of tokens is served.
+    Any number of tokens is supported.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-        CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+        CuCount: number of compute units for upstream's kernel; any integer, no effect.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
     """
     out.copy_(weight_product(in_a, in_b, in_bias))
@@ -181,15 +181,15 @@ def wvSplitKQ(
 ) -> None:
     """A linear layer of fp8 for one to four tokens: ``out_c = scale_b * (scale_a * (in_b @ in_a.T)) + in_bias``.
 
-    Accumulation and scales are in float32; the result is rounded once. More tokens are served, too.
+    Accumulation and scales are in float32; the result is rounded once. More tokens are supported, too.
 
     Args:
-        in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row contiguous; or None.
         out_c: [tokens, outputs] float16 or bfloat16, written; elements of a row are contiguous.
         scale_a: scale of the weight, one float32; scale_b: scale of the tokens, likewise.
-        CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+        CuCount: number of compute units for upstream's kernel; any integer, no effect.
     """
     x = scale_b.reshape(()) * (scale_a.reshape(()) * weight_product(in_a, in_b).float())
     out_c.copy_(x if in_bias is None else x + in_bias.float())

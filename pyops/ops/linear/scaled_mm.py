@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op, registry
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.op import registry
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import MIN_CAPABILITY, plan
 from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias
@@ -47,8 +48,8 @@ def cutlass_scaled_mm(
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
-        a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, of any strides; row-major is fast.
-        b: [K, N] of the same dtype, of any strides; column-major is fast.
+        a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, any strides; row-major is fast.
+        b: [K, N] of the same dtype, any strides; column-major is fast.
         a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
         b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
         bias: of the dtype of out, contiguous, N elements; or None, as it must be with block scales.
@@ -162,8 +163,8 @@ def cutlass_scaled_mm_azp(
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
-        a: [M, K] int8, of any strides; row-major is fast.
-        b: [K, N] int8, of any strides; column-major is fast.
+        a: [M, K] int8, any strides; row-major is fast.
+        b: [K, N] int8, any strides; column-major is fast.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         azp_adj: int32, contiguous, N elements: the sum of each column of b, times the zero point if azp is None.
         azp: int32, contiguous, M elements: a zero point for each row; or None.

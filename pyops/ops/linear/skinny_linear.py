@@ -1,4 +1,4 @@
-"""A linear layer for few rows."""
+"""A linear layer for small M, without tensor cores (GEMV)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import GemmProblem, check_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 __all__ = ["skinny_linear"]
 
@@ -25,7 +25,7 @@ _MAX_TOKENS = 4  # rows of the input of a block; a lane has an accumulator for e
 _MAX_BATCH = 4  # vectors that a lane multiplies while it waits for the next ones
 _MIN_WARPS = 4  # fewest warps of a block
 _SPLITS = 1, 2, 4, 8  # warps that share a row of the weight
-_RESIDENT = 1024, 512  # threads per SM that registers allow: for one row of the input, and for more
+_RESIDENT = 1024, 512  # threads per SM that registers allow: for one row of the input, for several
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SkinnyConfig:
     def num_blocks(self, output_size: int, device: Device) -> int:
         """Blocks for each group of rows. All groups go over the weight together, so that one wave is enough."""
         block_rows = self.num_threads // device.warp_size // self.split
-        return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
+        return min(-(-output_size // block_rows), device.num_sms * self.min_blocks)
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[SkinnyConfig]:
         """Other warps per row, vectors in flight, registers, and rows of the input per block if there are several."""
@@ -115,17 +115,17 @@ def _choose(hidden_size: int, vec_size: int, several: bool, warp_size: int) -> S
 
 @op(out="out", atol=2.0**-18)
 def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """A linear layer for few rows: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
+    """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
-    Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-    a GEMM on tensor cores is faster (`linear`). Each lane of a warp accumulates a part of a dot product; then the
-    partial sums are added. If the magnitudes of the products add up to more than the largest float32, the result may be
-    right, infinite or NaN: a partial sum may be infinite where the whole is not.
+    It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
+    faster. The weight is read once for every four rows of `input`. Each lane of a warp accumulates a part of a dot
+    product; then the partial sums are added. If the magnitudes of the products add up to more than the largest float32,
+    the result may be right, infinite or NaN: a partial sum may be infinite where the whole is not.
 
     Args:
-        out: [..., output_size], written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        weight: [output_size, hidden_size] of the same dtype; rows of one stride.
+        out: [..., output_size], written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        weight: [output_size, hidden_size] of the same dtype; constant row stride.
         bias: of the same dtype, contiguous, output_size elements; or None.
     """
     product = input.float() @ weight.float().T

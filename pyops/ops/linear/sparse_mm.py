@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int8, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand, column_bias
@@ -34,9 +35,9 @@ def cutlass_sparse_compress(a: Tensor, *, a_nzs: Tensor, a_meta: Tensor) -> None
     fewer. A byte of a_meta has the positions of four kept elements, two bits each, the first in the lowest bits.
 
     Args:
-        a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; rows of one stride.
-        a_nzs: [R, K / 2] of the same dtype, returned; rows of one stride.
-        a_meta: [R, K / 8] uint8, returned; rows of one stride.
+        a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; constant row stride.
+        a_nzs: [R, K / 2] of the same dtype, returned; constant row stride.
+        a_meta: [R, K / 8] uint8, returned; constant row stride.
     """
     groups = a.unflatten(1, (-1, 4))
     is_set = groups.float() != 0
@@ -132,9 +133,9 @@ def cutlass_scaled_sparse_mm(
     Args:
         out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row are
             contiguous.
-        a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
+        a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, any strides; row-major is fast.
         bt_nzs: [N, K / 2] of the same dtype, and bt_meta: [N, K / 8] uint8, as `cutlass_sparse_compress` writes them
-            for B [N, K]; rows of one stride.
+            for B [N, K]; constant row stride.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         bias: of the dtype of out, contiguous, N elements; or None.
     """

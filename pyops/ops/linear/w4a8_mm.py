@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, dtypes
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg, new
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32
+from ..._core.tensors.tensor import TensorArg, new
 from .._shared.scalar_type import int4
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand
@@ -38,7 +39,7 @@ __all__ = [
 
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
 _NUM_THREADS = 256  # threads of a block of this kernel; a thread has one scale
-PRODUCTS = 8  # products of a scale: with -8 ... -1
+PRODUCTS = 8  # entries of the lookup table of a scale: its products with -8 ... -1
 TILE_ROWS, HALF_TILE = 32, 16  # rows of a tile, and columns of half a tile
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
@@ -48,7 +49,7 @@ def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
     """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
     Args:
-        B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+        B: [K / 8, N] int32, any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
             at the lowest bits of its first word.
         out: of the shape of B, int32, contiguous, returned; new unless given.
     """
@@ -193,7 +194,7 @@ def cutlass_w4a8_mm(
     Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`); the result is rounded once.
 
     Args:
-        A: [M, K] float8_e4m3fn; rows of one stride.
+        A: [M, K] float8_e4m3fn; constant row stride.
         B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
         group_scales: [K / group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as `cutlass_pack_scale_fp8`
             returns them.
@@ -201,7 +202,7 @@ def cutlass_w4a8_mm(
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
         out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
             bfloat16.
-        maybe_schedule: None, or a name of vLLM's; it has no effect.
+        maybe_schedule: None, or a name of for compatibility with vLLM; no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, A, weight_of(B, B.shape[1], A.shape[1], group_scales, group_size), token_scales, channel_scales)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from ._chunk_scan_problem import BLOCKS, MAX_ROWS, ChunkScanProblem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
@@ -17,31 +18,32 @@ _chunk_scan_states = Kernel("mamba/chunk_scan_states.cu")
 _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
-_TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
-_STAGES, _WGMMA_STAGES = 2, 3  # tiles in shared memory: of chunk_scan.cu at most, and of chunk_scan_states.cu
-_PITCH = 8  # elements of chunk_scan.cu between rows of tokens, where tiles of B and of weights lie so on matrix cores
+_TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # tokens of a tile of chunk_scan.cu: for results, for states of segments
+_STAGES, _WGMMA_STAGES = 2, 3  # stages: most of chunk_scan.cu, and those of chunk_scan_states.cu
+_PITCH = 8  # AMD: padding of rows of tokens in shared memory of chunk_scan.cu, in elements
 # Constants of chunk_scan_states.cu.
 _OF_STATES = (
     *("scalar_t", "dt_t", "bias_t", "initial_t", "index_t"),
     *("HEAD_SIZE", "STATE_SIZE", "SOFTPLUS", "HEADS", "HEAD_TILE"),
 )
-_WIDE_SHARED = 150 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
-_FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
-_SIMT_THREADS = 128
-_MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
-_PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
+_WIDE_SHARED = 150 * 1024  # bytes of shared memory of an SM into which two blocks with tiles of 64 tokens fit
+_FIRST_SPILLING_ARCH = 100  # compute capability from which two row tiles with a state of 128 elements spill
+_SIMT_THREADS = 128  # threads of a block of chunk_scan_simt.cu
+_MAX_ITEMS = 16  # most elements of the state in registers of a thread of chunk_scan_simt.cu
+_PASS_THREADS, _PASS_BATCH = 128, 8  # chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkScanConfig:
-    """How one call runs.
+    """The geometry of the kernels of one call.
 
     Attributes:
-        row_tiles: tiles of 16 rows of a warp of chunk_scan.cu.
+        row_tiles: tiles of 16 rows per warp of chunk_scan.cu.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
-        segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
-        segment_tokens: of a tile there.
-        segment_wgmma: whether chunk_scan_states.cu finds them instead.
+        segment_row_tiles, segment_min_blocks: the same for the launch of chunk_scan.cu that computes only the states of
+            segments.
+        segment_tokens: tokens of a tile of that launch.
+        segment_wgmma: whether chunk_scan_states.cu computes these states instead.
     """
 
     row_tiles: int
@@ -52,7 +54,7 @@ class ChunkScanConfig:
     segment_wgmma: bool = False
 
     def candidates(self, problem: ChunkScanProblem, device: Device) -> list[ChunkScanConfig]:
-        """Other warps, where both kinds have whole ones, and registers."""
+        """Other row tiles per warp, register bounds, and kernels for the states of segments."""
         row_tiles = (1, 2) if problem.uses_products and _may_have_two_tiles(problem) else ()
         several = problem.uses_products and problem.segments(problem.row_blocks)[0] > 1
         return tuning.varied(
@@ -67,7 +69,7 @@ class ChunkScanConfig:
 
 
 def choose(problem: ChunkScanProblem, device: Device) -> ChunkScanConfig:
-    """The warps that read B and C least often, if their registers do not spill; on AMD the most waves."""
+    """Two row tiles per warp unless they spill, so that B and C are read less often; on AMD one, for more waves."""
     if not device.supports("mma"):
         return ChunkScanConfig(1, 1)
     two_tiles = problem.uses_products and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
@@ -84,37 +86,36 @@ def _may_have_two_tiles(problem: ChunkScanProblem) -> bool:
 
 def launches(problem: ChunkScanProblem, config: ChunkScanConfig) -> list[Launch]:
     """The scan; before it, if there are several segments, the states that these begin with."""
-    call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
     if not num_heads or not head_size:
         return []
     named = {
-        "dt_t": call["dt"],
-        "bias_t": call["dt_bias"],
-        "skip_t": call["D"],
-        "initial_t": call["initial_states"],
+        "dt_t": problem.dt,
+        "bias_t": problem.dt_bias,
+        "skip_t": problem.D,
+        "initial_t": problem.initial_states,
     }
     constants = {
-        "scalar_t": call["x"].dtype,
+        "scalar_t": problem.x.dtype,
         **{name: float32 if arg is None else arg.dtype for name, arg in named.items()},
-        "state_t": call["states"].dtype,
-        "index_t": call["seq_idx"].dtype,
+        "state_t": problem.states.dtype,
+        "index_t": problem.seq_idx.dtype,
         "HEAD_SIZE": head_size,
         "STATE_SIZE": state_size,
-        "SOFTPLUS": call["dt_softplus"],
+        "SOFTPLUS": problem.dt_softplus,
     }
-    arguments = {name: 0 for name in ("D", "z", "dt_bias", "initial_states") if call[name] is None}
-    arguments |= {f"{name}_stride": call[name].strides[0] for name in ("out", "x", "B", "C")}
-    D, z = call["D"], call["z"]
+    arguments = {name: 0 for name in ("D", "z", "dt_bias", "initial_states") if getattr(problem, name) is None}
+    arguments |= {f"{name}_stride": getattr(problem, name).strides[0] for name in ("out", "x", "B", "C")}
+    D, z = problem.D, problem.z
     arguments |= {
-        "num_tokens": call["x"].shape[0],
+        "num_tokens": problem.x.shape[0],
         "num_chunks": problem.num_chunks,
-        "num_seqs": call["last_chunk_indices"].shape[0],
+        "num_seqs": problem.last_chunk_indices.shape[0],
         "num_heads": num_heads,
         "heads_per_group": num_heads // num_groups,
         "z_stride": 0 if z is None else z.strides[0],
-        "dt_stride": call["dt"].strides[0],
-        "dt_step": call["dt"].strides[1],
+        "dt_stride": problem.dt.strides[0],
+        "dt_step": problem.dt.strides[1],
         "D_stride": 0 if D is None else D.strides[0],
         "D_step": 0 if D is None or len(D.shape) == 1 else D.strides[1],
     }
@@ -134,7 +135,7 @@ def _launches_products(
     problem: ChunkScanProblem, config: ChunkScanConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
-    device, out = problem.call["x"].device, problem.call["out"]
+    device, out = problem.x.device, problem.out
     constants |= {"HEADS": heads, "HEAD_TILE": problem.head_tile}
     out_vec = 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4
 
@@ -159,9 +160,9 @@ def _launches_products(
 def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) -> tuple[int, int]:
     """Stages of chunk_scan.cu, and bytes of dynamic shared memory: x, B and C of each stage, and weights of each head.
 
-    On AMD as many blocks as there may be fit a compute unit, if they can, and then as many stages.
+    On AMD stages are given up so that BLOCKS blocks fit on a compute unit.
     """
-    heads, state_size, device = problem.heads, problem.sizes[3], problem.call["x"].device
+    heads, state_size, device = problem.heads, problem.sizes[3], problem.x.device
     # Rows of 64 elements or a multiple.
     state_bytes, x_bytes, square_bytes = (
         tokens * -(-size // 64) * 128 for size in (state_size, heads * problem.head_tile, tokens)
@@ -173,7 +174,7 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
     weight_bytes = 0 if of_segments else heads * square_bytes
     stages = _STAGES
     if not device.supports("mma"):
-        decays = 2 * 4 * heads * tokens * float32.itemsize  # of two tiles; not dynamic
+        decays = 2 * 4 * heads * tokens * float32.itemsize  # decays of two tiles, in static shared memory
         choices = [(blocks, n) for blocks in (BLOCKS, 1) for n in (_STAGES, 1)]
         fixed, memory = weight_bytes + decays, device.shared_memory
         stages = next((n for blocks, n in choices if blocks * (n * stage_bytes + fixed) <= memory), 1)
@@ -181,11 +182,10 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
 
 
 def _options(problem: ChunkScanProblem, of_segments: bool) -> dict[str, bool]:
-    call = problem.call
     return {
         "SEGMENT_STATES": of_segments,
-        "HAS_Z": call["z"] is not None and not of_segments,
-        "CHUNK_STATES": call["return_intermediate_states"] and not of_segments,
+        "HAS_Z": problem.z is not None and not of_segments,
+        "CHUNK_STATES": problem.return_intermediate_states and not of_segments,
     }
 
 
@@ -206,7 +206,7 @@ def _launches_simt(
 def _both(
     problem: ChunkScanProblem, arguments: dict[str, Any], row_blocks: int, geometry: Callable[[bool], Geometry]
 ) -> list[Launch]:
-    """The launches: those of the states of segments (geometry(True)), if there are several, and that of the results."""
+    """With several segments, the launches for their states (geometry(True)); then the launch for the results."""
     num_heads, head_size, _, state_size = problem.sizes
     num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)
     arguments |= {"num_segments": num_segments, "chunk_parts": chunk_parts, "part_tokens": part_tokens}

@@ -1,4 +1,4 @@
-"""What the ops of state-space models share."""
+"""Constants of the state-space ops."""
 
-PAD_SLOT_ID = -1  # the slot of a sequence that is padding, unless a call says otherwise
-MAX_STATES = 256  # of a channel
+PAD_SLOT_ID = -1  # default slot of a padding sequence
+MAX_STATES = 256  # most states (elements of the SSM state) of a channel

@@ -1,4 +1,4 @@
-"""What the causal convolutions share: the slots of sequences, checks, and how channels are cut into vectors."""
+"""Code shared by the causal convolutions: slots of sequences, checks, and vector widths."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32, int64
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32, int64
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_WIDTH = 8  # wider kernels spill
-_MAX_TAPS = 16  # weights of a thread, each in a register: 32 gain 1 % of a prompt, and spill for some dtypes
+MAX_WIDTH = 8  # most taps: wider kernels spill
+_MAX_TAPS = 16  # most weights in registers of a thread: 32 are 1 % faster in prefill, but spill for some dtypes
 _ACTIVATIONS = (None, "silu", "swish")
 
 # References
 
 
 def result_of(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """The convolution of `windows`, [..., width, dim], the newest input last: [..., dim] in float32."""
+    """The convolution of `windows` [..., width, dim], oldest input first; returns [..., dim] in float32."""
     y = (windows.float() * weight.float().mT).sum(-2)
     if bias is not None:
         y = y + bias.float()
@@ -31,7 +31,7 @@ def result_of(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots: int, pad_slot_id: int) -> int | None:
-    """The slot in a column of the indices of a sequence; None if it does not exist."""
+    """The slot in this column of a sequence's indices; None if it is padding or out of range."""
     row = [sequence] if indices is None else indices[sequence].reshape(-1).tolist()
     if not 0 <= column < len(row) or not 0 <= row[column] < num_slots or row[column] == pad_slot_id:
         return None
@@ -39,10 +39,10 @@ def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots:
 
 
 def boundaries(first: int, last: int, computed: int, count: int, max_blocks: int, block_size: int) -> dict[int, int]:
-    """{column: tokens of a sequence before a block boundary} of the boundaries that the sequence passes.
+    """{column of the slots: new tokens before its block boundary}, for each boundary that the new tokens cross.
 
-    The sequence has `count` tokens after `computed` others, and fills the columns from `first` to the one before
-    `last`.
+    The sequence has `count` new tokens after `computed` earlier ones; states at boundaries go to the columns from
+    `first` up to the one before `last`.
     """
     first, last, computed = max(0, first), max(0, last), max(0, computed)
     last_boundary = (computed + count - 1) // block_size * block_size - computed
@@ -61,7 +61,7 @@ def sequence_bounds(query_start_loc: Tensor, num_tokens: int) -> list[tuple[int,
 
 
 def bad_starts(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """The entries of `query_start_loc` that lie outside of the tokens, or below the entry before them."""
+    """The entries of `query_start_loc` that are out of range or below the previous entry."""
     starts = query_start_loc.long()
     wrong = (starts < 0) | (starts > num_tokens)
     wrong[1:] |= starts.diff() < 0
@@ -69,7 +69,7 @@ def bad_starts(query_start_loc: Tensor, num_tokens: int) -> Tensor:
 
 
 def bad_slots(indices: Tensor, num_slots: int, pad_slot_id: int) -> Tensor:
-    """The slots that do not exist and do not stand for none."""
+    """The slots that are out of range and are not `pad_slot_id`."""
     return ((indices < 0) | (indices >= num_slots)) & (indices != pad_slot_id)
 
 
@@ -79,7 +79,7 @@ def bad_slots(indices: Tensor, num_slots: int, pad_slot_id: int) -> Tensor:
 def check_convolution(
     x: TensorArg, conv_states: TensorArg | None, weight: TensorArg, bias: TensorArg | None, dim: int
 ) -> int:
-    """Check element types and sizes of what every convolution takes; returns the width."""
+    """Check dtypes and sizes of the arguments common to all convolutions; returns the width."""
     check.floating(x)
     check.floating(weight)
     check.sizes(weight, dim=dim, width=None)
@@ -97,7 +97,7 @@ def check_convolution(
 
 
 def check_activation(x: TensorArg, activation: str | None) -> bool:
-    """Whether `activation` is silu; OpError for what is neither silu nor None."""
+    """Whether `activation` is silu; OpError if it is neither silu (swish) nor None."""
     if activation not in _ACTIVATIONS:
         raise check.refuse(x, "activation", f'expected None, "silu" or "swish", got "{activation}"')
     return activation is not None
@@ -115,7 +115,7 @@ def check_indices(*indices: TensorArg | None) -> Any:
 
 
 def check_slots(indices: TensorArg | None, num_seqs: int, with_blocks: bool) -> int:
-    """Check the slots of sequences; returns how many a sequence has."""
+    """Check the slots of sequences; returns the number of slots per sequence."""
     if indices is None:
         return 1
     if with_blocks or len(indices.shape) == 2:
@@ -145,7 +145,7 @@ def channels_behind(arg: TensorArg, axis: int) -> TensorArg:
 
 
 def channel_vector(width: int, *args: TensorArg) -> int:
-    """Neighbouring channels of a thread that holds their taps. Channels are the last dimension of each of `args`."""
+    """Adjacent channels per thread, which holds their taps in registers. Channels are the last dimension of `args`."""
     dim = args[0].shape[-1]
     if any(arg.strides[-1] != 1 and dim > 1 for arg in args):
         return 1
@@ -153,7 +153,7 @@ def channel_vector(width: int, *args: TensorArg) -> int:
 
 
 def weight_vector(weight: TensorArg, count: int) -> int:
-    """Elements in one access to `count` neighbouring weights."""
+    """Elements of one access to `count` adjacent weights."""
     size = weight.dtype.itemsize
     return gcd(count, 16 // size, max(1, weight.alignment // size))
 

@@ -2,57 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_problem import check_heads
 
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
-_MAX_SIZE = 256  # elements of a head of k
-_MAX_KEYS = 32  # columns of a state in the registers of a thread
-# Measured on an H200, heads of 128: 8 sequences of 1024 tokens take 266 us by 8 warps and 481 by 4, because the warps
-# that prepare tiles serve more rows; one sequence of 8192, whose blocks are few, 908 by 4, 923 by 2 and 987 by 8.
-_WARPS = 4  # of a block, with rows
-_LARGE_WARPS = 8  # if even such blocks are enough for all SMs; with warps of 64 lanes, registers would spill
-_MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
-_MAX_KEY_SIZE_GFX11 = 96  # operands of eight words: with more, registers spill
-_MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
-_ALIGNMENT = 256  # bytes of padding that aligning the parts of shared memory may take
-_PREPARING = 4  # warps of gated_delta_chunk.cu without rows
-# (tokens of a tile, stages): for CUDA, and those that fit on AMD.
+_MAX_SIZE = 256  # largest key size
+_MAX_KEYS = 32  # most columns of the state in registers of a thread
+# Measured on an H200 with heads of 128. 8 sequences of 1024 tokens take 266 us with 8 warps and 481 us with 4, because
+# the producer warps then prepare tiles for more rows. One sequence of 8192 tokens has few blocks: 908 us with 4 warps,
+# 923 with 2 and 987 with 8.
+_WARPS = 4  # warps of a block that hold rows of the state
+_LARGE_WARPS = 8  # the same, if such blocks still fill all SMs; with warps of 64 lanes they would spill
+_MAX_KEY_SIZE = 128  # largest key size of gated_delta_chunk.cu: a thread holds that many elements of half a state row
+_MAX_KEY_SIZE_GFX11 = 96  # the same on gfx11, where an operand takes eight registers: larger keys spill
+_MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles of gated_delta_chunk.cu are mostly empty
+_ALIGNMENT = 256  # most bytes of padding between the parts of shared memory
+_PREPARING = 4  # producer warps of gated_delta_chunk.cu; they prepare tiles and hold no rows
+# (tokens of a tile, stages), best first: for CUDA, and for AMD.
 _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GatedDeltaProblem:
-    """A call of an op of the gated delta rule, its arguments by name.
+class Tokens:
+    """The arguments that the ops of the gated delta rule have in common."""
 
-    `state` is the state that a sequence begins with, or None; `result` gets the states, or is None.
+    q: TensorArg
+    k: TensorArg
+    v: TensorArg
+    g: TensorArg
+    beta: TensorArg | None
+    cu_seqlens: TensorArg | None
+    use_qk_l2norm_in_kernel: bool
+    state_v_first: bool
+    o: TensorArg
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """The states of `gated_delta_rule_update`, and the arguments by which a sequence finds its own."""
+
+    state: TensorArg
+    ssm_state_indices: TensorArg | None
+    num_accepted_tokens: TensorArg | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDeltaProblem:
+    """A call of an op of the gated delta rule.
+
+    Attributes:
+        state: the states that sequences begin with, or None; result: gets the states, or is None.
+        slots: of the update, where both are the same; else None.
     """
 
-    call: Mapping[str, Any]
+    tokens: Tokens
     state: TensorArg | None
     result: TensorArg | None
+    slots: Slots | None = None
 
     @property
     def num_seqs(self) -> int:
-        cu_seqlens = self.call["cu_seqlens"]
-        return int(self.call["q"].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        cu_seqlens = self.tokens.cu_seqlens
+        return int(self.tokens.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
     @property
     def uses_products(self) -> bool:
         """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
-        q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
+        q, k, v, o = self.tokens.q, self.tokens.k, self.tokens.v, self.tokens.o
         return (
-            "ssm_state_indices" not in self.call
+            self.slots is None
             and q.dtype is not float32
             and q.device.supports("products")
             and q.shape[3] % 16 == 0
@@ -66,7 +93,7 @@ class GatedDeltaProblem:
         )
 
     def bucket(self) -> str:
-        q, v = self.call["q"], self.call["v"]
+        q, v = self.tokens.q, self.tokens.v
         return (
             f"{'mma' if self.uses_products else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
             f"{q.shape[3]}x{v.shape[3]} tokens={tuning.power_of_two(q.shape[0] * q.shape[1])} "
@@ -79,7 +106,7 @@ class GatedDeltaConfig:
     """The geometry of gated_delta_chunk.cu or gated_delta_recurrent.cu.
 
     Attributes:
-        warps: of a block, those that prepare tiles not counted.
+        warps: warps of a block, without the producer warps.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
@@ -87,33 +114,32 @@ class GatedDeltaConfig:
     min_blocks: int
 
     def candidates(self, problem: GatedDeltaProblem, device: Device) -> list[GatedDeltaConfig]:
-        """Larger and smaller blocks, and more registers or fewer."""
+        """Other block sizes and register bounds."""
         sizes = (2, 4, 8) if device.warp_size == 32 or not problem.uses_products else (2, 4)
-        warps = [w for w in sizes if not problem.uses_products or problem.call["v"].shape[3] % (16 * w) == 0]
+        warps = [w for w in sizes if not problem.uses_products or problem.tokens.v.shape[3] % (16 * w) == 0]
         return tuning.varied(self, warps=warps, min_blocks=(1, 2))
 
 
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
-    """Blocks with few rows if large ones would leave SMs idle."""
+    """Smaller blocks, with fewer rows of the state, where larger ones would leave SMs idle."""
     if not problem.uses_products:
         return GatedDeltaConfig(_WARPS, 1)
-    _, _, value_heads, value_size = problem.call["v"].shape
+    _, _, value_heads, value_size = problem.tokens.v.shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
-    large = (
-        device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
-    )
-    if large and tiles(device, problem.call["q"].shape[3], _LARGE_WARPS) is not None:
+    large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
+    if large and tiles(device, problem.tokens.q.shape[3], _LARGE_WARPS) is not None:
         return GatedDeltaConfig(_LARGE_WARPS, 1)
-    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
+    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.num_sms else _WARPS, 1)
 
 
-def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> GatedDeltaProblem:
-    """The problem of a call; OpError for a call that no kernel serves."""
-    q, v, o = call["q"], call["v"], call["o"]
+def check_rule(problem: GatedDeltaProblem) -> None:
+    """OpError for a call that no kernel serves."""
+    tokens = problem.tokens
+    q, v, o, cu_seqlens = tokens.q, tokens.v, tokens.o, tokens.cu_seqlens
     check.floating(q)
     check.sizes(q, batch=None, num_tokens=None, key_heads=None, key_size=None)
     batch, num_tokens, key_heads, key_size = q.shape
-    check.like(call["k"], q)
+    check.like(tokens.k, q)
     check.sizes(v, batch=batch, num_tokens=num_tokens, value_heads=None, value_size=None)
     value_heads, value_size = v.shape[2:]
     if not key_heads or value_heads % key_heads:
@@ -122,15 +148,14 @@ def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorA
         raise q.error(f"expected heads of 1 to {_MAX_SIZE} elements, got {key_size}")
     check.dtype(v, q.dtype)
     check.like(o, v)
-    for arg in (q, call["k"], v, o):
+    for arg in (q, tokens.k, v, o):
         check_heads(arg)
         token_stride(arg)
-    for arg in (call["g"], call["beta"]):
-        if arg is not None:
-            check.floating(arg)
-            check.sizes(arg, batch=batch, num_tokens=num_tokens, value_heads=value_heads)
-            token_stride(arg)
-    cu_seqlens = call["cu_seqlens"]
+    for factor in (tokens.g, tokens.beta):
+        if factor is not None:
+            check.floating(factor)
+            check.sizes(factor, batch=batch, num_tokens=num_tokens, value_heads=value_heads)
+            token_stride(factor)
     check.index(cu_seqlens, num_seqs_and_one=None)
     if cu_seqlens is not None:
         check.contiguous(cu_seqlens)
@@ -138,16 +163,19 @@ def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorA
             raise q.error(f"expected a batch of 1 beside cu_seqlens, got {batch}")
         if not cu_seqlens.shape[0]:
             raise cu_seqlens.error("expected at least one entry, got none")
-    last = (value_size, key_size) if call["state_v_first"] else (key_size, value_size)
-    for arg in (state, result):
-        if arg is not None:
-            check.floating(arg)
-            check.sizes(arg, count=None, value_heads=value_heads, **dict(zip(("rows", "columns"), last, strict=True)))
-    return GatedDeltaProblem(call, state, result)
+    last = (value_size, key_size) if tokens.state_v_first else (key_size, value_size)
+    for state in (problem.state, problem.result):
+        if state is not None:
+            check.floating(state)
+            check.sizes(state, count=None, value_heads=value_heads, **dict(zip(("rows", "columns"), last, strict=True)))
+    if problem.slots is None:
+        _check_states(problem)
+    else:
+        _check_slots(problem.slots, problem.num_seqs)
 
 
 def token_stride(arg: TensorArg) -> int:
-    """Elements from one token to the next; OpError when those of all sequences have no common stride."""
+    """Token stride in elements; OpError unless one stride fits the tokens of all rows of the batch."""
     batch, num_tokens = arg.shape[:2]
     if batch > 1 and num_tokens > 1 and arg.strides[0] != num_tokens * arg.strides[1]:
         raise arg.error(f"expected tokens of one stride, got shape {arg.shape} with strides {arg.strides}")
@@ -163,15 +191,15 @@ class Tiles(NamedTuple):
 
 
 def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
-    """The largest tiles of gated_delta_chunk.cu that shared memory holds; None if it holds none."""
+    """The largest tiles of gated_delta_chunk.cu that fit into shared memory; None if none do."""
     has_mma = device.supports("mma")
     for tokens, stages in _TILES if has_mma else _HELD_TILES:
-        # Keys, queries and values of each stage, with rows padded to 128 bytes; two square matrices of two tiles.
+        # Each stage holds keys, queries and values, with rows padded to 128 bytes; two tiles hold two square matrices.
         key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
         row_bytes = 128 if has_mma else 2 * (tokens + 8)
         summed_bytes = 0 if has_mma else key_size * row_bytes
         dynamic = stages * (2 * key_bytes + value_bytes + summed_bytes) + 4 * tokens * row_bytes
-        # Factors of three tiles, and what is prepared of two.
+        # Static: `Factors` of three tiles and `Prepared` of two (gated_delta_tokens.cuh).
         fixed = 3 * (3 * tokens + 1) * 4 + 2 * (4 + tokens + 4) * tokens * 4
         if dynamic + fixed + _ALIGNMENT <= device.shared_memory:
             return Tiles(tokens, stages, dynamic)
@@ -180,13 +208,12 @@ def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
 
 def launch(problem: GatedDeltaProblem, config: GatedDeltaConfig) -> Launch:
     """The launch for either op."""
-    call, state, result = problem.call, problem.state, problem.result
-    q, v, g, beta, cu_seqlens = (call[name] for name in ("q", "v", "g", "beta", "cu_seqlens"))
+    tokens, state, result = problem.tokens, problem.state, problem.result
+    q, v, g, beta, cu_seqlens = tokens.q, tokens.v, tokens.g, tokens.beta, tokens.cu_seqlens
     _, num_tokens, key_heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     some_state = result if result is not None else state
     state_stride = value_heads * value_size * key_size if some_state is None else some_state.strides[0]
-    v_first = call["state_v_first"]
     constants = {
         "scalar_t": q.dtype,
         "g_t": g.dtype,
@@ -196,22 +223,24 @@ def launch(problem: GatedDeltaProblem, config: GatedDeltaConfig) -> Launch:
         "starts_t": int32 if cu_seqlens is None else cu_seqlens.dtype,
         "KEY_SIZE": key_size,
         "VALUE_SIZE": value_size,
-        "QK_NORM": call["use_qk_l2norm_in_kernel"],
+        "QK_NORM": tokens.use_qk_l2norm_in_kernel,
         "MIN_BLOCKS": config.min_blocks,
     }
+    states = (None, None) if problem.slots else (state, result)
+    optional = zip(("beta", "cu_seqlens", "initial_state", "final_state"), (beta, cu_seqlens, *states), strict=True)
     arguments = {
-        **{name: 0 for name in ("beta", "cu_seqlens", "initial_state", "final_state") if call.get(name) is None},
+        **{name: 0 for name, arg in optional if arg is None},
         "num_tokens": q.shape[0] * num_tokens,
         "seq_tokens": num_tokens,
         "value_heads": value_heads,
         "heads_per_key": value_heads // key_heads,
         "state_stride": state_stride,
-        "state_row_stride": key_size if v_first else 1,
-        "state_column_stride": 1 if v_first else value_size,
+        "state_row_stride": key_size if tokens.state_v_first else 1,
+        "state_column_stride": 1 if tokens.state_v_first else value_size,
         "g_step": g.strides[2],
         "beta_step": 0 if beta is None else beta.strides[2],
         "beta_stride": 0 if beta is None else token_stride(beta),
-        **{f"{name}_stride": token_stride(call[name]) for name in ("o", "q", "k", "v", "g")},
+        **{f"{name}_stride": token_stride(getattr(tokens, name)) for name in ("o", "q", "k", "v", "g")},
     }
     num_heads = problem.num_seqs * value_heads
     if problem.uses_products:
@@ -230,12 +259,12 @@ def _launch_recurrent(
     arguments: dict[str, Any],
     num_heads: int,
 ) -> Launch:
-    call, states = problem.call, [arg for arg in (problem.state, problem.result) if arg is not None]
-    indices, accepted = call.get("ssm_state_indices"), call.get("num_accepted_tokens")
-    key_size, value_size = call["q"].shape[3], call["v"].shape[3]
+    slots, states = problem.slots, [arg for arg in (problem.state, problem.result) if arg is not None]
+    indices, accepted = (slots.ssm_state_indices, slots.num_accepted_tokens) if slots else (None, None)
+    key_size, value_size = problem.tokens.q.shape[3], problem.tokens.v.shape[3]
     lanes = min(32, tuning.power_of_two(-(-key_size // _MAX_KEYS)))
     rows = 32 * config.warps // lanes
-    columns_together = call["state_v_first"] and (key_size | arguments["state_stride"]) % 4 == 0
+    columns_together = problem.tokens.state_v_first and (key_size | arguments["state_stride"]) % 4 == 0
     wide = columns_together and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in states)
     kernel = _recurrent(
         **constants,
@@ -244,13 +273,15 @@ def _launch_recurrent(
         LANES=lanes,
         ROWS=rows,
         STATE_VEC=4 if wide else 1,
-        SLOTS="ssm_state_indices" in call,
+        SLOTS=slots is not None,
         PER_TOKEN=indices is not None and len(indices.shape) == 2,
     )
     return kernel.launch(
         num_heads * -(-value_size // rows),
         32 * config.warps,
-        **{n: 0 for n in ("state", "ssm_state_indices", "num_accepted_tokens") if call.get(n) is None},
+        **({} if slots else {"state": 0}),
+        **({} if indices else {"ssm_state_indices": 0}),
+        **({} if accepted else {"num_accepted_tokens": 0}),
         num_slots=0 if problem.result is None else problem.result.shape[0],
         index_stride=0 if indices is None else indices.strides[0],
         index_columns=1 if indices is None or len(indices.shape) == 1 else indices.shape[1],
@@ -258,19 +289,18 @@ def _launch_recurrent(
     )
 
 
-def check_states(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
+def _check_states(problem: GatedDeltaProblem) -> None:
     """The states of `gated_delta_rule`: one for each sequence, contiguous."""
-    for arg in (call["initial_state"], call["final_state"]):
+    for arg in (problem.state, problem.result):
         if arg is not None:
             if arg.shape[0] != problem.num_seqs:
                 raise arg.error(f"expected a state for each of {problem.num_seqs} sequences, got shape {arg.shape}")
             check.contiguous(arg)
 
 
-def check_slots(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
+def _check_slots(slots: Slots, num_seqs: int) -> None:
     """The state and the slots of `gated_delta_rule_update`."""
-    state, indices, accepted = (call[name] for name in ("state", "ssm_state_indices", "num_accepted_tokens"))
-    num_seqs, inner = problem.num_seqs, 1
+    state, indices, accepted, inner = slots.state, slots.ssm_state_indices, slots.num_accepted_tokens, 1
     for size, stride in zip(reversed(state.shape[1:]), reversed(state.strides[1:]), strict=True):
         if size > 1 and stride != inner and state.numel:
             raise state.error(f"expected contiguous slots, got shape {state.shape} with strides {state.strides}")

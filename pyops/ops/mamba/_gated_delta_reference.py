@@ -1,11 +1,11 @@
-"""The gated delta rule token by token: what the references of its ops share."""
+"""The gated delta rule token by token: code shared by the references of its ops."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ def v_first(state: Tensor, statev_first: bool) -> Tensor:
 
 
 def spans_of(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
-    """(first, end) of the tokens of each sequence; (0, 0) where they are no range."""
+    """(first token, end) of each sequence; (0, 0) where cu_seqlens gives no valid range."""
     batch, num_tokens = q.shape[:2]
     if cu_seqlens is None:
         return [(i * num_tokens, (i + 1) * num_tokens) for i in range(batch)]
@@ -26,7 +26,7 @@ def spans_of(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
 
 
 class Rows:
-    """Tokens in float64, batch and tokens as one dimension, and a step of the recurrence."""
+    """All tokens of a call in float64, with batch and tokens flattened; `step` is a step of the recurrence."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, norm: bool, o: Tensor

@@ -26,7 +26,7 @@ def example_selective_scan_fwd(
     lengths = [ends[i + 1] - ends[i] if with_starts else num_tokens for i in range(batch)]
     last = [max(0, -(-length // block_size) - 1) for length in lengths]
     cu_chunks, last_chunks = [0], []
-    for length in lengths:  # the first chunk of a sequence fills a block in which it goes on
+    for length in lengths:  # the first chunk of a sequence completes a block that an earlier call began
         chunks = [min(length, 2)] + [min(block_size, length - i) for i in range(2, length, block_size)]
         cu_chunks += [cu_chunks[-1] + sum(chunks[: i + 1]) for i in range(len(chunks))]
         last_chunks.append(len(cu_chunks) - 2)

@@ -6,35 +6,37 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import tuning
-from ..._core.dtypes import float32
+from ... import tuning
+from ..._core.tensors.dtypes import float32
 
 if TYPE_CHECKING:
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
-_SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
-_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
-_FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # lanes share tokens up to this many channels, from this many tokens on
-_MAX_LANES = 32  # that share a channel
-_MAX_PARTS = 8  # of a tile: more warps of a block have too few registers
-_FEW_WARPS = 8  # warps per SM up to which registers allow a scan of four states at a time
-_BUFFERS = 2
-# (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
-# most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200,
-# for 8192 channels of 8192 tokens, (1, 4) takes 586 us with tiles of 64 tokens and 629 with 32, and (1, 2) 766. (2, 4)
-# stays for short sequences: 64 of 128 tokens take 555 us, and 701 with (1, 4).
+_SCAN_THREADS, _STAGE_THREADS = 128, 128  # consumer and producer threads of a block of selective_scan_fwd.cu
+_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # threads of a block and blocks per SM of selective_scan_tokens.cu
+# selective_scan_tokens.cu, with lanes that share tokens, serves at most this many channels, and at least this many
+# tokens.
+_FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512
+_MAX_LANES = 32  # most lanes that share a channel
+_MAX_PARTS = 8  # most parts of a tile, each with its own warps: more warps per block would have too few registers
+_FEW_WARPS = 8  # warps per SM up to which registers allow four overlapping scans per thread
+_BUFFERS = 2  # token tiles in shared memory: one is scanned while the next is loaded
+# Lane tiles, (channels, states) per lane: the first reads shared memory least, the last spreads a channel over most
+# lanes. The first tile is chosen that gives at least _MIN_SHARE of the device's warp schedulers a scanning warp.
+# Measured on an H200: 8192 channels of 8192 tokens take 586 us with (1, 4) and tiles of 64 tokens, 629 with tiles of
+# 32, 766 with (1, 2). (2, 4) is for short sequences: 64 of 128 tokens take 555 us, and 701 with (1, 4).
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
-_MIN_SHARE = 0.75
+_MIN_SHARE = 0.75  # share of the warp schedulers
 _SCHEDULERS = 4  # warp schedulers of an SM
-_MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8
-_SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # tokens of sequences that are short, and of their tiles, at most
-_MAX_STAGED_BYTES = 128  # that a staging thread holds in registers
+_MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8  # most and fewest tokens of a tile
+_SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # most tokens of a short sequence, and of its tiles
+_MAX_STAGED_BYTES = 128  # most bytes that a producer thread holds in registers
 
 
 class ScanProblem(NamedTuple):
-    """What the geometry depends on: sequences, channels, tokens of all rows, states, elements of an access."""
+    """The input of `choose`: sequences, channels, tokens of all sequences, states, elements of an access."""
 
     batch: int
     dim: int
@@ -57,10 +59,10 @@ class ScanConfig:
     """The geometry of selective_scan_fwd.cu.
 
     Attributes:
-        channels, states: of a scanning lane.
-        lanes: that share a channel.
+        channels, states: channels and states per consumer lane.
+        lanes: lanes that share a channel.
         tile_tokens: tokens of a tile in shared memory.
-        scan_threads, stage_threads: threads of a block that scan, and that stage tiles.
+        scan_threads, stage_threads: consumer threads of a block, which scan, and producer threads, which load tiles.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
@@ -82,7 +84,7 @@ class ScanConfig:
         return self.scan_threads + self.stage_threads
 
     def constants(self, problem: ScanProblem) -> dict[str, int]:
-        """The constants of the kernel that say what threads have, by its names for them."""
+        """The kernel's compile-time constants by name."""
         return {
             "LANES": self.lanes,
             "STATES": self.states,
@@ -106,7 +108,7 @@ class ScanConfig:
         return self.shared_bytes(problem) <= device.shared_memory and staged_bytes <= _MAX_STAGED_BYTES
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[ScanConfig]:
-        """Other tiles of a lane, tiles of tokens, and bounds of registers."""
+        """Other lane tiles, token tiles, thread counts and register bounds."""
         tiles = [_lane_tile(problem.state_size, *tile, self.tile_tokens) for tile in _SHORT_LANE_TILES]
         more = tuning.varied(
             self,
@@ -123,10 +125,10 @@ class TokensConfig:
     """The geometry of selective_scan_tokens.cu.
 
     Attributes:
-        lanes: that share the tokens of a channel's part of a tile.
+        lanes: lanes that share the tokens of one channel in one part of a tile.
         states: states with overlapping scans.
         num_threads: threads of a block.
-        parts: of a tile.
+        parts: parts of a tile along the tokens, each with its own warps.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
@@ -141,7 +143,7 @@ class TokensConfig:
         return self.num_threads // (self.lanes * self.parts)
 
     def constants(self, problem: ScanProblem) -> dict[str, int]:
-        """As those of a `ScanConfig`."""
+        """The kernel's compile-time constants by name."""
         return {
             "LANES": self.lanes,
             "PARTS": self.parts,
@@ -151,11 +153,11 @@ class TokensConfig:
         }
 
     def shared_bytes(self, problem: ScanProblem) -> int:
-        totals = 2 * self.parts * gcd(self.states, problem.state_size)  # each of two numbers
+        totals = 2 * self.parts * gcd(self.states, problem.state_size)  # a total is a pair of floats: factor and own
         return self.block_channels * 2 * (problem.state_size + totals) * float32.itemsize
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[TokensConfig]:
-        """Other lanes, sizes of a block, and bounds of registers."""
+        """Other lanes, block sizes and register bounds."""
         sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
         more = tuning.varied(
             self,
@@ -174,8 +176,8 @@ def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) ->
 
 
 def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
-    """Lanes that share tokens, for few channels of long sequences; otherwise lanes that share states."""
-    # All problems of a bucket have configs of one kind, so that a table can name fields.
+    """For few channels of long sequences, lanes share the tokens of a channel; otherwise they share its states."""
+    # All problems of a bucket get the same Config class, so that a tuning table can name its fields.
     rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
     if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
         return _share_tokens(problem, device, rounded_tokens)
@@ -183,8 +185,8 @@ def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
 
 
 def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) -> TokensConfig:
-    """As many parts as the device has warps for, and a sequence tokens."""
-    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.multiprocessors
+    """The number of parts of a tile is limited by the resident warps of the device and by the tokens of a sequence."""
+    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.num_sms
     parts = room // max(1, problem.dim * tuning.power_of_two(problem.batch))
     if parts == 0:
         return config
@@ -198,7 +200,7 @@ def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) ->
 
 
 def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
-    """The widest tile of a lane that still fills the device; tiles no longer than a sequence is on average."""
+    """The first lane tile that fills the device; token tiles are no longer than the average sequence."""
     sequence_tokens = -(-problem.num_tokens // max(1, problem.batch))
     tile_tokens = max(_MIN_TILE_TOKENS, min(_MAX_TILE_TOKENS, tuning.power_of_two(sequence_tokens)))
     short = sequence_tokens <= _SHORT_SEQUENCE
@@ -207,7 +209,7 @@ def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
     for channels, states in _SHORT_LANE_TILES if short else _LANE_TILES:
         config = _lane_tile(problem.state_size, channels, states, tile_tokens)
         warps = problem.batch * problem.dim * config.lanes / (channels * device.warp_size)
-        if warps >= _MIN_SHARE * _SCHEDULERS * device.multiprocessors:
+        if warps >= _MIN_SHARE * _SCHEDULERS * device.num_sms:
             break
     while not config.fits(problem, device) and config.tile_tokens > _MIN_TILE_TOKENS:
         config = _lane_tile(problem.state_size, config.channels, config.states, config.tile_tokens // 2)

@@ -1,17 +1,17 @@
-"""What the reference of the selective scan is made of."""
+"""Building blocks of the reference of the selective scan."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The tensors of a call that have an element for each token, all or some of them."""
+    """The tensors of a call with a token dimension, for all tokens or a part of them."""
 
     u: Tensor
     delta: Tensor
@@ -20,11 +20,11 @@ class Rows(NamedTuple):
     C: Tensor
 
     def of(self, sequence: int) -> Rows:
-        """Those of one sequence of a batch."""
+        """The tensors of one sequence of a batch."""
         return Rows(*(None if rows is None else rows[sequence] for rows in self))
 
     def cut(self, begin: int, end: int) -> Rows:
-        """Views of some tokens."""
+        """Views of the tokens from `begin` to `end`."""
         return Rows(*(None if rows is None else rows[..., begin:end] for rows in self))
 
 

@@ -1,28 +1,28 @@
-"""The geometry of a step of a state-space model."""
+"""The geometry of selective_state_update.cu, the decode step of a state-space model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import tuning
+from ... import tuning
 
 if TYPE_CHECKING:
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
-_MAX_LANES = 32  # that share a row
-# By count of bytes in flight and of registers. Of the sizes that were timed on an H200 none gained more than 3 %.
+_MAX_LANES = 32  # most lanes that share a row
+# Chosen by counting bytes in flight and registers. No other size timed on an H200 was more than 3 % faster.
 _NUM_THREADS, _MIN_BLOCKS = 128, 5
-_MAX_RATES = 16  # elements of A that a thread holds, where A has one for each state
-_WAVE = 3  # blocks per SM, at most, before a thread has more rows
-_MAX_HELD_BYTES, _MAX_ITEMS = 64, 4  # of states that a thread holds, and rows of all its sequences
+_MAX_RATES = 16  # most elements of A that a thread holds, if A has one per state
+_WAVE = 3  # blocks per SM above which a thread gets more rows
+_MAX_HELD_BYTES, _MAX_ITEMS = 64, 4  # per thread: most bytes of states in registers, most (row, sequence) pairs
 
 
 class StepProblem(NamedTuple):
-    """What the geometry depends on: sequences, heads, their rows, and how the states of a row are read.
+    """The input of `choose`: sequences, heads, rows of a head, states of a row, and elements of an access.
 
-    `tied` says that A has one number for all states of a row, `has_starts` that sequences have several tokens.
+    `tied`: A has one number for all states of a row. `has_starts`: sequences may have several tokens (cu_seqlens).
     """
 
     batch: int
@@ -36,7 +36,7 @@ class StepProblem(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """That share a row."""
+        """Lanes that share a row."""
         return min(_MAX_LANES, tuning.power_of_two(-(-self.state_size // self.vec_size)))
 
     def bucket(self) -> str:
@@ -50,8 +50,8 @@ class StepConfig:
     """The geometry of selective_state_update.cu.
 
     Attributes:
-        rows: of a thread.
-        sequences: for each of which a thread works on these rows; they share what is loaded of A.
+        rows: rows per thread.
+        sequences: sequences per thread, which processes these rows for each of them and loads A once.
         num_threads: threads of a block.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
@@ -63,7 +63,7 @@ class StepConfig:
 
     @property
     def items(self) -> int:
-        """Rows of all sequences that a thread works on."""
+        """(row, sequence) pairs of a thread."""
         return self.rows * self.sequences
 
     def head_blocks(self, problem: StepProblem) -> int:
@@ -74,7 +74,7 @@ class StepConfig:
         return -(-problem.batch // self.sequences) * problem.heads * self.head_blocks(problem)
 
     def candidates(self, problem: StepProblem, device: Device) -> list[StepConfig]:
-        """Other rows and sequences of a thread, sizes of a block, and bounds of registers."""
+        """Other rows and sequences per thread, block sizes and register bounds."""
         sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
         items = _max_items(problem)
         sequences = 1 if problem.has_starts else items // self.rows
@@ -87,26 +87,26 @@ class StepConfig:
 
 
 def _max_items(problem: StepProblem) -> int:
-    """Items of a thread with states that fit into its registers."""
+    """Most (row, sequence) pairs with states that fit into the registers of a thread."""
     return max(1, min(_MAX_ITEMS, _MAX_HELD_BYTES // (_row_states(problem) * problem.dtype.itemsize)))
 
 
 def _row_states(problem: StepProblem) -> int:
-    """States of a row in a thread."""
+    """States of a row per thread."""
     return problem.vec_size * -(-problem.state_size // (problem.vec_size * problem.lanes))
 
 
 def choose(problem: StepProblem, device: Device) -> StepConfig:
-    """Two rows, whose loads overlap, or as many as let all blocks run at once; where none do, as registers hold.
+    """Two rows per thread, so that their loads overlap; more, until all blocks are one wave or registers are full.
 
-    Measured on an H200 for 1 to 256 sequences of 8192 rows of 16 states and of 80 heads of 64 rows of 128: no number of
-    sequences that share A was faster than one, and untied rows of more than 16 elements of A in a thread lost.
+    Measured on an H200 for 1 to 256 sequences of 8192 rows of 16 states, and of 80 heads of 64 rows of 128 states: one
+    sequence per thread was fastest, and with untied A more than 16 elements of A per thread were slower.
     """
     max_rows = _max_items(problem)
-    if not problem.tied:  # with several tokens a thread also holds those ahead, and spills sooner
+    if not problem.tied:  # with several tokens a thread also prefetches the next one, and spills sooner
         rates = _MAX_RATES // 2 if problem.has_starts else _MAX_RATES
         max_rows = max(1, min(max_rows, rates // _row_states(problem)))
     config = StepConfig(rows=min(2, max_rows))
-    while config.rows < max_rows and config.num_blocks(problem) > _WAVE * device.multiprocessors:
+    while config.rows < max_rows and config.num_blocks(problem) > _WAVE * device.num_sms:
         config = replace(config, rows=2 * config.rows)
     return config

@@ -1,7 +1,7 @@
 """The causal convolutions of Mamba layers, with the signatures that models call.
 
-Channels come first here, as in models; the ops take them last, which is another view of the same memory. torch.compile
-traces these functions: they use no proxy of `_core/lazy.py`.
+Channels are the first dimension here, as in models, and the last one in the ops; the difference is a transposed view.
+torch.compile traces these functions, so they use no proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def causal_conv1d_fn(
 
     Args:
         x: [dim, num_tokens], contiguous in memory along either the channels of a token or the tokens of a channel
-            (else it is copied). The result has the same layout, and the dtype of x; computed is on x in the dtype of
-            conv_states.
+            (else it is copied). The result has the same layout and the dtype of x; x is converted to the dtype of
+            conv_states first.
         conv_states: [num_slots, dim, at least width - 1], any strides, read and written; None if no state is kept.
         activation: "silu", "swish" or True for silu; None or False for none.
-        metadata, validate_data: accepted because vLLM has them; arguments are always checked.
+        metadata, validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
     if x.ndim != 2:
         raise OpError("causal_conv1d_fn", "x", f"expected 2 dimensions, got shape {tuple(x.shape)}")
@@ -88,11 +88,11 @@ def causal_conv1d_update(
     """The convolution of the new tokens of each sequence, see `causal_conv1d_decode`: x, overwritten.
 
     Args:
-        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. Of another dtype than
-            conv_state it keeps its elements, and the result is a new tensor.
+        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. If its dtype is
+            not that of conv_state, x is left unchanged, and the result is a new tensor.
         conv_state: [num_slots, dim, state_len], any strides, read and written.
         activation: "silu", "swish" or True for silu; None or False for none.
-        validate_data: accepted because vLLM has it; arguments are always checked.
+        validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
     if x.ndim not in (2, 3):
         raise OpError("causal_conv1d_update", "x", f"expected 2 or 3 dimensions, got shape {tuple(x.shape)}")
@@ -117,5 +117,5 @@ def causal_conv1d_update(
 
 
 def _activation(activation: str | bool | None) -> str | None:
-    """An activation as the ops take it."""
+    """The activation in the form that the ops take: "silu" or None."""
     return ("silu" if activation else None) if isinstance(activation, bool) else activation

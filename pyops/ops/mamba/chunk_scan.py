@@ -5,21 +5,22 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import dtypes, tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_plan import choose, launches
-from ._chunk_scan_problem import check_scan
+from ._chunk_scan_problem import ChunkScanProblem, check_scan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["mamba_chunk_scan_combined_varlen", "mamba_chunk_scan_varlen"]
 
-_MAX_STEP = 2.0**127  # no limit of a time step; a torch schema has no infinity
+_MAX_STEP = 2.0**127  # stands for no limit of the time step, because torch schemas cannot express infinity
 
 
 def mamba_chunk_scan_combined_varlen(
@@ -102,25 +103,24 @@ def mamba_chunk_scan_varlen(
     """The prefill scan of Mamba-2: ``h = exp(A dt) h + dt x B^T``, ``out = h C + D x``, token by token.
 
     `dt` is first ``clamp(softplus(dt + dt_bias), dt_min, dt_max)``, softplus only with `dt_softplus`; `out` is
-    multiplied by ``silu(z)`` at last. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
+    multiplied by ``silu(z)`` at the end. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
     possible, with operands that are rounded to the element type: the state that is multiplied by C, x weighted by its
     decay, and the decayed ``C . B``. In float16 the three must stay below 65520. (Dao and Gu 2024,
     arXiv:2405.21060)
 
     Chunk c holds the tokens ``cu_chunk_seqlens[c]`` up to ``cu_chunk_seqlens[c + 1]`` of sequence ``seq_idx[c]``, and
     begins where the chunk before it ended if that is of the same sequence, else with the initial state. A chunk without
-    tokens leaves the state as it is; so does one whose numbers are out of range: that is longer than `chunk_size`, or
-    does not lie within the tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. A sequence whose last
-    chunk is none of its own returns its initial state. How a sequence is cut into chunks and calls affects only
-    rounding.
+    tokens leaves the state unchanged. So does an invalid chunk: one longer than `chunk_size`, or not within the tokens
+    ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. If the last chunk of a sequence belongs to another
+    sequence, the result is the initial state. The division of a sequence into chunks and calls affects only rounding.
 
     Args:
-        x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; this and other tensors of tokens have
-            contiguous heads and tokens of any stride.
+        x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16. In x, B, C, z and out, heads are
+            contiguous, and tokens have any stride.
         dt: [num_tokens, num_heads], float32, float16 or bfloat16, any strides.
         A: [num_heads] float32, negative.
         B, C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-            num_heads, and heads of a group are neighbours.
+            num_heads, and heads of a group are adjacent.
         chunk_size: tokens of a chunk, at most.
         cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
         cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
@@ -214,9 +214,9 @@ def result_mamba_chunk_scan_varlen(
 
 
 @mamba_chunk_scan_varlen.plan
-def plan_mamba_chunk_scan_varlen(**call: Any) -> list[Launch]:
-    problem = check_scan(call)
-    config = tuning.config("mamba_chunk_scan_varlen", problem, problem.call["x"].device, choose)
+def plan_mamba_chunk_scan_varlen(problem: ChunkScanProblem) -> list[Launch]:
+    check_scan(problem)
+    config = tuning.config("mamba_chunk_scan_varlen", problem, problem.x.device, choose)
     return launches(problem, config)
 
 
@@ -250,7 +250,7 @@ def example_mamba_chunk_scan_varlen(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest.
+    # Three sequences with two thirds of the tokens, none, and one third.
     num_groups, chunk_size = 3 if num_heads == 6 else 1, 64 if num_tokens < 4096 else 256
     state_size = {16: 16, 64: 128}.get(head_dim, 40)
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]

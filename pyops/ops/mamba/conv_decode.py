@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from . import _convolution as common
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv1d_decode"]
 
 _decode = Kernel("mamba/causal_conv1d_decode.cu")
-_NUM_THREADS = 128
-_MIN_BLOCKS = 4  # no measurement of its own: registers for four blocks of 128 threads
-_MAX_BATCH = 4  # inputs of a thread in flight
-_MIN_VEC_BYTES = 4  # of a thread's channels, where threads are few
+_NUM_THREADS = 128  # most threads of a block
+_MIN_BLOCKS = 4  # resident blocks of 128 threads per SM; bounds the registers; not tuned
+_MAX_BATCH = 4  # inputs in flight per thread
+_MIN_VEC_BYTES = 4  # fewest bytes of channels per thread, for small inputs
 
 
 @op(inout=("x", "conv_state"))
@@ -38,15 +38,15 @@ def causal_conv1d_decode(
     block_idx_last_scheduled_token: Tensor | None = None,
     initial_state_idx: Tensor | None = None,
 ) -> None:
-    """Convolve the new tokens of each sequence in place, going on from the state of the sequence.
+    """Convolve the new tokens of each sequence in place, continuing from the sequence's state.
 
     ``x[t, d] = T(act(bias[d] + sum_k weight[d, k] * (history, x)[t + k, d]))`` in float32, rounded once. The history is
     the first ``width - 1`` inputs of the state, the newest last. The state becomes the last ``width - 1`` of history
     and new inputs.
 
-    With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later, or at
-    the nearest that exists, and the state becomes the last ``width - 2`` of the history and then all new inputs, as far
-    as state_len goes. So the next call can begin after any of these tokens.
+    With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later (clamped
+    to the state), and the state becomes the last ``width - 2`` inputs of the history and all new inputs, up to
+    state_len. The next call can then continue after any of these tokens.
 
     A sequence without tokens, or with a slot that is pad_slot_id or does not exist, is skipped: neither its tokens nor
     a state is written. Slots of different sequences must differ.
@@ -58,7 +58,7 @@ def causal_conv1d_decode(
             width - 1, and with num_accepted_tokens at least width - 2 and the tokens of a sequence.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
-        activation: act of the formula: "silu", which is also called "swish", or None.
+        activation: act of the formula: "silu" or its other name "swish", or None.
         conv_state_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; without prefix caching, only
             column 0 counts; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
         num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
@@ -67,9 +67,9 @@ def causal_conv1d_decode(
             below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
             tokens: these tokens, and the states of these sequences, are undefined.
         max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
-        pad_slot_id: the slot that stands for none.
+        pad_slot_id: the slot that means no slot (a padding sequence).
         block_idx_last_scheduled_token, initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:
-            where the state is written, and whence it is read.
+            where the state is written, and where it is read.
     """
     num_slots, state_len, _ = conv_state.shape
     history, wanted = weight.shape[1] - 1, conv_state_indices
@@ -131,8 +131,8 @@ def plan_causal_conv1d_decode(
     max_blocks = common.check_slots(conv_state_indices, num_seqs, with_blocks)
     silu = common.check_activation(x, activation)
     vec_size = common.channel_vector(width, x, conv_state)
-    # Few threads get few channels each, so that more SMs load at once.
-    wave = x.device.multiprocessors * _MIN_BLOCKS * _NUM_THREADS
+    # Small inputs get fewer channels per thread, so that more SMs load at once.
+    wave = x.device.num_sms * _MIN_BLOCKS * _NUM_THREADS
     while vec_size * x.dtype.itemsize > _MIN_VEC_BYTES and num_seqs * dim < wave * vec_size:
         vec_size //= 2
     num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)

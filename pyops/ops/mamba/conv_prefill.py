@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check
-from ..._core.dtypes import boolean, float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import boolean, float32
+from ..._core.tensors.tensor import TensorArg
 from . import _convolution as common
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ __all__ = ["causal_conv1d_prefill"]
 _tokens = Kernel("mamba/causal_conv1d_tokens.cu")
 _channels = Kernel("mamba/causal_conv1d_channels.cu")
 
-_NUM_THREADS = 128
-# Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance/scans.md).
-_TOKENS_BATCH = 4  # rows of a thread in flight
-# Of 16-bit inputs without prefix caching from compute capability 9.0 on, and of what needs more registers.
+_NUM_THREADS = 128  # most threads of a block
+# Fastest for 8192 tokens of 8192 channels on an H200 (docs/performance/scans.md).
+_TOKENS_BATCH = 4  # rows in flight per thread
+# Blocks per SM of causal_conv1d_tokens.cu. True: narrow 16-bit inputs without prefix caching on sm_90 and newer; False:
+# all others, which need more registers.
 _TOKENS_MIN_BLOCKS = {True: 6, False: 4}
 _MIN_TILE, _MAX_TILE = 8, 128  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
-_CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # channels of a thread in flight
-# No measurement of its own: two waves of blocks.
-_WAVES = 2
-_MAX_CHANNELS = 16  # channels of a thread, where there are many
-_STATE_CHANNELS = 2  # of a thread that does states: more need more registers than a convolution
+_CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # causal_conv1d_channels.cu: channels in flight per thread, blocks per SM
+_WAVES = 2  # waves of blocks; not tuned
+_MAX_CHANNELS = 16  # channels per thread for large inputs
+_STATE_CHANNELS = 2  # most channels of a thread that updates states: more need more registers than the convolution
 
 
 @op(out="out", inout="conv_states")
@@ -56,25 +56,25 @@ def causal_conv1d_prefill(
 ) -> None:
     """Convolve each channel over the last tokens of its sequence; keep the last inputs of sequences in a cache.
 
-    ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. What lies
-    before the first token of a sequence is its state if has_initial_state, else 0. The state becomes the last
-    ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
+    ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. The
+    inputs before the first token of a sequence are its state if has_initial_state, else 0. The state becomes the last
+    ``width - 1`` inputs of the sequence, the newest last; a shorter sequence keeps inputs of the former state.
     (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
 
     A sequence without tokens changes nothing. A sequence with a slot that is pad_slot_id or does not exist has no
     state: it begins with 0, and none is written. A token of no sequence gets 0. Slots of sequences must differ.
 
     Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
-    from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
-    block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
-    before the last those before the last boundary that lies before the end of the sequence, the column before it those
-    one block earlier, and so on. A boundary that does not come after a token of this call is left out.
+    from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. The columns from
+    block_idx_first_scheduled_token up to block_idx_last_scheduled_token - 1 get the inputs before block boundaries: the
+    last of them those before the last boundary inside the sequence, each earlier column those before the boundary one
+    block earlier. A boundary that is not after a token of this call is skipped.
 
     Args:
-        out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
+        out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Constant row stride.
         conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
             written. None if no state is kept.
-        x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
+        x: shape and dtype of `out`, float32, float16 or bfloat16; constant row stride.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
@@ -83,11 +83,11 @@ def causal_conv1d_prefill(
             of these sequences, are undefined.
         cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
         has_initial_state: [num_seqs] bool; None if no sequence has one.
-        activation: act of the formula: "silu", which is also called "swish", or None.
-        pad_slot_id: the slot that stands for none.
+        activation: act of the formula: "silu" or its other name "swish", or None.
+        pad_slot_id: the slot that means no slot (a padding sequence).
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [num_seqs] columns.
         num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
-        block_size_to_align: tokens of a block; with prefix caching alone.
+        block_size_to_align: tokens of a block; only with prefix caching.
         channel_last: whether the channels of a token are contiguous in memory.
     """
     inputs, result = (x, out) if channel_last else (x.mT, out.mT)
@@ -161,7 +161,7 @@ def plan_causal_conv1d_prefill(
         raise check.refuse(x, "block_size_to_align", f"expected 1 to 2^31 - 1, got {block_size_to_align}")
     silu = common.check_activation(x, activation)
     how = (_by_tokens if channel_last else _by_channels)(out, x, weight, with_blocks)
-    # The first blocks have the states of sequences.
+    # The first blocks of the grid update the states of sequences.
     inputs, results = (arg if channel_last else common.channels_behind(arg, 0) for arg in (x, out))
     kept = [] if conv_states is None else [conv_states]
     state_vec = min(_STATE_CHANNELS, common.channel_vector(weight.shape[1], inputs, results, *kept))
@@ -202,7 +202,7 @@ def plan_causal_conv1d_prefill(
 
 
 class _Convolution(NamedTuple):
-    """How the tokens of sequences are convolved: of a launch what differs between both kernels."""
+    """The part of a launch that differs between the two kernels."""
 
     kernel: Kernel
     vec_size: int
@@ -221,7 +221,7 @@ def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: boo
     num_groups = -(-dim // (vec_size * num_threads))
     narrow = x.dtype is not float32 and vec_size < 8 and not with_blocks
     min_blocks = _TOKENS_MIN_BLOCKS[narrow and x.device.supports("clusters")]
-    resident = x.device.multiprocessors * min_blocks * _WAVES
+    resident = x.device.num_sms * min_blocks * _WAVES
     tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
     num_blocks = -(-num_tokens // tile_size) * num_groups
     sizes = {"tile_size": tile_size, "num_groups": num_groups}
@@ -232,7 +232,7 @@ def _by_channels(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: b
     dim, num_tokens = x.shape
     vec_size = check.vector_width(num_tokens, x, out)
     row_vecs = num_tokens // vec_size
-    wave = x.device.multiprocessors * _CHANNELS_MIN_BLOCKS * _NUM_THREADS
+    wave = x.device.num_sms * _CHANNELS_MIN_BLOCKS * _NUM_THREADS
     many = row_vecs * dim >= _WAVES * _MAX_CHANNELS * wave
     channels = _MAX_CHANNELS if many else _CHANNELS_BATCH
     num_blocks = -(-row_vecs * -(-dim // channels) // _NUM_THREADS)
@@ -278,7 +278,7 @@ def example_causal_conv1d_prefill(
     channel_last: bool = True,
     with_blocks: bool = False,
 ) -> tuple[Any, ...]:
-    """Four sequences, one of a token and one of none. Two have come to the tokens 9 and 16 in blocks of 8."""
+    """Four sequences, one of them with one token and one empty. Two have 9 and 16 earlier tokens, in blocks of 8."""
     starts, block_size = [0, min(1, num_tokens), *[(num_tokens + 1) // 2] * 2, num_tokens], 8
     computed = [9, 0, 0, 16] if with_blocks else [0] * 4
     ends = [computed[b] + starts[b + 1] - starts[b] for b in range(4)]

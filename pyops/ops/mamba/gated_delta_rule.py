@@ -1,16 +1,17 @@
-"""The gated delta rule: linear attention that corrects what its state predicts (Qwen3-Next)."""
+"""The gated delta rule: linear attention with an error-correcting state update (Qwen3-Next)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tensor, tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
-from ._gated_delta_plan import check_rule, check_slots, check_states, choose, launch
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import tensor
+from ..._core.tensors.tensor import TensorArg
+from ._gated_delta_plan import GatedDeltaProblem, Slots, Tokens, check_rule, choose, launch
 from ._gated_delta_reference import Rows, spans_of, v_first
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Any, Any]:
     """(o, final_state) of `gated_delta_rule` for prefill, with the arguments of flash-linear-attention and vLLM.
 
-    `scale` is ``key_size**-0.5`` if None; the final state is float32, and None unless `output_final_state`. Tensors
-    have heads after tokens: `head_first` is False.
+    `scale` is ``key_size**-0.5`` if None; the final state is float32, or None without `output_final_state`. Tensors
+    are [batch, tokens, heads, ...]: `head_first` must be False.
     """
     if head_first:
         raise ValueError("chunk_gated_delta_rule: head_first: expected False")
@@ -109,7 +110,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _absolute_error(q: Tensor) -> float:
-    """16-bit MMA operands are rounded once: the state, errors and changes, and the weights between tokens."""
+    """16-bit MMA operands are rounded once: the state, the errors and updates, and the products of token pairs."""
     return 2.0**-16 if q.dtype == torch.float32 else float(torch.finfo(q.dtype).eps)
 
 
@@ -134,25 +135,25 @@ def gated_delta_rule(
     With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
     and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
     MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
-    state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
-    arXiv:2412.06464, as flash-linear-attention computes it)
+    state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
+    2024, arXiv:2412.06464, as flash-linear-attention computes it).
 
     Args:
         q, k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
         g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
         beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-        scale: of the outputs.
+        scale: factor of the outputs.
         initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
             for zeros.
         cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-            range of tokens, the sequence has none. Sequences may not overlap.
-        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-            what float32 cannot hold on the way becomes infinite or NaN.
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+            not a valid range, the sequence has no tokens. Sequences may not overlap.
+        use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+            v, intermediate results that overflow float32 become infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
-        final_state: as `initial_state`, written: the states that sequences end with; or None.
+        final_state: as `initial_state`, written: the state of each sequence after its last token; or None.
         o: as `v`, written where sequences have tokens, and returned; new unless given.
     """
     rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
@@ -181,18 +182,18 @@ def gated_delta_rule_update(
     *,
     o: Tensor,
 ) -> None:
-    """`gated_delta_rule` for a token or a few of each sequence, with states in slots that are updated in place.
+    """`gated_delta_rule` for a few tokens of each sequence, with states in slots that are updated in place.
 
-    Everything is computed in float32.
-    Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
-    dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
-    state after its token t in slot ``[s, t]``. A sequence without tokens, or with its first slot out of range (-1 for a
-    padded one), is skipped: its outputs are left as they are. A state with a slot out of range is not stored. The
-    slots of sequences differ, and a sequence names no slot twice.
+    Everything is computed in float32. Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its
+    last state there. With two dimensions (speculative decoding), it begins with slot
+    ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the state after its token t in slot ``[s, t]``. A sequence
+    without tokens, or with its first slot out of range (-1 for a padded one), is skipped: its outputs are left
+    unchanged. A state with a slot out of range is not stored. The slots of sequences differ, and a sequence names no
+    slot twice.
 
     Args:
         state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
-            of any stride.
+            any slot stride.
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first: as in `gated_delta_rule`.
         ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
@@ -226,17 +227,18 @@ def result_gated_delta_rule_update(v: TensorArg) -> Result:
 
 
 @gated_delta_rule.plan
-def plan_gated_delta_rule(**call: Any) -> Launch:
-    problem = check_rule(call, call["initial_state"], call["final_state"])
-    check_states(call, problem)
-    return launch(problem, tuning.config("gated_delta_rule", problem, problem.call["q"].device, choose))
+def plan_gated_delta_rule(tokens: Tokens, initial_state: TensorArg | None, final_state: TensorArg | None) -> Launch:
+    return _launch("gated_delta_rule", GatedDeltaProblem(tokens, initial_state, final_state))
 
 
 @gated_delta_rule_update.plan
-def plan_gated_delta_rule_update(**call: Any) -> Launch:
-    problem = check_rule(call, call["state"], call["state"])
-    check_slots(call, problem)
-    return launch(problem, tuning.config("gated_delta_rule_update", problem, problem.call["q"].device, choose))
+def plan_gated_delta_rule_update(tokens: Tokens, slots: Slots) -> Launch:
+    return _launch("gated_delta_rule_update", GatedDeltaProblem(tokens, slots.state, slots.state, slots))
+
+
+def _launch(op: str, problem: GatedDeltaProblem) -> Launch:
+    check_rule(problem)
+    return launch(problem, tuning.config(op, problem, problem.tokens.q.device, choose))
 
 
 def _bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
@@ -290,7 +292,8 @@ def example_gated_delta_rule(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest. With options, a batch of two. Without tokens, none.
+    # Three sequences with two thirds of the tokens, none, and one third; with options, a batch of two; without tokens,
+    # no sequence.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
     batch = min(num_tokens, 2) if options else 1
     states = (batch, 4, head_dim, head_dim)
@@ -315,7 +318,7 @@ def example_gated_delta_rule_update(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Every token a sequence of its own; with options, a batch of sequences of one length, and slots for each token.
+    # Every token is a sequence of its own; with options, sequences of equal length as a batch, with a slot per token.
     draft = 1 + num_tokens % 3 if options else 1
     slots = make.permutation(num_tokens * draft + 2, num_tokens, draft, dtype="int32")
     return (

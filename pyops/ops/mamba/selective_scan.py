@@ -5,12 +5,12 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from ..._core import check, tuning
-from ..._core.dtypes import boolean, float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import boolean, float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._common import MAX_STATES
 from ._scan_example import example_selective_scan_fwd
 from ._scan_geometry import ScanProblem, TokensConfig, choose
@@ -65,18 +65,18 @@ def selective_scan_fwd(
 
     With `block_idx_last_scheduled_token`, a state is kept for every block of `block_size` tokens. Blocks are counted
     from the first token of the call. With chunks, the first block has the tokens of the sequence's first chunk, so that
-    a sequence may go on within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins from
-    the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
+    a sequence may continue within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins
+    from the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
     ``block_idx_first_scheduled_token[b] + i``, and the state after its last block to the slot in column
     ``block_idx_last_scheduled_token[b]``. A state is not written if its slot is `pad_slot_id` or does not exist.
 
     Args:
         u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
-            one after another, any other strides.
+            contiguous, any other strides.
         delta: the same, the time steps; overwritten by the result.
-        A: [dim, state_size] float32, states one after another; state_size is at most 256.
-        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens one
-            after another. Channels ``dim / groups`` at a time share a group.
+        A: [dim, state_size] float32, states contiguous; state_size is at most 256.
+        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens
+            contiguous. ``dim / groups`` adjacent channels share a group.
         C: the same.
         D_: [dim] float32, contiguous; or None for 0.
         z_: as `u`, a gate; overwritten by the gated result. Or None.
@@ -86,10 +86,10 @@ def selective_scan_fwd(
             Sequences may not overlap. None: each row of the batch is a sequence.
         cache_indices: [batch], or [batch, columns] with slots of blocks, int32; or None: sequence b has slot b.
         has_initial_state: [batch] bool, contiguous; or None: no sequence has a state.
-        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written. No
-            two sequences may have the same slot.
-        pad_slot_id: the slot of a sequence that is padding.
-        block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
+        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states contiguous; written. No two
+            sequences may have the same slot.
+        pad_slot_id: the slot of a padding sequence.
+        block_size: tokens of a block, at least 1; not used without `block_idx_last_scheduled_token`.
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [batch] int32, contiguous;
             all three or none.
         cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted over
@@ -237,7 +237,7 @@ def plan_selective_scan_fwd(
 def _check_chunks(
     u: TensorArg, batch: int, cu_chunk_seqlen: TensorArg | None, last_chunk_indices: TensorArg | None, blocks: bool
 ) -> None:
-    """Check the chunks of `batch` sequences, which only sequences with states of `blocks` have."""
+    """Check the chunks of `batch` sequences; they are only valid with a state per block (`blocks`)."""
     if (cu_chunk_seqlen is None) != (last_chunk_indices is None):
         missing = "cu_chunk_seqlen" if cu_chunk_seqlen is None else "last_chunk_indices"
         raise check.refuse(u, missing, "expected a tensor, as the other of the two is given, got None")
@@ -253,9 +253,9 @@ def _check_chunks(
 
 
 def _check_slots(u: TensorArg, batch: int, cache_indices: TensorArg | None, ssm_states: TensorArg, blocks: bool) -> int:
-    """Check the slots of `batch` sequences, of one state each or of one for each block.
+    """Check the slots of `batch` sequences: one per sequence, or one per block of a sequence.
 
-    Returns the slots of a sequence; -1 where sequence b has slot b.
+    Returns the number of slots per sequence; -1 if there are no indices, so that sequence b has slot b.
     """
     if cache_indices is None:
         if blocks:

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba for tensors as layers have them."""
+"""The selective scan of Mamba with the signature that layers call."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def selective_scan_fn(
 ) -> Tensor:
     """`selective_scan_fwd` for torch tensors of any strides; B and C may lack the dimension of groups.
 
-    What is not laid out as the op asks is copied. The result is `z` if it is given, else `delta`: the tensor itself, or
-    its copy.
+    Tensors with strides that the op does not take are copied. The result is `z` if it is given, else `delta`: the
+    tensor itself, or its copy.
     """
     u, delta, A, B, C = (each if each.stride(-1) == 1 else each.contiguous() for each in (u, delta, A, B, C))
     if z is not None and z.stride(-1) != 1:

@@ -1,15 +1,15 @@
-"""The step of a state-space model: its recurrence over the newest token of each sequence, or a few."""
+"""The decode step of a state-space model: its recurrence over the newest token, or a few tokens, of each sequence."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._common import MAX_STATES, PAD_SLOT_ID
 from ._step_geometry import StepProblem, choose
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["selective_state_update"]
 
 _selective_state_update = Kernel("mamba/selective_state_update.cu")
-_ACCESS = 16  # bytes
+_ACCESS = 16  # bytes of the widest access
 
 
 @op(out="out", inout="state", atol=2.0**-18)
@@ -51,37 +51,37 @@ def selective_state_update(
         y = sum(h * C[t]) + D[p] * x[t, p]
         out[t, p] = y * silu(z[t, p])
 
-    computed in float32. `heads` may be missing from all shapes, with `groups`. Without `cu_seqlens` sequence i has one
-    token, number i.
+    computed in float32. The dimensions `heads` and `groups` may be missing, from all tensors. Without `cu_seqlens`
+    sequence i has one token, number i.
 
     The state is read from slot ``state_batch_indices[i]``, and the state after the last token is written to slot
-    ``dst_state_batch_indices[i]``. Of indices with several columns, these are the first. With `num_accepted_tokens` the
-    tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of the sequence's slots, and
-    the state after its token t is written to column t.
+    ``dst_state_batch_indices[i]``. If the indices have several columns, the first one is used. With
+    `num_accepted_tokens` the tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of
+    the sequence's slots, and the state after its token t is written to column t.
 
     A slot that is `pad_slot_id` or does not exist is not written. Nothing is written of a sequence that would read such
     a slot, or that has tokens that do not exist.
 
     Args:
-        state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any
+        state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states contiguous, any
             other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
-        x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
+        x: [num_tokens, heads, head_size], float32, float16 or bfloat16, any strides.
         dt: the same, of any of these types.
-        A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each row;
+        A: [heads, head_size, state_size] float32; states contiguous, or expanded from one number for each row;
             any other strides.
-        B, C: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
-            at a time share a group.
+        B, C: [num_tokens, groups, state_size] of the dtype of `x`; states contiguous. ``heads / groups`` adjacent
+            heads share a group.
         D, dt_bias: [heads, head_size], of any floating type and any strides; or None for 0.
         z: as `x`; or None: out is y.
         dt_softplus: whether time steps are softplus(dt + dt_bias).
         state_batch_indices: [batch] or [batch, columns] int32; or None: sequence i has slot i.
-        dst_state_batch_indices: likewise; or None: where states were read.
-        pad_slot_id: the slot of a sequence that is padding.
+        dst_state_batch_indices: likewise; or None: states are written to the slots from which they were read.
+        pad_slot_id: the slot of a padding sequence.
         out: as `x`, written. It must be given.
         num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
         cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
             may not overlap.
-        is_blackwell: has no meaning here.
+        is_blackwell: for compatibility with vLLM; no effect.
     """
     assert out is not None
     if state.ndim == 3:
@@ -188,7 +188,7 @@ def plan_selective_state_update(
     if state_batch_indices is None and num_slots < batch:
         raise state.error(f"expected a slot for each of {batch} sequences, got shape {state.shape}")
 
-    # A tensor that allows accesses of 16 bytes serves vectors of any width, by several of them.
+    # Tensors with aligned 16-byte accesses serve any vector width, by several accesses: only the others limit it.
     widths = [check.vector_width(state_size, arg) for arg in vectors]
     narrow = [width for width, arg in zip(widths, vectors, strict=True) if width * arg.dtype.itemsize < _ACCESS]
     vec_size = min([widths[0], *narrow])
@@ -197,7 +197,7 @@ def plan_selective_state_update(
     head_blocks = config.head_blocks(problem)
 
     def strides(name: str, arg: TensorArg | None, *dims: str) -> dict[str, int]:
-        """Of the dimensions `dims`, with the head's, which may be missing, before the last of them."""
+        """Kernel arguments for the strides of `dims`; a missing head dimension gets stride 0."""
         steps = list(arg.strides[: len(arg.shape)]) if arg else [0] * len(dims)
         if arg and not has_heads:
             steps.insert(len(dims) - 2, 0)

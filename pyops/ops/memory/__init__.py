@@ -1,4 +1,4 @@
-"""Device memory seen through other tensors, and the attributes of a device."""
+"""Tensors that alias memory of other tensors, and attributes of a device."""
 
 from __future__ import annotations
 

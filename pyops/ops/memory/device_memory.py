@@ -1,13 +1,13 @@
-"""Tensors over memory that another tensor owns, and attributes of a device. Nothing here launches a kernel."""
+"""Tensors that alias memory of another tensor, and attributes of a device. Nothing here launches a kernel."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import device as devices
-from ..._core import tensor
 from ..._core.errors import OpError
-from ..._core.lazy import cupy, torch
+from ..._core.system import device as devices
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ __all__ = [
     "weak_ref_tensor",
 ]
 
-# {bytes of an element: a type of that size}. CUDA's array interface knows neither bfloat16 nor fp8.
+# {bytes of an element: a type of that size}, because CUDA's array interface has neither bfloat16 nor fp8.
 _WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
 
@@ -39,7 +39,7 @@ class _Memory:
 
 
 def _view(like: Tensor, address: int, device: Any, owner: Any) -> Tensor:
-    # The device is named, because under torch.set_default_device torch would copy the memory to the default device.
+    # `device` is explicit, because under torch.set_default_device torch would copy the memory to the default device.
     words = torch.as_tensor(_Memory(like, address, owner), device=device)
     view: Tensor = words.view(like.dtype)
     return view

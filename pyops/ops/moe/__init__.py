@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice of experts for each token, and rows in the order of their experts and back."""
+"""Mixtures of experts: routing of tokens to experts, permutation of rows by expert, and the reverse."""
 
 from __future__ import annotations
 

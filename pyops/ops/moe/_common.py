@@ -1,15 +1,15 @@
-"""Rows as bytes, for kernels that move them bit for bit."""
+"""Rows as bytes, for kernels that copy them bit for bit, and checks of choices."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core import check
-from ..._core.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
+from ..._core.tensors.tensor import TensorArg
 
-MOVED = (*FLOATS, *E4M3, float8_e5m2, int8, uint8, int32, int64)  # what rows may hold that are only moved
-_MAX_TOPK = 1024  # choices of a token: a loop over them is unrolled
+MOVED = (*FLOATS, *E4M3, float8_e5m2, int8, uint8, int32, int64)  # dtypes of rows that are only copied
+_MAX_TOPK = 1024  # most choices of a token, because kernels unroll the loop over them
 
 
 def as_bytes(arg: TensorArg) -> TensorArg:
@@ -30,6 +30,6 @@ def check_matrix(arg: TensorArg, *dtypes: object) -> tuple[int, int]:
 
 
 def check_topk(arg: TensorArg, topk: int) -> None:
-    """Check the choices of a token, which `arg` has."""
+    """Check `topk`, the number of choices per token; the error names `arg`."""
     if not 1 <= topk <= _MAX_TOPK:
         raise check.refuse(arg, arg.name, f"expected 1 to {_MAX_TOPK} choices of a token, got {topk}")

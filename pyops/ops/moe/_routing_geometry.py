@@ -1,19 +1,19 @@
-"""How the experts of a token are divided among the threads that choose from them."""
+"""The geometry of top-k routing: how many threads share the logits of a token."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._core import check
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.tensor import TensorArg
 
-_WARP_SIZE = 32
-_MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers
-_MAX_THREADS = 512  # with 1024, a thread has too few registers for its experts
-# Threads of a block with a warp or less per token: few threads if there is an SM for every such block.
-# No measurement of their own: docs/performance.md, "Owed to a GPU".
+_WARP_SIZE = 32  # threads that share a token, unless it has few or very many experts
+_MAX_THREAD_EXPERTS = 16  # most experts per thread, which sorts them in registers
+_MAX_THREADS = 512  # most threads of a block: with 1024 a thread has too few registers for its experts
+# Threads of a block with at most a warp per token: the smaller number if there is an SM for each of these blocks. Not
+# yet measured: docs/performance.md, "Owed to a GPU".
 _FEW_THREADS, _MANY_THREADS = 64, 128
-_MAX_WIDER = 1.25  # a thread may have 1.25 times the fewest experts, if it then loads several at once
+_MAX_WIDER = 1.25  # wider loads may raise the experts per thread by at most this factor
 
 
 class Geometry(NamedTuple):
@@ -23,7 +23,7 @@ class Geometry(NamedTuple):
         vec_size: elements of one memory access.
         thread_experts: experts of a thread, a multiple of vec_size.
         row_threads: threads that share a token.
-        group_threads: those of them that have a group of experts.
+        group_threads: threads that share a group of experts.
         num_threads: threads of a block.
     """
 
@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The constants of the kernel, by its names for them."""
+        """The kernel's compile-time constants by name."""
         return {
             "VEC_SIZE": self.vec_size,
             "THREAD_EXPERTS": self.thread_experts,
@@ -49,13 +49,13 @@ class Geometry(NamedTuple):
 
 
 def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | None) -> Geometry:
-    """The geometry for tokens with logits `experts` [num_tokens, num_experts], in groups that share no thread.
+    """The geometry for logits `experts` [num_tokens, num_experts]; no thread has experts of two groups.
 
-    Rows of the tensors in `aligned` are loaded alike.
+    The rows of the tensors in `aligned` are loaded with the same vector width.
     """
     num_tokens, num_experts = experts.shape
     group_size = num_experts // num_groups
-    # A group has as many threads as any other, and a power of two, so that the shuffles of a group stay inside it.
+    # Every group has the same number of threads, a power of two, so that its shuffles stay inside the group.
     parts = 1 << (num_groups - 1).bit_length()
     row_threads = _WARP_SIZE
     if num_groups == 1 and num_experts < _WARP_SIZE:
@@ -75,6 +75,6 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))
     while share(vec_size) > _MAX_WIDER * share(1):
         vec_size //= 2
-    many = num_tokens * row_threads > _FEW_THREADS * experts.device.multiprocessors
+    many = num_tokens * row_threads > _FEW_THREADS * experts.device.num_sms
     num_threads = max(row_threads, _MANY_THREADS if many else _FEW_THREADS)
     return Geometry(vec_size, share(vec_size), row_threads, group_threads, num_threads)

@@ -13,12 +13,12 @@ _FLOAT_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 def as_logits(logits: Tensor) -> Tensor:
-    """Logits as scores take them: NaN as -inf, inf as the largest float."""
+    """Logits with NaN replaced by -inf, and inf by the largest float."""
     return logits.nan_to_num(nan=-inf, posinf=_FLOAT_MAX, neginf=-inf)
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension; 0 where every logit is -inf."""
+    """Softmax over the last dimension; zeros for a row with only -inf."""
     largest = logits.amax(-1, keepdim=True)
     powers = (logits - largest.masked_fill(largest == -inf, 0.0)).exp()
     total = powers.sum(-1, keepdim=True)
@@ -34,5 +34,5 @@ def softplus_sqrt(logits: Tensor) -> Tensor:
 
 
 def _normal_or_0(x: Tensor) -> Tensor:
-    """The kernels flush subnormal numbers."""
+    """`x` with subnormal numbers flushed to 0, as in the kernels."""
     return x.masked_fill(x < _MIN_NORMAL, 0.0)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _moe_mm_sizes = Kernel("moe/moe_mm_sizes.cu")
-_NUM_THREADS = 128  # of moe_mm_sizes.cu; no measurement of its own
+_NUM_THREADS = 128  # threads of a block of moe_mm_sizes.cu; not tuned
 MAX_SWAPPED_ROWS = 64  # vLLM's bound of M for swap-AB
 
 
@@ -42,14 +42,14 @@ def check_tables(problem_sizes1: TensorArg, problem_sizes2: TensorArg, num_exper
 
 
 def sizes_launch(num_experts: int, n: int, swap: bool, from_offsets: bool, **absent: int) -> Launch:
-    """The launch of moe_mm_sizes.cu; `absent` feeds null pointers for what the op has not."""
+    """The launch of moe_mm_sizes.cu; `absent` feeds null pointers for tensors that the op lacks."""
     return _moe_mm_sizes(FROM_OFFSETS=from_offsets, SWAP=swap, NUM_THREADS=_NUM_THREADS).launch(
         grid=-(-num_experts // _NUM_THREADS), block=_NUM_THREADS, num_experts=num_experts, first_n=2 * n, **absent
     )
 
 
 def example_tables(make: Any, num_experts: int, n: int, k: int, swap: bool) -> tuple[Any, Any]:
-    """Both tables, holding what a call without rows leaves."""
+    """Both tables, with the contents that a call without rows leaves."""
     sizes = [[0, 2 * n, k], [0, k, n]]
     rows = [[columns, none, depth] if swap else [none, columns, depth] for none, columns, depth in sizes]
     return make.values([rows[0]] * num_experts, dtype="int32"), make.values([rows[1]] * num_experts, dtype="int32")

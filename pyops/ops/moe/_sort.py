@@ -1,4 +1,4 @@
-"""The stable sort of rows by their experts (expert_sort.cuh): its launch, and what references share.
+"""The stable sort of rows by their experts (expert_sort.cuh): its launch, and code shared by references.
 
 A row is one choice of one token: row t of ``num_tokens * topk`` rows is element t of `topk_ids`, read row by row.
 """
@@ -8,31 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
-_LANE_ROWS = 2  # rows of a lane before another warp gets some
-_KEPT_ROWS = 4  # rows of a lane, at most, with bins that stay in registers
-# The largest problem for one block. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens
-# take one block 3.2, 4.6, 6.2 and 9.7 us; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 with two rows to a lane, and
-# 3.4 for 512 tokens with four.
+_LANE_ROWS = 2  # rows per lane above which the block gets another warp
+_KEPT_ROWS = 4  # most rows per lane with bins that stay in registers
+# The largest problem for one block. Measured on an H200 with top 8 of 128 experts: one block takes 3.2, 4.6, 6.2 and
+# 9.7 us for 16, 128, 256 and 512 tokens; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 us with two rows per lane, and
+# 3.4 us for 512 tokens with four.
 _BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
-_THREAD_PLACES = 16  # output slots of a thread before the block has more threads
-_BLOCK_THREADS = 256, 512, 1024
-_STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
-_MAX_ROWS = 2**30  # rows and output slots are counted in 32 bits
+_THREAD_PLACES = 16  # output slots per thread above which the block gets more threads
+_BLOCK_THREADS = 256, 512, 1024  # numbers of threads of a block
+_STATIC_SHARED = 2048  # most bytes of static shared memory of the kernels
+_MAX_ROWS = 2**30  # most rows and output slots: kernels count them in 32 bits
 
 
 class SortProblem(NamedTuple):
-    """What the geometry depends on: tokens and choices of each, bins, elements written for rows and their padding."""
+    """The input of `choose`: tokens, choices per token, bins, and output elements (rows and padding)."""
 
     num_tokens: int
     topk: int
@@ -53,8 +53,8 @@ class SortConfig:
 
     Attributes:
         cluster: blocks that share the rows.
-        lane_rows: rows of a lane before another warp gets some; more, if a block has no more warps.
-        min_threads, max_threads: of a block.
+        lane_rows: rows per lane above which the block gets another warp, as long as it may have more.
+        min_threads, max_threads: fewest and most threads of a block.
     """
 
     cluster: int
@@ -63,11 +63,11 @@ class SortConfig:
     max_threads: int = _BLOCK_THREADS[-1]
 
     def shared_words(self, bins: int) -> int:
-        """Words of shared memory in addition to the counts of warps."""
+        """Words of shared memory, without the per-warp counts."""
         return (2 + (self.cluster > 1)) * bins
 
     def warps(self, problem: SortProblem, device: Device) -> tuple[int, int]:
-        """(warps of a block, warps with rows). Shared memory holds counts for each warp with rows."""
+        """(warps of a block, warps with rows). Each warp with rows has its own counts in shared memory."""
         wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
         threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
         block = next((n for n in _BLOCK_THREADS if n >= threads), self.max_threads)
@@ -76,7 +76,7 @@ class SortConfig:
         return num_warps, min(wanted, num_warps, words // problem.bins)
 
     def candidates(self, problem: SortProblem, device: Device) -> list[SortConfig]:
-        """Clusters of other sizes; other rows of a lane and threads of a block, where they make other warps."""
+        """Other cluster sizes; other rows per lane and threads, where they change the number of warps."""
         clusters = [1 << i for i in range(device.cluster.bit_length())]
         others = tuning.varied(
             self,
@@ -107,8 +107,8 @@ def sort_launch(
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` is the number of elements that a group writes for its rows and their padding. `tuned` says that the op
-    tunes the sort.
+    `places` is the number of output elements of a group, rows and padding. `tuned`: whether `tuning` may override the
+    geometry of the sort.
     """
     device = topk_ids.device
     num_tokens, topk = topk_ids.shape
@@ -138,7 +138,7 @@ def sort_launch(
 
 
 def check_ids(topk_ids: TensorArg) -> int:
-    """Check that `topk_ids` is a contiguous matrix of experts; returns choices of a token."""
+    """Check that `topk_ids` is a contiguous matrix of ids; returns the choices per token."""
     check.index(topk_ids, num_tokens=None, topk=None)
     check.contiguous(topk_ids)
     if topk_ids.numel > _MAX_ROWS:
@@ -153,7 +153,7 @@ def check_count(arg: TensorArg, name: str, value: int, low: int = 1, high: int =
 
 
 def check_map(expert_map: TensorArg | None, num_experts: int) -> int:
-    """Check `expert_map`; returns how many experts have an entry."""
+    """Check `expert_map`; returns its number of entries."""
     if expert_map is None:
         return num_experts
     check.sizes(expert_map, num_experts=None)

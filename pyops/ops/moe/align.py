@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tensor
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import tensor
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count, check_ids, check_map, local_experts, max_places, padded_places, sort_launch
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["batched_moe_align_block_size", "moe_align", "moe_align_block_size"]
 
 _moe_align = Kernel("moe/moe_align.cu")
 _moe_batched_align = Kernel("moe/moe_batched_align.cu")
-_BATCHED_THREADS = 256  # of moe_batched_align.cu; no measurement of its own
+_BATCHED_THREADS = 256  # threads of a block of moe_batched_align.cu; not tuned
 
 
 def align(
@@ -49,9 +50,9 @@ def moe_align_block_size(
     """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
     A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
-    ascending order, then ``num_tokens * topk`` up to a multiple of `block_size`, then the rows of expert 1, and so on;
-    ``num_tokens * topk`` also fills it up. A row is skipped if its id is not from 0 to num_experts - 1, or if the map
-    does not map its expert to such a number. After vLLM's op of this name.
+    ascending order, padded with ``num_tokens * topk`` to a multiple of `block_size`, then the rows of expert 1, and so
+    on; the remaining elements are also ``num_tokens * topk``. A row is skipped if its id is not from 0 to num_experts -
+    1, or if the map does not map its expert to such a number. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -62,16 +63,16 @@ def moe_align_block_size(
             multiple of block_size, are enough.
         experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
             sorted_token_ids, -1 after the last; at least one element for each block.
-        num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size.
-        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
-            sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+        num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size.
+        expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
+            are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
     """
     experts = local_experts(topk_ids, num_experts, num_experts, expert_map)
     align(sorted_token_ids, experts_ids, num_tokens_post_pad, experts, num_experts, block_size)
 
 
 def wanted_places(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
-    """Check the sizes of an alignment; returns the output slots that it may need."""
+    """Check the sizes of an alignment; returns the maximum number of output slots."""
     check_ids(topk_ids)
     check_count(topk_ids, "num_experts", num_experts)
     check_count(topk_ids, "block_size", block_size)
@@ -139,7 +140,7 @@ def example_moe_align_block_size(
         block_size,
         make.empty(places, dtype="int32"),
         make.empty(places // block_size, dtype="int32"),
-        make.full(1, value=0, dtype="int32"),  # what a call without tokens leaves
+        make.full(1, value=0, dtype="int32"),  # unchanged by a call without tokens
         make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
     )
 
@@ -157,11 +158,11 @@ def moe_align(
     The arguments and the sizes are those of vLLM's Python function ``moe_align_block_size``.
 
     Args:
-        topk_ids, block_size, num_experts: as `moe_align_block_size` takes them.
-        expert_map: [num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not here.
-        pad_sorted_ids: the size of sorted_token_ids is a multiple of block_size.
-        ignore_invalid_experts: rows of experts that are not here are skipped, and the others sorted by the numbers of
-            `expert_map`. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
+        topk_ids, block_size, num_experts: as in `moe_align_block_size`.
+        expert_map: [num_experts] int32, contiguous: the local index of each expert, -1 for an expert on another device.
+        pad_sorted_ids: whether the size of sorted_token_ids is rounded up to a multiple of block_size.
+        ignore_invalid_experts: whether rows of experts on other devices are skipped, and the others sorted by local
+            index. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
             which may be -1.
     """
     num_rows = topk_ids.shape[0] * topk_ids.shape[1]
@@ -188,11 +189,12 @@ def batched_moe_align_block_size(
     expert_ids: Tensor,
     num_tokens_post_pad: Tensor,
 ) -> None:
-    """The rows of experts that have a batch each, padded per expert to a multiple of `block_size`.
+    """The rows of batched experts, one batch of rows per expert, padded per expert to a multiple of `block_size`.
 
     Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
-    0 ... max_tokens_per_batch. `sorted_ids` gets the rows of each expert in turn, each expert's filled up with
-    ``num_experts * max_tokens_per_batch``, and so are the elements after the last. After vLLM's op of this name.
+    0 ... max_tokens_per_batch. `sorted_ids` gets the rows of one expert after another; the padding of each
+    expert and the elements after the last are ``num_experts * max_tokens_per_batch``. Modelled on vLLM's op of this
+    name.
 
     Args:
         max_tokens_per_batch: row capacity of an expert.
@@ -202,7 +204,7 @@ def batched_moe_align_block_size(
             block_size.
         expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 after the
             last.
-        num_tokens_post_pad: one int32, written: elements that experts take.
+        num_tokens_post_pad: one int32, written: elements used by rows and their padding.
     """
     counts = expert_num_tokens.long().clamp(0, max_tokens_per_batch)
     offsets = torch.arange(max_tokens_per_batch, dtype=torch.int64, device=counts.device)
@@ -277,5 +279,5 @@ def example_batched_moe_align_block_size(
         make.randint(0, num_tokens + 1, num_experts, dtype="int32"),
         make.empty(places, dtype="int32"),
         make.empty(places // block_size, dtype="int32"),
-        make.full(1, value=0, dtype="int32"),  # what a call without tokens leaves
+        make.full(1, value=0, dtype="int32"),  # unchanged by a call without tokens
     )

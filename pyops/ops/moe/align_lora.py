@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count, check_map, local_experts, max_places, sort_launch
 from .align import align, wanted_places
 
@@ -39,21 +39,22 @@ def moe_lora_align_block_size(
     """`moe_align_block_size` for each LoRA adapter, with the rows of the tokens that use the adapter.
 
     Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
-    ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. After vLLM's op of this name.
+    ``adapter_enabled[l]`` is not 0. The parts of other adapters are left unchanged. Modelled on vLLM's op of this name.
 
     Args:
-        topk_ids, num_experts, block_size, expert_map: as `moe_align_block_size` takes them.
+        topk_ids, num_experts, block_size, expert_map: as in `moe_align_block_size`.
         token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
-        max_loras: adapters that there can be.
-        max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
-            says.
-        max_num_m_blocks: blocks of an adapter.
-        sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written by adapters.
-        experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 after the
+        max_loras: maximum number of adapters.
+        max_num_tokens_padded: elements of sorted_token_ids per adapter; enough for any distribution of rows (see
+            `moe_align_block_size`).
+        max_num_m_blocks: elements of experts_ids per adapter.
+        sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written for the active
+            adapters.
+        experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written likewise; -1 after the
             last block.
-        num_tokens_post_pad: [max_loras] int32, contiguous, written by adapters.
+        num_tokens_post_pad: [max_loras] int32, contiguous, written likewise.
         adapter_enabled: [max_loras or more] int32, contiguous.
-        lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
+        lora_ids: [any] int32, contiguous: adapters; ids out of range are skipped.
     """
     experts = local_experts(topk_ids, num_experts, num_experts, expert_map).view_as(topk_ids)
     parts = sorted_token_ids.view(max_loras, -1), experts_ids.view(max_loras, -1), num_tokens_post_pad.view(-1)
@@ -123,7 +124,7 @@ def example_moe_lora_align_block_size(make: Any, *, num_tokens: int = 16, with_m
         places // block_size,
         make.empty(max_loras * places, dtype="int32"),
         make.empty(max_loras * places // block_size, dtype="int32"),
-        make.full(max_loras, value=0, dtype="int32"),  # what a call without tokens leaves
+        make.full(max_loras, value=0, dtype="int32"),  # unchanged by a call without tokens
         make.values([1, 0, 1, 1], dtype="int32"),
         make.values([-1, 0, 1, 2], dtype="int32"),
         make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,

@@ -1,17 +1,17 @@
-"""Tokens in the order of their experts, and the weighted sum of what experts make of them."""
+"""Permutation of tokens by expert, and the weighted sum of the experts' results (unpermute)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int32, int64
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32, int64
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from ._common import MOVED, as_bytes, check_matrix, check_topk
 from ._sort import check_count, check_ids, check_map, local_experts, sort_launch, sorted_rows
@@ -48,22 +48,22 @@ def moe_permute(
 ) -> None:
     """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
 
-    Choice j of token t is row ``t * topk + j``. The rows of this device come first, in the order of the numbers that
-    experts have here, from 0 to n_local_expert - 1; then the rows of other devices, in the order of `topk_ids`; at last
-    rows with an expert that does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that
-    are not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
+    Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
+    index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
+    id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
+    is left unchanged elsewhere. Modelled on vLLM's op of this name.
 
     Args:
-        input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
+        input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
         token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
-            as they are.
-        n_expert, n_local_expert: how many experts there are, and on this device.
+        expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+            ids are not mapped.
+        n_expert, n_local_expert: number of experts on all devices, and on this device.
         topk: choices of a token.
         permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
-        expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert; at
-            last the number of rows of this device.
+        expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert, then
+            the number of rows of this device.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
         permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
             ``num_tokens * topk`` for a row that is not of this device.
@@ -85,7 +85,7 @@ def moe_permute(
 
 
 def _bins(num_ids: int, num_local: int, has_map: bool) -> int:
-    """Bins of the sort: experts of this device, the others by their own number, and one for what does not exist."""
+    """Bins of the sort: experts of this device, experts of other devices by id, and one bin for ids out of range."""
     return (num_local + num_ids if has_map else max(num_local, num_ids)) + 1
 
 
@@ -123,7 +123,7 @@ def plan_moe_permute(
     num_ids = check_map(expert_map, n_expert)
     num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
     tokens = as_bytes(input)
-    # A thread has one vector of a token, and stores it for each choice: the geometry is that of the tokens.
+    # A thread loads one vector of a token and stores it for each choice, so the geometry is that of `input`.
     first_places = replace(as_bytes(permuted_input), shape=tokens.shape)
     return [
         sort_launch(
@@ -131,7 +131,7 @@ def plan_moe_permute(
             topk_ids,
             num_bins,
             num_rows,
-            tuned=False,  # the op tunes the rows
+            tuned=False,  # tuning of this op varies the copy of rows, not the sort
             HAS_MAP=expert_map is not None,
             fixed={"num_experts": num_ids, "num_local": n_local_expert, "num_bins": num_bins},
         ),
@@ -174,7 +174,7 @@ def example_moe_permute(
         num_local,
         topk,
         make.empty(num_tokens * topk, hidden_size, dtype=dtype),
-        make.full(num_local + 1, value=0, dtype="int64"),  # what a call without tokens leaves
+        make.full(num_local + 1, value=0, dtype="int64"),  # unchanged by a call without tokens
         make.empty(num_tokens, topk, dtype="int32"),
         make.empty(num_tokens * topk, dtype="int32"),
     )
@@ -192,15 +192,16 @@ def moe_unpermute(
     """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
     Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-    is one of another device: at or after the last of `expert_first_token_offset`. After vLLM's op of this name.
+    is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
+    vLLM's op of this name.
 
     Args:
-        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
+        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
         topk_weights: [num_tokens, topk] float32, contiguous: w.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
         expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
         topk: choices of a token.
-        hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        hidden_states: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
     """
     places = len(permuted_hidden_states)
     if expert_first_token_offset is not None:

@@ -1,16 +1,16 @@
-"""The best experts of each token, of all experts."""
+"""Top-k routing: the best experts of each token among all experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int32, int64, uint32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32, int64, uint32
+from ..._core.tensors.tensor import TensorArg
 from ._routing_geometry import choose_geometry
 from ._scores import as_logits, sigmoid, softmax, softplus_sqrt
 
@@ -42,7 +42,7 @@ def topk_softmax(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
@@ -67,7 +67,7 @@ def topk_sigmoid(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None.
@@ -90,14 +90,14 @@ def topk_softplus_sqrt(
     """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
     A softplus below 2^-126, the smallest normal float, is 0. With a table, experts are not chosen: those of token t are
-    ``hash_indices_table[input_tokens[t]]``, in that order. Where the table has no such row, or its entry is no expert,
-    the id is -1 and the weight 0.
+    ``hash_indices_table[input_tokens[t]]``, in that order. If the table has no such row, or the entry is not a valid
+    expert, the id is -1 and the weight 0.
 
     Args:
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         routed_scaling_factor: multiplies the weights, after they are renormalised.
@@ -219,7 +219,7 @@ def _launches(
     ]
 
 
-# What topk_softplus_sqrt alone has: null pointers, and a factor that changes nothing.
+# Parameters that only topk_softplus_sqrt has: null pointers and a factor of 1 for the other ops.
 _ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
 
 

@@ -1,11 +1,11 @@
-"""The routing functions of vLLM's layers, which allocate what the ops of routing write."""
+"""The routing functions of vLLM's layers; they allocate the outputs of the routing ops."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .routing import topk_sigmoid, topk_softmax, topk_softplus_sqrt
 from .routing_grouped import grouped_topk
 
@@ -26,12 +26,12 @@ def fused_topk(
     """The topk experts of each token, by `topk_softmax` or `topk_sigmoid`, in new tensors.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits: a torch tensor, float32, float16 or bfloat16; rows of any
             stride.
         topk: experts of a token, at most num_experts.
         renormalize: whether the weights of a token are divided by their sum.
-        indices_type: of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
+        indices_type: dtype of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
         scoring_func: "softmax" or "sigmoid".
 
     Returns:
@@ -58,14 +58,14 @@ def fused_topk_bias(
     """The topk experts of each token, ranked by score plus bias, in new tensors.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits: a torch tensor, float32, float16 or bfloat16; rows of any
             stride.
         e_score_correction_bias: [num_experts] float32, contiguous; or None.
         topk: experts of a token, at most num_experts.
         renormalize: whether the weights of a token are divided by their sum.
         scoring_func: "softmax", "sigmoid" or "sqrtsoftplus": `topk_softmax`, `topk_sigmoid` or `topk_softplus_sqrt`.
-        indices_type: of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
+        indices_type: dtype of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
         input_tokens, hash_indices_table: of topk_softplus_sqrt; None for the others.
         routed_scaling_factor: multiplies the weights, after they are renormalised.
 
@@ -101,7 +101,7 @@ def fused_grouped_topk(
     """`grouped_topk` of logits, by their softmax or sigmoid.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits, as `scores` of grouped_topk.
         topk, renormalize, num_expert_group, topk_group, routed_scaling_factor: as in grouped_topk.
         e_score_correction_bias: `bias` of grouped_topk.

@@ -1,16 +1,16 @@
-"""The best experts of each token, out of its best groups of experts."""
+"""Grouped top-k routing: the best experts of each token among its best groups of experts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._routing_geometry import choose_geometry
 from ._scores import sigmoid, softmax
 
@@ -21,8 +21,8 @@ __all__ = ["grouped_topk"]
 
 _topk_grouped = Kernel("moe/topk_grouped.cu")
 _SCORING = ("none", "sigmoid", "softmax")
-MAX_GROUPS = MAX_TOP_K = 32  # a lane of a warp for each
-_TINY = 1e-20  # added to the sum by which weights are divided
+MAX_GROUPS = MAX_TOP_K = 32  # most groups and most choices: one per lane of a warp
+_TINY = 1e-20  # added to the sum that normalises the weights
 
 
 @op(returns=("topk_weights", "topk_ids"), ulps=8)
@@ -55,7 +55,7 @@ def grouped_topk(
     All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; 16-bit scores tie less often here.
 
     Args:
-        scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
+        scores: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride.
         num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 8192
             experts, two groups 4096 each, three or four groups 2048 each, and so on.
         topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.

@@ -1,17 +1,17 @@
-"""Rows of tokens: summed over the choices of a token, and taken in any order."""
+"""Sums over the choices of each token, and gathers of rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from ._common import MOVED, as_bytes, check_matrix, check_topk
 from ._sort import check_count, check_ids, check_map, local_experts
@@ -23,9 +23,9 @@ __all__ = ["moe_sum", "moe_sum_experts", "shuffle_rows"]
 
 _moe_sum = Kernel("moe/moe_sum.cu")
 _shuffle_rows = Kernel("moe/shuffle_rows.cu")
-_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # resident blocks of 256 threads per SM: 64 registers for eight loads, 32 for copies
-# shuffle_rows: rows of a thread, and threads per SM that must remain. With one row, threads wait for the map and then
-# for the row: 2.8 TB/s on an H200, for 32768 rows of 8 KiB. Predicted, not measured.
+_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # blocks of 256 threads per SM: 64 registers for eight loads, 32 to copy
+# shuffle_rows: rows per thread, if that leaves this many threads per SM. With one row, a thread waits for the map and
+# then for the row, which gave 2.8 TB/s on an H200 for 32768 rows of 8 KiB. These numbers are predicted, not measured.
 _BATCH, _BATCH_THREADS = 4, 1024
 
 
@@ -33,11 +33,12 @@ _BATCH, _BATCH_THREADS = 4, 1024
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-    The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+    Accumulation is in float32, in the order of j; the sum is rounded to the element type once. Modelled on vLLM's op of
+    this name.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
-        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
     """
     total = input[:, 0].float()
     for j in range(1, input.shape[1]):
@@ -92,16 +93,16 @@ def example_moe_sum(
 def moe_sum_experts(
     input: Tensor, topk_ids: Tensor, output: Tensor, num_experts: int, expert_map: Tensor | None = None
 ) -> None:
-    """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
+    """`moe_sum` over the choices with experts on this device; zeros for a token without such a choice.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
             experts elsewhere.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
         num_experts: experts on this device.
-        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
-            they are numbered.
+        expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+            ids are not mapped.
     """
     num_ids = num_experts if expert_map is None else len(expert_map)
     exists = (local_experts(topk_ids, num_ids, num_experts, expert_map) >= 0).reshape(topk_ids.shape)
@@ -158,12 +159,12 @@ def example_moe_sum_experts(
 def shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tensor) -> None:
     """Rows in any order and number, bit for bit: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
 
-    Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
+    Where there is no such row, `output_tensor` becomes 0. Modelled on vLLM's op of this name.
 
     Args:
-        input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
+        input_tensor: [num_sources, hidden_size], floats, float8 or integers; constant row stride.
         dst2src_map: [num_rows, or more] int32, contiguous.
-        output_tensor: [num_rows, hidden_size] of the same dtype, written; rows of one stride.
+        output_tensor: [num_rows, hidden_size] of the same dtype, written; constant row stride.
     """
     dst2src_map = dst2src_map[: len(output_tensor)]
     exists = (dst2src_map >= 0) & (dst2src_map < len(input_tensor))
@@ -188,7 +189,7 @@ def plan_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg, output_te
     check.at_least(dst2src_map, int32, num_rows)
     out = as_bytes(output_tensor)
     vectors = out.nbytes // check.vector_width(out.shape[1], out, as_bytes(input_tensor))
-    batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.multiprocessors else 1
+    batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.num_sms else 1
     return chunks.launch(
         _shuffle_rows,
         replace(out, shape=(-(-num_rows // batch), out.shape[1])),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32, int64
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32, int64
+from ..._core.tensors.tensor import TensorArg
 from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, sizes_launch, write_sizes
 from ._sort import check_count, check_ids, local_experts, sort_launch, sorted_rows
 
@@ -52,14 +52,14 @@ def get_cutlass_moe_mm_data(
 ) -> None:
     """Sort rows by their experts; compute each expert's GEMM problem sizes and row offsets.
 
-    A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an expert that
-    does not exist is not counted, and its position is the number of the other rows. Sizes are swapped for up to 64
-    rows, unless `blockscale_offsets` is given. After vLLM's op of this name.
+    A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an
+    expert id out of range is not counted; its position is the number of counted rows. M and N are swapped (swap-AB) for
+    up to 64 rows, unless `blockscale_offsets` is given. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row; at
-            last the number of rows with an expert.
+        expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row,
+            then the number of counted rows.
         problem_sizes1, problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
             of the second layer.
         input_permutation: [num_tokens * topk] int32, contiguous, written: the token of the row at each sorted position;
@@ -129,7 +129,7 @@ def _sizes_of_ids(
     has_blockscale: bool = False,
     absent: dict[str, int] | None = None,
 ) -> Launch:
-    """The launch of moe_mm_data.cu; `absent` feeds null pointers for what the op has not."""
+    """The launch of moe_mm_data.cu; `absent` feeds null pointers for tensors that the op lacks."""
     check_ids(topk_ids)
     check_count(topk_ids, "num_experts", num_experts)
     n, k = layer
@@ -180,11 +180,11 @@ def get_cutlass_moe_mm_problem_sizes(
     blockscale_offsets: Tensor | None = None,
     force_swap_ab: bool | None = None,
 ) -> None:
-    """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
+    """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. Modelled on vLLM's op of this name.
 
     Args:
-        topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as `get_cutlass_moe_mm_data` takes them.
-        blockscale_offsets: any tensor, neither read nor written: whether it is given has a part in `force_swap_ab`.
+        topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as in `get_cutlass_moe_mm_data`.
+        blockscale_offsets: any tensor, neither read nor written; only whether it is given matters, for `force_swap_ab`.
         force_swap_ab: whether sizes are swapped. None: for up to 64 rows, unless `blockscale_offsets` is given.
     """
     swap = blockscale_offsets is None and topk_ids.numel() <= MAX_SWAPPED_ROWS
@@ -228,17 +228,17 @@ def example_get_cutlass_moe_mm_problem_sizes(make: Any, *, num_tokens: int = 16)
 def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     expert_first_token_offset: Tensor, problem_sizes1: Tensor, problem_sizes2: Tensor, n: int, k: int, swap_ab: bool
 ) -> None:
-    """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
+    """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). Modelled on vLLM's op of this name.
 
     Args:
         expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
             no rows.
-        problem_sizes1, problem_sizes2, n, k: as `get_cutlass_moe_mm_data` takes them.
+        problem_sizes1, problem_sizes2, n, k: as in `get_cutlass_moe_mm_data`.
         swap_ab: sizes are swapped.
     """
     first, end = expert_first_token_offset[:-1], expert_first_token_offset[1:]
     rows = torch.where(end > first, end - first, 0)
-    rows = torch.where(rows < 0, 2**31 - 1, rows).clamp(max=2**31 - 1)  # negative: a difference beyond 2^63
+    rows = torch.where(rows < 0, 2**31 - 1, rows).clamp(max=2**31 - 1)  # negative: the difference overflowed 64 bits
     write_sizes(problem_sizes1, problem_sizes2, rows, 2 * n, n, k, swap_ab)
 
 

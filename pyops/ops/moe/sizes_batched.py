@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, sizes_launch, write_sizes
 from ._sort import check_count
 
@@ -32,11 +32,11 @@ def get_cutlass_batched_moe_mm_data(
 ) -> None:
     """The GEMM problem sizes of each expert, and the offset of its batch, for batches of `padded_m` rows.
 
-    Sizes are swapped if the batches together have up to 64 rows. After vLLM's op of this name.
+    Sizes are swapped if the batches together have up to 64 rows. Modelled on vLLM's op of this name.
 
     Args:
         expert_offsets: [num_local_experts] int32, contiguous, written: ``e * padded_m``.
-        problem_sizes1, problem_sizes2, n, k: as `get_cutlass_moe_mm_data` takes them.
+        problem_sizes1, problem_sizes2, n, k: as in `get_cutlass_moe_mm_data`.
         expert_num_tokens: [num_local_experts] int32, contiguous: rows of each expert, clamped to 0 ... padded_m.
         num_local_experts: how many experts there are on this device.
         padded_m: rows of a batch.
@@ -114,8 +114,8 @@ def get_cutlass_pplx_moe_mm_data(
     """`get_cutlass_batched_moe_mm_data` under the name that vLLM gave it before.
 
     Args:
-        expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k: as
-            `get_cutlass_batched_moe_mm_data` takes them.
+        expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k: as in
+            `get_cutlass_batched_moe_mm_data`.
     """
     _write_batched(expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k)
 

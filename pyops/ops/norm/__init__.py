@@ -1,4 +1,4 @@
-"""Normalisation: root-mean-square and layer norms, alone and fused with residual, quantisation and rotary embedding."""
+"""Normalisation: root-mean-square and layer norms, alone and fused with residual, quantization and rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the norms share: the RMS norm of references, the weight of examples.
+"""Code shared by the norms: the RMS norm of references, the weight of examples.
 
 torch.compile traces references, but cannot trace the lazily imported `torch` of a module that declares no op. This
 module therefore uses methods of tensors only.

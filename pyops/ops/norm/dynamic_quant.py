@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, float32, int8
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import E4M3, float32, int8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning, RowVectors
 from ._common import example_weight, rms
@@ -42,18 +42,18 @@ def rms_norm_dynamic_per_token_quant(
     """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, computed from the row.
 
     ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
-    ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
+    ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = quantized(y / scale)``. largest is 448 for
     float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies
-    by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
+    by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 value or int8 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 per row, contiguous, written; a code times the scale is its value.
+        scale: one float32 per row, contiguous, written; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y|; only with fp8.
-        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+        residual: the shape and dtype of `input`, read and written; constant row stride; or None.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float()
@@ -106,8 +106,8 @@ def _dynamic_quant_plan(
     num_rows, strides = check.num_rows(input), [check.row_stride(arg) for arg in rows]
     vectors = geometry.row_vectors(hidden_size, () if group_size else strides, *rows, weight)
     access_size = vectors.vec_size
-    # The lanes of one warp share a group. A group therefore has vectors of 16 bytes, moved by several accesses where
-    # memory is not aligned for them. Several accesses to a vector take registers.
+    # The lanes of one warp share a group, so vectors must have 16 bytes; unaligned memory takes several accesses per
+    # vector, and these take registers.
     if group_size:
         vectors = RowVectors(16 // input.dtype.itemsize)
     bound_registers = access_size == vectors.vec_size and fp8.converts_to(result)
@@ -175,22 +175,22 @@ def rms_norm_per_block_quant(
     group_size: int,
     is_scale_transposed: bool,
 ) -> None:
-    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of neighbouring elements.
+    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of adjacent elements.
 
     As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride; hidden_size a multiple of
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride; hidden_size a multiple of
             group_size.
         weight: [hidden_size] of the same dtype.
-        scale: [num_tokens, hidden_size / group_size] float32, written; rows of one stride, or with
-            `is_scale_transposed` columns of one stride, or [hidden_size / group_size, num_tokens], contiguous.
+        scale: [num_tokens, hidden_size / group_size] float32, written; constant row stride, or with
+            `is_scale_transposed` constant column stride, or [hidden_size / group_size, num_tokens], contiguous.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
-        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+        residual: the shape and dtype of `input`, read and written; constant row stride; or None.
         group_size: 64 or 128.
-        is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
+        is_scale_transposed: whether the scales of one group of columns are contiguous, instead of those of one row.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))

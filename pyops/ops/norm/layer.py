@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32
+from ... import check
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from .._shared.geometry import RowTuning
 from ._common import example_weight
@@ -28,12 +28,12 @@ __all__ = [
 _layer_norm = Kernel("norm/layer_norm.cu")
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}  # {name: function of the kernel}
 
-# By the constant GATE of the kernel. Weights are weight and bias.
+# Indexed by the constant GATE of the kernel. `weights=2` counts weight and bias.
 _TUNING = (
     RowTuning(many=(4, 7), few=(4, 8), resident=(896, 896), rows=2, weights=2),
-    # Gate before the norm: input, z, and their product in float32, which takes two rows' registers.
+    # Gate before the norm: a thread holds input, z, and their float32 product, which counts as two rows.
     RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=4, weights=2),
-    # Gate after the norm: input and z. silu takes registers while they are held.
+    # Gate after the norm: a thread holds input and z, and silu takes further registers.
     RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=2, weights=2, spare_blocks=1),
 )
 
@@ -96,11 +96,11 @@ def layer_norm(
     squares, overflows float32.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight, bias: [hidden_size] of the same dtype, or None for ones and zeros.
         epsilon: added to the variance.
-        z: the shape and dtype of `input`, rows of one stride; or None.
+        z: the shape and dtype of `input`, constant row stride; or None.
         mean, rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
             of all rows, then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
@@ -222,11 +222,11 @@ def rms_norm_gated(
     `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         epsilon: added to the mean of squares.
-        z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
+        z: the gate, of the shape and dtype of `input`, constant row stride; or None.
         bias: [hidden_size] of the same dtype, or None for zeros.
         rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
             then of the second, and so on; or None.
@@ -285,8 +285,8 @@ def mixer2_gated_rms_norm(x: Any, gate: Any, weight: Any | None, eps: float = 1e
     once (Dao and Gu 2024, arXiv:2405.21060).
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        gate: shape and dtype of `x`, rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        gate: shape and dtype of `x`, constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         eps: added to the mean of squares.
         n_groups: groups of a row that are normalised by themselves, a divisor of hidden_size.

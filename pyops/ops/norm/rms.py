@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import float16, float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float16, float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from .._shared.geometry import RowTuning
 from ._common import example_weight, rms
@@ -31,11 +31,11 @@ RMS_NORM = RowTuning(many=(4, 6))
 FUSED_ADD_RMS_NORM = RowTuning(many=(3, 6), resident=(1152, 896), rows=2)
 _GEMMA_RMS_NORM = RowTuning(many=(2, 4))
 _GEMMA_ADD_RMS_NORM = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
-_NO_DIMENSION = (1, (0, 0))  # size and strides in place of a leading dimension that the tensors do not have
+_NO_DIMENSION = (1, (0, 0))  # size and strides of a missing leading dimension
 
 
-# Two ulps: summed in another order, T(x * scale) may round to the adjacent value, and the multiplication by the weight
-# can make two ulps of a difference of one.
+# Two ulps: with another order of summation T(x * scale) may round to the adjacent value, and the multiplication by the
+# weight can double this difference of one ulp.
 @op(out="out", in_place={"out": "input"}, ulps=2)
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Scale each row of `input` to unit root mean square, then by `weight`.
@@ -105,8 +105,8 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     computed from the rounded sum.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16, read and written; rows of one stride.
-        residual: the same shape and dtype, read and written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16, read and written; constant row stride.
+        residual: the same shape and dtype, read and written; constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         epsilon: added to the mean of squares.
     """
@@ -164,7 +164,7 @@ def gemma_rms_norm(
 
     Args:
         out: [..., hidden_size], written; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype, zero for no scaling.
         epsilon: added to the mean of squares.
         residual: the shape of `input`, of its dtype or float32; or None.

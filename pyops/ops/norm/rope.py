@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float16, int64
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float16, int64
+from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from ._common import example_weight
 
@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
-_VEC_SIZE = 8  # elements of a head that a lane has; head_dim / 8 lanes are a group
-# Heads of a group: with few tokens, one; with many, several, which are all loaded before the first is used
+_VEC_SIZE = 8  # elements of a head per lane; head_dim / 8 lanes form a group
+# Heads per group of lanes: one with few tokens; several with many tokens, all loaded before the first is used
 # (docs/performance/rows.md: `fused_qk_norm_rope`).
 _HEADS = 1, 4
-_MAX_HEADS = 6
+_MAX_HEADS = 6  # most heads of a group
 
 
 @op(inout="qkv")
@@ -47,18 +47,18 @@ def fused_qk_norm_rope(
 
     Norm and rotation are in float32 and rounded once. The first ``rotary_dim`` elements of a head rotate in pairs:
     (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). Heads of a token with a
-    position outside the cache are left as they are.
+    position outside the cache are left unchanged.
 
     Args:
         qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and written;
-            elements of a row lie together.
+            elements of a row are contiguous.
         num_heads_q, num_heads_k, num_heads_v: heads of each kind, in this order in a row.
         head_dim: 64, 128 or 256.
         eps: added to the mean of squares.
         q_weight, k_weight: [head_dim] of the same dtype.
         cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous, of at least one row;
             cosines in the first half of a row, sines in the second; rotary_dim even, at most head_dim.
-        is_neox: which elements make a pair.
+        is_neox: which elements form a pair.
         position_ids: [num_tokens] int64, contiguous.
     """
     heads = qkv.unflatten(-1, (-1, head_dim))[:, : num_heads_q + num_heads_k]
@@ -115,7 +115,7 @@ def plan_fused_qk_norm_rope(
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
     check.shape(position_ids, int64, num_tokens=num_tokens)
     heads = num_heads_q + num_heads_k
-    many = num_tokens > qkv.device.multiprocessors
+    many = num_tokens > qkv.device.num_sms
     num_threads = geometry.threads_for_row(heads * (head_dim // _VEC_SIZE), _HEADS[many], _MAX_HEADS)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import E4M3
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from ._common import example_weight, rms
 from .rms import FUSED_ADD_RMS_NORM, RMS_NORM
@@ -25,7 +25,8 @@ __all__ = [
 _rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
 
 # A row has the same threads as in `rms_norm` and `fused_add_rms_norm`, so that row sums agree bit for bit and fp8
-# results are equal (docs/performance/rows.md). With a residual, converting leaves registers for fewer resident threads.
+# results are equal (docs/performance/rows.md). With a residual the conversion takes registers, so fewer threads are
+# resident.
 _WITHOUT_RESIDUAL = RMS_NORM
 _WITH_RESIDUAL = replace(FUSED_ADD_RMS_NORM, resident=(896, 896))
 
@@ -35,14 +36,14 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
     """RMS norm of `input`, written as fp8 under one given scale.
 
     The norm is rounded as by `rms_norm`; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
-    (224 for float8_e4m3fnuz), NaN to the largest code. `static_scaled_fp8_quant` says what happens if the reciprocal of
-    the scale is not finite.
+    (224 for float8_e4m3fnuz); NaN becomes the largest value. `static_scaled_fp8_quant` says what happens if the
+    reciprocal of the scale is not finite.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; a code times the scale is its value.
+        scale: one float32 on the device; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.
     """
     y = rms(input.float(), weight, epsilon, input.dtype).float()
@@ -112,11 +113,11 @@ def fused_add_rms_norm_static_fp8_quant(
     written.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        residual: the shape and dtype of `input`, read and written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        residual: the shape and dtype of `input`, read and written; constant row stride.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; a code times the scale is its value.
+        scale: one float32 on the device; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.
     """
     residual.copy_(input.float() + residual.float())

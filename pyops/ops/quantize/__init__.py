@@ -1,6 +1,7 @@
-"""Quantisation of activations to fp8, int8 and NVFP4; weights of AWQ, GGUF and GPTQ checkpoints.
+"""Quantization of activations to fp8, int8 and FP4; dequantization and repacking of AWQ, GGUF and GPTQ weights.
 
-A value is its code times its scale. Scales are given, or found from a tensor, a row or a group. All arithmetic is in
+A value is about its quantized value times a scale. Scales are given (static), or computed from a tensor, a row or a
+group (dynamic). All arithmetic is in
 float32, correctly rounded. Conversions round to nearest even (`per_token_group_quant_int8`: toward zero) and saturate.
 Maxima and minima ignore NaN. An infinity makes its scale infinite; finite values then quantize to 0.
 The `result` of an fp8 op may be float8_e4m3fn, uint8 (the bits of float8_e4m3fn) or, on any platform, float8_e4m3fnuz,

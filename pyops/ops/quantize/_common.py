@@ -1,15 +1,15 @@
-"""What the quantising ops share: views of quantized values, checks of matrices, and the launch of static_quant.cu."""
+"""Code shared by the quantizing ops: views of quantized values, checks of matrices, the launch of static_quant.cu."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
 
 
 def fp8_matrices(result: TensorArg, input: TensorArg) -> tuple[int, TensorArg]:
-    """`matrices` for fp8 results; returns the size of a row, and `result` as fp8 if it is bytes."""
+    """`matrices` for fp8 results; returns the size of a row, and `result` with an fp8 dtype in place of uint8."""
     hidden_size = matrices(result, input, *E4M3, uint8)
     return hidden_size, replace(result, dtype=float8_e4m3fn) if result.dtype is uint8 else result
 
 
 def one_row(*args: TensorArg) -> tuple[TensorArg, ...]:
-    """The tensors as one long row each if all are contiguous, else as they are: for ops without scales of rows."""
+    """The tensors flattened to one row if all are contiguous, else unchanged; for ops without per-row scales."""
     if all(check.row_stride(arg) == arg.shape[-1] for arg in args):
         return tuple(replace(arg, shape=(arg.numel,), strides=(1,)) for arg in args)
     return args
@@ -80,7 +80,7 @@ def static(
         "scale_row_stride": strides[0],
         "scale_column_stride": strides[1],
     }
-    # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
+    # On a device without conversion instructions registers are not bounded: integer emulation needs them.
     has_instructions = fp8.converts_to(result)
     return chunks.launch(
         _static_quant,
@@ -88,7 +88,7 @@ def static(
         input,
         "result_stride",
         min_blocks=_MIN_BLOCKS if has_instructions else 1,
-        # docs/performance/quantize.md: 16 values per thread. Scales of narrower groups take registers.
+        # docs/performance/quantize.md: 16 values per thread, unless narrower groups would take registers for scales.
         twice=has_instructions and result.dtype is not int8 and group_columns % 16 == 0,
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,

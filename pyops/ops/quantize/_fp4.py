@@ -1,14 +1,14 @@
 """NVFP4: e2m1 values (4 bits), an e4m3 scale for each sixteen contiguous elements, and one scale of the tensor.
 
-The kernels run on any GPU: their arithmetic gives the bits of a conversion to e2m1. With ``g``, the scale of the
-tensor, a factor of the input, normally ``448 * 6 / max|x|``, and ``a``, the largest magnitude of the sixteen elements,
+The kernels run on any GPU: their arithmetic gives the bits of a conversion to e2m1. ``g`` is the global
+scale, a factor of the input, normally ``448 * 6 / max|x|``; ``a`` is the largest magnitude of the sixteen elements:
 
     s = e4m3(g * (a * (1/6)))        q = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
 
-so that ``x`` is about ``q * s / g``. Every step is rounded to float32; the conversions to e2m1 and e4m3 round to
+Then ``x`` is about ``q * s / g``. Every step is rounded to float32; the conversions to e2m1 and e4m3 round to
 nearest even, and saturate at +-6 and 448. The maximum ignores NaN; q of a NaN is +6; -0 and numbers that round to it
-keep their sign. Two e2m1 values share a byte, the first in its low nibble. An e2m1 value is a sign and 0, 0.5, 1, 1.5,
-2, 3, 4 or 6.
+keep their sign. Two e2m1 values share a byte, the first in its low nibble. The magnitudes of e2m1 are 0, 0.5, 1, 1.5,
+2, 3, 4 and 6.
 
 If ``g`` is 0, all s and q are 0. If ``g`` is negative, so are the scales, and dequantized values have the right sign. A
 NaN ``g`` gives scales of 448 and q of +6; an infinite ``g`` gives scales of +-448 and q of +-6, for x = 0 of +6.
@@ -21,21 +21,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
-# Midpoints between adjacent magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A midpoint rounds to even: down for the first tuple,
-# up for the second.
+# Midpoints between the adjacent magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. Those of the first tuple round down to even,
+# those of the second round up.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
@@ -79,7 +79,7 @@ def gated(input: Tensor) -> Tensor:
 
 
 def check_codes(output: TensorArg, input: TensorArg, halves: int = 1) -> int:
-    """Check `input`, of 2 `halves` if gated, and the packed `output`; returns the number of scales of a row."""
+    """Check `input` (with `halves` = 2 if gated) and the packed `output`; returns the scales per row."""
     check.dtype(input, float16, bfloat16)
     if check.row_size(input) % (halves * BLOCK):
         raise input.error(f"expected a last dimension of multiples of {halves * BLOCK}, got shape {input.shape}")
@@ -103,30 +103,30 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
 
 # Launches
 
-# docs/performance/quantize.md, NVFP4.
-_NUM_THREADS = 128
-_MIN_ROW_THREADS = 4
-# Resident threads per SM, by the registers of the kernel: experts without a gate 1152 (13.6 us, 14.3 with 1024), others
-# 1024. Rows narrower than a block need more registers; so do experts with a gate on sm_10x and sm_12x.
+# Measured: docs/performance/quantize.md, NVFP4.
+_NUM_THREADS = 128  # threads of a block
+_MIN_ROW_THREADS = 4  # fewest threads along a row
+# Resident threads per SM, which bound the registers: 1152 for experts without a gate (13.6 us; 14.3 us with 1024), 1024
+# for others. Rows narrower than a block, and experts with a gate on sm_10x and sm_12x, need more registers: 640.
 _RESIDENT_EXPERTS, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640
 _NEED_MORE_REGISTERS = ("sm_10", "sm_12")
-_UNIT = 4  # one thread stores the scales of 4 rows of a tile, with a stride of 32 rows, as one word
-_MAX_FEW_ROWS = 32  # rows that one such unit covers: one row at a time is faster from 33 to about 500 rows
-_MAX_ROUNDS = 12  # rows of a thread: rows that are read at the same time should be close in memory
-_MAX_CANDIDATE_ROUNDS = 32  # rows of a thread that tuning tries
-_MAX_GRID = 65535  # blocks in the second and third dimension of a grid
+_UNIT = 4  # rows of a unit: a thread stores their scales as one word; in a tile they are spaced by 32 rows
+_MAX_FEW_ROWS = 32  # most rows for units in small inputs; from 33 to about 500 rows single rows are faster
+_MAX_ROUNDS = 12  # most rows per thread, so that rows read at the same time are close in memory
+_MAX_CANDIDATE_ROUNDS = 32  # most rows per thread that tuning tries
+_MAX_GRID = 65535  # largest grid dimension y and z
 
 
 @dataclass(frozen=True)
 class Fp4Problem:
-    """What the geometry depends on.
+    """The input of `choose`.
 
     Attributes:
         num_rows: rows of the input.
-        scale_rows, columns: rows and columns of scales, those that fill up tiles included.
+        scale_rows, columns: rows and columns of scales, including the padding of tiles.
         tiled: whether scales lie in tiles.
         experts: whether rows belong to experts.
-        gated: whether the input is that of a gated activation.
+        gated: whether the input has gates and ups.
     """
 
     num_rows: int
@@ -144,12 +144,12 @@ class Fp4Problem:
 
 @dataclass(frozen=True)
 class Fp4Config:
-    """How a thread's columns and rows are chosen.
+    """The geometry of the NVFP4 kernels. A thread quantizes one group of sixteen elements in each of its rows.
 
     Attributes:
-        row_threads: threads side by side in a row.
-        unit: rows for which a thread stores the scales at once.
-        rounds: rows of a thread, a multiple of `unit`.
+        row_threads: adjacent threads along a row.
+        unit: rows of a thread with scales that it stores as one word.
+        rounds: rows per thread, a multiple of `unit`.
         min_blocks: resident blocks per SM.
     """
 
@@ -166,7 +166,8 @@ class Fp4Config:
         return -(-problem.columns // self.row_threads), min(below, _MAX_GRID), -(-below // _MAX_GRID)
 
     def candidates(self, problem: Fp4Problem, device: Device) -> list[Fp4Config]:
-        """Other threads side by side, units, rounds and registers. A block of experts stays inside one tile."""
+        """Other threads along a row, units, rows per thread and register bounds. With experts a block stays in one
+        tile."""
         rounds = tuning.beside(self.rounds, self.unit, _MAX_CANDIDATE_ROUNDS)
         found = tuning.varied(
             self,
@@ -182,24 +183,24 @@ class Fp4Config:
 
 
 def choose(problem: Fp4Problem, device: Device) -> Fp4Config:
-    """Units of four rows if they leave no SM idle, else single rows, divided equally among whole waves."""
+    """Units of four rows if they leave no SM idle, else single rows, as many per thread as make whole waves."""
     row_threads = min(_NUM_THREADS, max(_MIN_ROW_THREADS, 1 << (problem.columns - 1).bit_length()))
     min_blocks = _resident_threads(problem, row_threads, device) // _NUM_THREADS
-    wave = device.multiprocessors * min_blocks  # blocks that run at the same time
+    wave = device.num_sms * min_blocks  # blocks that run at the same time
     row_blocks, block_rows = -(-problem.columns // row_threads), _NUM_THREADS // row_threads
 
     fills_device = problem.num_rows * row_blocks > _UNIT * block_rows * wave
     wants_units = problem.experts or fills_device or problem.num_rows <= _MAX_FEW_ROWS
     unit = _UNIT if problem.tiled and wants_units else 1
-    groups = -(-problem.scale_rows // (unit * block_rows))  # blocks below each other, of one unit to a thread
+    groups = -(-problem.scale_rows // (unit * block_rows))  # blocks along the rows, with one unit per thread
     blocks = groups * row_blocks
     if unit > 1:
-        # Two units to a thread, unless this makes more waves. Of experts, some blocks have no rows.
+        # Two units per thread, unless that takes longer. (With experts some blocks have no rows.)
         waves, waves_of_two = -(-blocks // wave), -(-blocks // (2 * wave))
         takes_two = waves > 1 if problem.experts else 2 * waves_of_two <= waves
         rounds = unit * (2 if takes_two and 2 * unit * block_rows <= TILE_ROWS else 1)
     else:
-        # Equal shares: a thread asks for its next row while it computes.
+        # Equal numbers of rows per thread; a thread prefetches its next row while it computes.
         waves = -(-blocks // (_MAX_ROUNDS * wave))
         rounds = -(-blocks // (max(1, waves) * wave))
     return Fp4Config(row_threads, unit, rounds, min_blocks)
@@ -221,7 +222,7 @@ def launch(
     fixed: dict[str, int],
     **constants: Any,
 ) -> Launch:
-    """The launch of an NVFP4 kernel; `fixed` and `constants` are those that the other kernels have not."""
+    """The launch of an NVFP4 kernel; `fixed` and `constants` are specific to the kernel."""
     config = tuning.config(input.op, problem, input.device, choose)
     return kernel(
         scalar_t=input.dtype,

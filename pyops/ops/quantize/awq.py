@@ -1,17 +1,17 @@
-"""4-bit weights as AWQ packs them: eight columns to a word, scales and zero points of groups of rows."""
+"""4-bit weights packed by AWQ: eight columns per word, with scales and zero points per group of rows."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from .._shared.chunks import ChunkProblem
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["awq_dequantize"]
 
 _awq_dequantize = Kernel("quantize/awq_dequantize.cu")
-_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # first bit of each column's nibble
-# docs/performance/gguf.md: eight rows of a word to a thread. Four rows where eight would leave threads idle have no
-# measurement of their own.
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit offset of each column's nibble in a word
+# Rows per thread: eight (docs/performance/gguf.md), or four where eight would leave threads idle (not measured).
 _ROWS, _FEW_ROWS = 8, 4
 _FULL_THREADS = 4 * 2048  # threads per SM from which a thread gets eight rows: four full waves
 
@@ -32,16 +31,16 @@ _FULL_THREADS = 4 * 2048  # threads per SM from which a thread gets eight rows: 
 def awq_dequantize(
     qweight: Tensor, scales: Tensor, zeros: Tensor, split_k_iters: int, thx: int, thy: int, *, out: Tensor
 ) -> None:
-    """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
+    """Dequantize an AWQ weight: ``out = (quant - zero) * scale``, rounded once.
 
-    A word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978,
-    as AutoAWQ packs it). Zero points are used as they are stored.
+    A word holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023,
+    arXiv:2306.00978, as AutoAWQ packs it). Zero points are used as they are stored.
 
     Args:
         qweight: [K, N / 8] int32, contiguous.
         scales: [num_groups, N], float32, float16 or bfloat16, contiguous; num_groups divides K.
         zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
-        split_k_iters, thx, thy: vLLM's; they have no effect.
+        split_k_iters, thx, thy: for compatibility with vLLM; no effect.
         out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
     """
     shifts = torch.tensor(_SHIFTS, dtype=torch.int64, device=qweight.device)
@@ -72,7 +71,7 @@ def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg,
     check.contiguous(scales)
     check.shape(out, scales.dtype, K=num_rows, N=n)
     group_size = num_rows // max(1, num_groups)
-    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
+    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.num_sms
     rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
     problem = ChunkProblem(n // 8, num_rows // max(1, rows), int32)
     config = tuning.config(out.op, problem, out.device, chunks.choose)
@@ -95,7 +94,7 @@ def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg,
 def example_awq_dequantize(
     make: Any, *, num_tokens: int = 32, hidden_size: Literal[4096, 264] = 4096, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
-    """A weight of two rows for each of `num_tokens`, in groups of 128 if that divides them, else of two."""
+    """A weight of 2 * `num_tokens` rows, in groups of 128 rows if that divides them, else of two."""
     num_rows, words = 2 * num_tokens, hidden_size // 8
     num_groups = num_rows // (2 if num_rows % 128 else 128)
     return (

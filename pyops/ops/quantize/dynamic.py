@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check
-from ..._core.dtypes import float32, int8, int32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning
 from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
@@ -35,24 +36,24 @@ class Pass(NamedTuple):
     batch: int
 
 
-# absmax.cu, and dynamic_tensor_quant.cu, which finds the scale once for four vectors of a thread. 256 or 1024 threads,
-# and fewer vectors, are worse (docs/performance/quantize.md).
+# Passes of absmax.cu and dynamic_tensor_quant.cu. A thread of the latter computes the scale once for its four vectors.
+# 256 or 1024 threads for absmax.cu, and fewer vectors, are slower (docs/performance/quantize.md).
 _ABSMAX, _QUANTISE = Pass(512, 2, 8), Pass(256, 6, 4)
 _BY_TOKEN = RowTuning(many=(4, 7), few=(2, 8), weights=0)
-_AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # a zero point takes registers, too
+_AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # zero points take further registers
 
 
 @op(out=("result", "scale"), ulps=0)
 def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
-    """fp8 with one dynamic scale for the tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+    """Quantize to fp8 with one dynamic scale: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
     The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
     not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
     and finite elements become 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: float32, contiguous; its first element is written.
     """
     x = input.float()
@@ -69,20 +70,20 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
     if not input.numel:
         return []
     result, input = one_row(result, input)
-    multiprocessors, num_rows, row_size = input.device.multiprocessors, check.num_rows(input), input.shape[-1]
+    num_sms, num_rows, row_size = input.device.num_sms, check.num_rows(input), input.shape[-1]
     row_stride = check.row_stride(input)
 
     def chunks(vec_size: int, config: Pass) -> tuple[int, int, dict[str, int]]:
         """(chunks, chunks of a row, constants): several vectors to a thread if every resident block then has work."""
         num_threads, resident, batch = config
-        if input.numel < resident * multiprocessors * batch * num_threads * vec_size:
+        if input.numel < resident * num_sms * batch * num_threads * vec_size:
             batch = 1
         row_chunks = -(-row_size // (batch * num_threads * vec_size))
         constants = {"VEC_SIZE": vec_size, "BATCH": batch, "NUM_THREADS": num_threads}
         return num_rows * row_chunks, row_chunks, constants
 
     num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), _ABSMAX)
-    blocks = min(num_chunks, _ABSMAX.resident * multiprocessors)
+    blocks = min(num_chunks, _ABSMAX.resident * num_sms)
     partial = Scratch(4 * blocks)
     absmax = _absmax(scalar_t=input.dtype, **constants).launch(
         grid=blocks,
@@ -94,7 +95,7 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
         input_stride=row_stride,
     )
     num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, result, input), _QUANTISE)
-    # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
+    # On a device without conversion instructions registers are not bounded: integer emulation needs them.
     min_blocks = _QUANTISE.resident if fp8.converts_to(result) else 1
     quantise = _dynamic_tensor_quant(
         scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks
@@ -113,7 +114,7 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
 
 @dynamic_scaled_fp8_quant.traffic
 def traffic_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: TensorArg) -> int:
-    """The input is read twice: every code depends on the scale, and the scale on every element."""
+    """The input is read twice: every fp8 value depends on the scale, and the scale on every element."""
     return 2 * input.nbytes + result.nbytes + scale.nbytes
 
 
@@ -134,14 +135,14 @@ def example_dynamic_scaled_fp8_quant(
 def dynamic_per_token_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
 ) -> None:
-    """fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
+    """Quantize to fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
 
     ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, with the maximum of the row, which ignores NaN;
-    the code of NaN is +448. Values above the bound saturate. Rows of zeros have the smallest scale.
+    a NaN becomes +448. Values above the bound saturate. Rows of zeros have the smallest scale.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: float32, contiguous; its first elements, one for each row, are written.
         scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
     """
@@ -205,25 +206,25 @@ def example_dynamic_per_token_scaled_fp8_quant(
 
 @op(out=("result", "scale", "azp"), ulps=0)
 def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-    """int8 with one dynamic scale and, with `azp`, one zero point per token.
+    """Quantize to int8 with one dynamic scale and, with `azp`, one zero point per token.
 
     Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, and 0 where that factor is not
     finite (no magnitude above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
     min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
-    azp)``. If the scale of a range has no finite reciprocal, as that of a constant row, the range is extended to 0; if
-    its scale still has none, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
+    azp)``. If the reciprocal of this scale is not finite, as for a constant row, the range is extended to include 0; if
+    it is still not finite, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
     ignore NaN, which quantizes like 0. An infinite scale quantizes everything like 0.
 
     Args:
-        result: [..., hidden_size] int8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size] int8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: one float32 per row, contiguous, written.
         azp: one int32 per row, contiguous, written: the zero point, which may lie outside int8. Or None: symmetric.
     """
     x = input.float()
     if azp is None:
         absmax = fp8.absmax(x)
-        largest = torch.full_like(absmax, 127.0)  # a tensor, because torch divides numbers through a reciprocal
+        largest = torch.full_like(absmax, 127.0)  # a tensor: torch multiplies by the reciprocal of a Python number
         factor = largest / absmax
         result.copy_(saturated((x * torch.where(factor.isinf(), 0.0, factor)).round()))
         scale.copy_((absmax / largest).reshape(scale.shape))

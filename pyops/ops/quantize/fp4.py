@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, tile_sizes, tiled
 from ._fp4 import Fp4Problem, check_codes, check_scales, gated, launch, matrix, nvfp4
 
@@ -35,11 +35,11 @@ def scaled_fp4_quant(
     "Pretraining Large Language Models with NVFP4", arXiv:2509.25149).
 
     Args:
-        output: [..., hidden_size / 2] uint8, written; rows of one stride.
-        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        output: [..., hidden_size / 2] uint8, written; constant row stride.
+        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
             With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
-            rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
+            rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are padded with zeros; else [num_tokens,
             hidden_size / 16].
         input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.
@@ -107,9 +107,9 @@ def silu_and_mul_nvfp4_quant(
     The product is computed in float32 and rounded to the element type once, where `silu_and_mul` rounds twice.
 
     Args:
-        result: [..., hidden_size / 2] uint8, written; rows of one stride.
-        result_block_scale: written; in tiles that are filled up with zeros, as `scaled_fp4_quant` takes them.
-        input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        result: [..., hidden_size / 2] uint8, written; constant row stride.
+        result_block_scale: written; in tiles that are padded with zeros, as in `scaled_fp4_quant`.
+        input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         input_global_scale: g, one float32, a factor of the product.
     """
     codes, scales = nvfp4(matrix(gated(input)), input_global_scale.reshape(1, 1))

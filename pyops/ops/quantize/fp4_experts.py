@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float32, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, float32, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
 from .._shared.groups import SHARES, sharing
 from ._fp4 import Fp4Problem, check_codes, check_scales, gated, launch, nvfp4
@@ -53,7 +53,7 @@ def _nvfp4_by(scale: Tensor) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
 
 
 def max_tiles(num_rows: int, num_experts: int) -> int:
-    """The most tiles of `num_rows`: every expert with rows may have a last tile that is not full."""
+    """Most tiles for `num_rows` rows: the last tile of every expert with rows may be partial."""
     return (num_rows + (TILE_ROWS - 1) * min(num_experts, num_rows)) // TILE_ROWS if num_experts else 0
 
 
@@ -97,7 +97,7 @@ def _plan_experts(
 
 
 def outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Any]:
-    """Offsets beyond the rows, and offsets of tiles beyond the scales or in tiles of another expert.
+    """For PYOPS_CHECK: offsets beyond the rows, and offsets of tiles beyond the scales or in tiles of another expert.
 
     Experts without rows need no tiles.
     """
@@ -113,7 +113,7 @@ def outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tenso
 
 
 def experts_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
-    """Five experts: the second has no rows, the last has the rows that the others leave."""
+    """Five experts: the second has no rows, the last has the remaining rows."""
     share = num_tokens // 3
     counts = [share, 0, num_tokens // 7, share, num_tokens - 2 * share - num_tokens // 7]
     padded = [rounded_up(count, TILE_ROWS) for count in counts]
@@ -144,16 +144,16 @@ def scaled_fp4_experts_quant(
     """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
-    `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows after it keep their bits.
-    Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
-    first bad offset on (below 0, below the offset before it, or beyond the rows), nor for an expert whose tiles reach
-    beyond `output_scale`.
+    `output_scale`. The padding of the last tile of an expert becomes 0; rows after it are left unchanged.
+    Experts may have no rows; experts must not share tiles. Nothing is written for the experts from the
+    first invalid offset on (below 0, below the previous offset, or beyond the rows), nor for an expert with tiles that
+    reach beyond `output_scale`.
 
     Args:
-        output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+        output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
         output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
             16 rounded up to 4, contiguous, written.
-        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
         input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
         output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
@@ -209,12 +209,12 @@ def silu_and_mul_scaled_fp4_experts_quant(
 ) -> None:
     """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+    The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
     Args:
-        output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as
-            `scaled_fp4_experts_quant` takes them.
-        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as in
+            `scaled_fp4_experts_quant`.
+        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     write_experts(output, output_scale, gated(input), *offsets, _nvfp4_by(input_global_scale))

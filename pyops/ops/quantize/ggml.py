@@ -1,14 +1,15 @@
-"""GGUF's quantised weights in floating point."""
+"""Dequantization of GGUF weights."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, dtypes
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors import dtypes
+from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from ._common import one_row
 
@@ -23,7 +24,7 @@ __all__ = ["ggml_dequantize"]
 def ggml_dequantize(
     W: Tensor, quant_type: int, m: int, n: int, dtype: torch.dtype | None = None, *, out: Tensor
 ) -> None:
-    """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
+    """Dequantize a weight of a GGUF file: computed in float32, rounded to the dtype of `out`.
 
     Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
     in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,

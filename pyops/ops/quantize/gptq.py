@@ -1,15 +1,16 @@
-"""GPTQ's packed weights: fields of 2, 3, 4 or 8 bits, consecutive rows in a word."""
+"""Packed GPTQ weights: fields of 2, 3, 4 or 8 bits, with consecutive rows in a word."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
 from .._shared.chunks import ChunkProblem
 
@@ -28,7 +29,7 @@ def _unit(bit: int) -> tuple[int, int]:
 
 
 def _destination(bit: int, field: int, j: int) -> int:
-    """The bit of a shuffled unit that bit `j` of this field becomes."""
+    """The bit of a shuffled unit to which bit `j` of this field moves."""
     if bit == 8:
         return 8 * field + j
     if bit == 3 and field >= 30:

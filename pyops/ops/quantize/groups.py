@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning, RowVectors
 from ._common import as_fp8, fp8_matrices, matrices
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
-# docs/performance/quantize.md: with few rows, groups are spread over more threads, with one vector each; with many
-# rows, a thread has two vectors of a group of 128, with 2048 threads resident.
-_MAX_FEW_VECTORS = 4096  # vectors per SM up to which there are few rows
-_FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
-_MAX_WARP_VECS = 64  # vectors of a group up to which a lane has at most two: 32 registers are enough
-_RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # resident threads per SM
-# {(rows are few, a group has at most _MAX_WARP_VECS vectors): tuning}
+# docs/performance/quantize.md: small inputs are spread over more threads, with one vector each; in large ones a thread
+# has two vectors of a group of 128, with 2048 resident threads per SM.
+_MAX_FEW_VECTORS = 4096  # vectors per SM up to which an input counts as small
+_FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2  # vectors per lane: of small inputs, of large ones
+_MAX_WARP_VECS = 64  # vectors of a group up to which a lane has at most two, for which 32 registers are enough
+_RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # resident threads per SM: warp groups, short, long ones
+# {(the input is small, a group has at most _MAX_WARP_VECS vectors): tuning}
 _TUNING = {
     (few, in_warp): RowTuning(
         many=(4, 7),
@@ -55,12 +55,12 @@ def group_codes(
         scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     y = (x / scale).nan_to_num(nan=limits[0], posinf=limits[1], neginf=limits[0]).clamp(*limits)
     if limits[0] == 0:
-        y = y + 0.0  # the limit 0 replaces -0
+        y = y + 0.0  # -0 becomes 0, the limit
     return y.flatten(-2), scale.reshape(-1, x.shape[-2])
 
 
 def padded_rows(num_tokens: int) -> int:
-    """Rows of packed scales in memory: TMA wants columns that begin at multiples of 16 bytes."""
+    """Rows of packed scales in memory: TMA needs columns that begin at multiples of 16 bytes."""
     return -(-num_tokens // 4) * 4
 
 
@@ -75,7 +75,8 @@ def group_launch(
     packed: bool = False,
     nearest: bool = False,
 ) -> Launch:
-    """The launch of group_quant.cu. `limits`: names and values of the arguments for the smallest and largest code."""
+    """The launch of group_quant.cu. `limits`: names and values of the arguments for the smallest and largest quantized
+    value."""
     hidden_size, num_tokens = check.row_size(input), check.num_rows(input)
     if group_size < 1 or hidden_size % group_size:
         raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
@@ -102,7 +103,7 @@ def group_launch(
     vectors = RowVectors(check.vector_width(group_size, input, codes))
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
-    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.multiprocessors
+    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.num_sms
     in_warp = group_size // vectors.vec_size <= _MAX_WARP_VECS
     config = geometry.choose_rows(
         input,
@@ -152,21 +153,21 @@ def per_token_group_fp8_quant(
     fp8_max: float,
     scale_ue8m0: bool,
 ) -> None:
-    """fp8 with one dynamic scale per group of contiguous elements, by a true division.
+    """Quantize to fp8 with one dynamic scale per group of contiguous elements, by a true division.
 
     ``output_s = max(max|input|, eps) / fp8_max`` over a group, rounded up to a power of two of at least 1e-10 if
-    `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. The code of
-    NaN and of infinities is fp8_min.
+    `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. NaN
+    and infinities become fp8_min.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
             column-major with columns padded for TMA.
         group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
         eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-            1 to 240, and usually -224 and 224.
+        fp8_min, fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+            and 1 to 240, usually -224 and 224.
         scale_ue8m0: whether scales are powers of two.
     """
     codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
@@ -220,19 +221,19 @@ def per_token_group_quant_int8(
     int8_max: float,
     round_to_nearest: bool = False,
 ) -> None:
-    """int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
+    """Quantize to int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
 
     ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
-    int8_max))``, a true division. The maximum ignores NaN. The code of NaN and of infinities is int8_min. Rounding
-    toward zero is vLLM's; rounding to nearest halves the largest error.
+    int8_max))``, a true division. The maximum ignores NaN. NaN and infinities become int8_min. vLLM rounds toward
+    zero; rounding to nearest halves the largest error.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, int8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        output_q: the same shape, int8, written; constant row stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides.
         group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
         eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-        int8_min, int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
+        int8_min, int8_max: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
         round_to_nearest: round to nearest even instead of toward zero.
     """
     codes, scales = group_codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import as_fp8, fp8_matrices
 from .groups import group_codes, group_launch, padded_rows
@@ -30,22 +30,22 @@ def per_token_group_fp8_quant_packed(
     fp8_min: float,
     fp8_max: float,
 ) -> None:
-    """fp8 with one power-of-two scale per group; four scale exponents are packed to a word (DeepGEMM's UE8M0).
+    """Quantize to fp8 with one power-of-two scale per group; a word packs four scale exponents (DeepGEMM's UE8M0).
 
     Results and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
     ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes after the last one are 0.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride. It may have
-            more rows: those after the tokens become 0 up to num_tokens rounded up to 4, and others are left.
-        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
-            up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4 rows: rows
-            after the tokens become 0.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride. It may have
+            more rows: rows up to num_tokens rounded up to 4 become 0, and further rows are left unchanged.
+        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides. With the strides of TMA, (1,
+            num_tokens rounded up to 4), the padding between the columns becomes 0. It may have num_tokens rounded up to
+            4 rows: rows after the tokens become 0.
         group_size: a divisor of hidden_size.
         eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-            1 to 240, and usually -224 and 224.
+        fp8_min, fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+            and 1 to 240, usually -224 and 224.
     """
     codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
     num_tokens, groups = scales.shape

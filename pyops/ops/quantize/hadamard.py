@@ -1,37 +1,37 @@
-"""The Walsh-Hadamard transform, which spreads outliers over a row before it is quantised."""
+"""The Walsh-Hadamard transform, which spreads outliers over a row before it is quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg, contiguous, with_dense_rows
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg, contiguous, with_dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 
 _hadamard = Kernel("quantize/hadamard.cu")
-_MAX_SIZE = 32768
-# Elements of a thread, by the largest size of a row that has them: a warp is enough for a short row, a block for a long
-# one. docs/performance/next.md has times of the op; these numbers have no measurement of their own.
+_MAX_SIZE = 32768  # most elements of a row
+# {largest row size: elements per thread}: a short row then takes one warp, a long one a block. docs/performance/next.md
+# has times of the op; these numbers were not tuned.
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
-_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # resident threads per SM
-_WARP_ROW_THREADS = 128  # threads of a block with a warp or less per row
-_MIN_SHARED_ELEMENTS = 32  # min elements of a thread that go through shared memory at a time
+_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # resident threads per SM, fewer by elements per thread
+_WARP_ROW_THREADS = 128  # threads of a block where a row takes at most one warp
+_MIN_SHARED_ELEMENTS = 32  # fewest elements per thread that are exchanged through shared memory at a time
 
 
 class HadamardProblem(NamedTuple):
-    """What the geometry depends on: rows, and their elements, a power of two."""
+    """The input of `choose`: rows, and elements of a row, a power of two."""
 
     num_rows: int
     size: int
@@ -48,7 +48,7 @@ class HadamardConfig:
     Attributes:
         elements: elements of a thread.
         num_threads: threads of a block.
-        rounds: parts in which a row goes through shared memory: 2 if the whole row does not fit.
+        rounds: parts in which a row is exchanged through shared memory: 2 if the whole row does not fit.
         min_blocks: resident blocks per SM.
     """
 
@@ -58,7 +58,7 @@ class HadamardConfig:
     min_blocks: int
 
     def candidates(self, problem: HadamardProblem, device: Device) -> list[HadamardConfig]:
-        """Other elements and other registers for a thread."""
+        """Other elements per thread and register bounds."""
         found = []
         for elements in tuning.beside(self.elements, 1, min(problem.size, max(_ELEMENTS.values()))):
             row_threads = problem.size // elements
@@ -68,12 +68,12 @@ class HadamardConfig:
 
 
 def _block_threads(row_threads: int) -> int:
-    """Threads of a block, for rows with `row_threads` each."""
+    """Threads of a block if each row takes `row_threads`."""
     return max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
 
 
 def choose(problem: HadamardProblem, device: Device) -> HadamardConfig:
-    """The geometry; the number of rows does not change it."""
+    """The geometry; it does not depend on the number of rows."""
     size = problem.size
     elements = min(size, next(elements for max_size, elements in _ELEMENTS.items() if size <= max_size))
     num_threads = _block_threads(size // elements)
@@ -102,14 +102,14 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
     In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
-    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). Sums
-    are taken of elements scaled by a power of two, so they are exact where float32 holds them, zeros above all. In a
-    row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results may be infinite or NaN
-    that are finite by the formula; float16 has no such rows.
+    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832).
+    Elements are scaled by a power of two before they are added, so that sums which float32 holds exactly, such as
+    zeros, are exact. In a row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results
+    may be infinite or NaN that are finite by the formula; float16 has no such rows.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride. May be `x`.
-        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
+        out: [..., hidden_size], written; constant row stride. May be `x`.
+        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; constant row stride.
     """
     size = x.shape[-1]
     y, apart = x.double(), 1

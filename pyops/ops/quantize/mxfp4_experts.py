@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .._shared.fp4_tiles import BLOCK, MX_BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 from ._fp4 import check_codes, check_scales, e2m1, gated
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant"]
 
-_MX_THREADS = 128  # of a block: four rows of a tile's four columns each
+_MX_THREADS = 128  # threads of a block, which takes a tile: a thread has one group of 32 in each of four rows
 
 _mxfp4_experts_quant = Kernel("quantize/mxfp4_experts_quant.cu")
 
@@ -102,19 +102,20 @@ def mxfp4_experts_quant(
 ) -> None:
     """MXFP4 of rows that belong to experts: e2m1 values, and a power-of-two scale per 32 contiguous elements.
 
-    The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
-    scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal
-    number) or 255 (infinity), numbers become 0 of their sign. Rows, tiles and bad offsets are those of
-    `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
+    The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``q = e2m1(x /
+    scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. If the stored exponent is 0 (a maximum of
+    zero or a denormal number) or 255 (infinity), values become 0 with their sign. Rows, tiles and invalid offsets are
+    as in `scaled_fp4_experts_quant`; experts must not share tiles.
 
     Args:
-        output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+        output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
         output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up to
             4, contiguous, written.
-        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
         input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-        output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
-        n_experts: experts.
+        output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's tiles begin, in rows,
+            multiples of 128.
+        n_experts: number of experts.
     """
     write_experts(output, output_scale, input, input_offset_by_experts, output_scale_offset_by_experts, _mxfp4)
 
@@ -166,12 +167,12 @@ def silu_and_mul_mxfp4_experts_quant(
 ) -> None:
     """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+    The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
     Args:
-        output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as
-            `mxfp4_experts_quant` takes them.
-        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as in
+            `mxfp4_experts_quant`.
+        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     write_experts(output, output_scale, gated(input), *offsets, _mxfp4)

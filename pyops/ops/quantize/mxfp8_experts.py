@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .._shared.fp4_tiles import BLOCK, MX_BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
 from .._shared.groups import SHARES, sharing
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["mxfp8_experts_quant"]
 
-_MX_THREADS = 128  # of a block: four rows of a tile's four columns each
-_EXPONENT_BIAS = 127  # of e8m0
-_MAX_EXPONENT = 254  # the code above is NaN
+_MX_THREADS = 128  # threads of a block, which takes a tile: a thread has one group of 32 in each of four rows
+_EXPONENT_BIAS = 127  # exponent bias of e8m0
+_MAX_EXPONENT = 254  # largest biased exponent; 255 is NaN
 
 _mxfp8_experts_quant = Kernel("quantize/mxfp8_experts_quant.cu")
 
@@ -31,7 +31,7 @@ def _mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3 values; exponents, uint8) of rows [num_rows, hidden_size]."""
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     a = fp8.absmax(blocks)
-    mantissa, exponent = torch.frexp((a * torch.full_like(a, 1 / 448)).double())  # of a zero both are 0
+    mantissa, exponent = torch.frexp((a * torch.full_like(a, 1 / 448)).double())  # both are 0 for a zero
     power = torch.where(mantissa == 0.5, exponent - 1, exponent).masked_fill(mantissa == 0, -_EXPONENT_BIAS)
     scales = (power + _EXPONENT_BIAS).masked_fill(a.isinf(), _MAX_EXPONENT).clamp(0, _MAX_EXPONENT)
     y = blocks * torch.ldexp(torch.ones_like(a), _EXPONENT_BIAS - scales)
@@ -50,19 +50,18 @@ def mxfp8_experts_quant(
     """MXFP8 of rows that belong to experts: e4m3 values, and a power-of-two scale per 32 contiguous elements.
 
     The scale is the smallest power of two, 2^-127 or more, that is at least ``max|x| * (1/448)``, stored as its
-    exponent, biased by 127; of an infinite maximum it is 2^127. ``code = e4m3(x / scale)`` saturates at +-448. NaN is
+    exponent, biased by 127; for an infinite maximum it is 2^127. ``q = e4m3(x / scale)`` saturates at +-448. NaN is
     ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
-    ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows
-    and columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
-    whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows, and tiles, of
-    two experts must not be the same.
+    ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. The
+    padding of its last tile becomes 0. Nothing is written for an expert with rows out of range, or with tiles that
+    reach beyond `scale_factor`, nor for rows without an expert. Experts must not share rows or tiles.
 
     Args:
-        input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
         expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
         blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
-        quant_output: [num_rows, hidden_size] float8_e4m3fn, written; rows of one stride.
+        quant_output: [num_rows, hidden_size] float8_e4m3fn, written; constant row stride.
         scale_factor: [rows, columns] uint8 or float8_e8m0fnu, columns being hidden_size / 32 rounded up to 4,
             contiguous, written.
     """

@@ -1,15 +1,15 @@
-"""The columns of a matrix in another order: activations for quantised weights with reordered rows (act-order)."""
+"""Permutation of columns: activations for quantized weights with reordered rows (act-order)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["permute_cols"]
 
 _permute_cols = Kernel("quantize/permute_cols.cu")
-_MAX_ROWS, _MAX_THREADS = 4, 512  # of a block; no measurement of their own
+_MAX_ROWS, _MAX_THREADS = 4, 512  # most rows and most threads of a block; not tuned
 
 
 @op(returns="out", ulps=0)
 def permute_cols(a: Tensor, perm: Tensor, *, out: Tensor) -> None:
     """The columns of a matrix in another order, bit for bit: ``out[..., j] = a[..., perm[j]]``.
 
-    `perm` may name a column any number of times. Where it names no column, `out` becomes 0.
+    `perm` may repeat columns. Where an index is out of range, `out` becomes 0.
 
     Args:
-        a: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        a: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         perm: [hidden_size] int32, contiguous.
-        out: the same shape and dtype as `a`, written and returned; rows of one stride; new unless given.
+        out: the same shape and dtype as `a`, written and returned; constant row stride; new unless given.
     """
     inside = (perm >= 0) & (perm < a.shape[-1])
     columns = a[..., perm.where(inside, 0).long()]
@@ -49,9 +49,9 @@ def plan_permute_cols(a: TensorArg, perm: TensorArg, out: TensorArg) -> Launch:
     check.row_size(out)
     check.shape(perm, int32, hidden_size=hidden_size)
     num_rows, row_bytes = check.num_rows(a), hidden_size * a.dtype.itemsize
-    # A block of several rows reads the indices once. Two blocks should fit into the shared memory of an SM.
+    # A block with several rows reads the indices once for all. Two blocks should fit into the shared memory of an SM.
     max_shared = a.device.shared_memory
-    many = num_rows > 2 * a.device.multiprocessors
+    many = num_rows > 2 * a.device.num_sms
     rows = max(1, min(_MAX_ROWS, max_shared // 2 // max(1, row_bytes))) if many else 1
     staged = rows * row_bytes <= max_shared
     vec_size = check.vector_width(hidden_size, out, a)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float32, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float32, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 
 if TYPE_CHECKING:
@@ -28,20 +28,20 @@ _NUM_THREADS, _MIN_BLOCKS = 256, 8  # threads per block, resident blocks per SM;
 def persistent_masked_m_silu_mul_quant(
     input: Tensor, counts: Tensor, y_q: Tensor, y_s: Tensor, use_ue8m0: bool
 ) -> None:
-    """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128; other tokens stay.
+    """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128.
 
     ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
     ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
     fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN; a NaN becomes -448. An infinity makes the scale
-    infinite: it becomes -448, and finite elements become 0.
+    infinite: it becomes -448, and finite elements become 0. Results of other tokens are left unchanged.
 
     Args:
         input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
-        counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
+        counts: [num_experts] int32, contiguous; clamped to 0 ... num_tokens.
         y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
         y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
             [num_experts, num_tokens, hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word
-            ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group stay.
+            ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group are left unchanged.
         use_ue8m0: whether scales are powers of two.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -88,7 +88,7 @@ def plan_persistent_masked_m_silu_mul_quant(
     words = -(-groups // 4) if y_s.dtype is int32 else groups
     check.sizes(y_s, num_experts=num_experts, num_tokens=num_tokens, groups=words)
     warp_groups = input.device.warp_size // (_GROUP_SIZE // _VEC_SIZE)
-    max_items = num_experts * num_tokens * -(-groups // warp_groups)  # of a warp each
+    max_items = num_experts * num_tokens * -(-groups // warp_groups)  # an item is the work of one warp
     warps = _NUM_THREADS // input.device.warp_size
     return _masked_silu_mul_quant(
         scale_t=y_s.dtype,
@@ -98,7 +98,7 @@ def plan_persistent_masked_m_silu_mul_quant(
         NUM_THREADS=_NUM_THREADS,
         MIN_BLOCKS=_MIN_BLOCKS,
     ).launch(
-        grid=min(_MIN_BLOCKS * input.device.multiprocessors, -(-max_items // warps)),
+        grid=min(_MIN_BLOCKS * input.device.num_sms, -(-max_items // warps)),
         block=_NUM_THREADS,
         num_experts=num_experts,
         num_tokens=num_tokens,
@@ -122,7 +122,7 @@ def bad_indices_persistent_masked_m_silu_mul_quant(input: Tensor, counts: Tensor
 def traffic_persistent_masked_m_silu_mul_quant(
     input: TensorArg, counts: TensorArg, y_q: TensorArg, y_s: TensorArg
 ) -> int:
-    """As if every token counted."""
+    """The bytes if `counts` is num_tokens for every expert."""
     return input.nbytes + counts.nbytes + y_q.nbytes + y_s.nbytes
 
 

@@ -1,17 +1,17 @@
-"""Quantisation into new tensors, with the signatures that models call: for torch tensors, CuPy and numpy arrays.
+"""Quantization into new tensors, with the signatures that models call: for torch tensors, CuPy and numpy arrays.
 
-A function chooses an op by its arguments. The op's form `new` allocates what follows from the input; a function
-allocates what its own arguments say: results of a dtype, with padding, or given, and scales in the requested layout.
-torch.compile traces these functions: they use no proxy of `_core/lazy.py`.
+Each function chooses an op by its arguments. Where the op's form `new` does not suffice, the function itself allocates
+the outputs: results of another dtype or with padding, and scales in the requested layout. torch.compile traces these
+functions, so they use no proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check
+from ... import check
 from ..._core.errors import OpError
-from ..._core.tensor import contiguous, new, with_dense_rows
+from ..._core.tensors.tensor import contiguous, new, with_dense_rows
 from .._shared.fp8 import e4m3_name, largest_code, own_fp8
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant
@@ -44,13 +44,13 @@ def scaled_fp8_quant(
 
     Args:
         input: [num_tokens, hidden_size], float32, float16 or bfloat16.
-        scale: as `static_scaled_fp8_quant` takes it, and returned as it is; None for dynamic scales.
+        scale: as in `static_scaled_fp8_quant`, returned unchanged; None for dynamic scales.
         num_token_padding: minimum number of rows of the fp8 values, and of per-token scales; rows after the tokens are
             undefined.
         scale_ub: bounds the magnitude for per-token scales, see `dynamic_per_token_scaled_fp8_quant`.
         use_per_token_if_dynamic: dynamic scales are per token, [rows, 1]; else per tensor, [1].
-        output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's own,
-            float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
+        output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's
+            format, float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
         group_shape: see `static_scaled_fp8_quant`.
     """
     name = "scaled_fp8_quant"
@@ -81,10 +81,10 @@ def scaled_int8_quant(
     """(int8 values, scale, zero point or None), with static ones, or with dynamic ones per token.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride if `scale` is given, else copied
             unless contiguous or a matrix with contiguous rows.
-        scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None for dynamic, [rows, 1].
-        symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
+        scale, azp: as in `static_scaled_int8_quant`, returned unchanged; None for dynamic ones, [rows, 1].
+        symmetric: whether the zero point is 0. With `scale` it must agree with `azp`.
     """
     if scale is not None:
         if symmetric != (azp is None):
@@ -109,15 +109,15 @@ def per_token_group_quant_fp8(
     """(fp8 values, scales) with a dynamic scale per group of contiguous elements, see `per_token_group_fp8_quant`.
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         group_size: a divisor of hidden_size.
-        eps: the least magnitude of a group.
-        dtype: torch.float8_e4m3fn, torch.float8_e4m3fnuz or None: that of `out_q`, or else the device's own,
+        eps: lower bound of the maximum of a group.
+        dtype: torch.float8_e4m3fn or torch.float8_e4m3fnuz; None for the dtype of `out_q`, or else the device's format,
             float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
-        column_major_scales: the last two dimensions of the scales are transposed in memory.
-        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; only for a matrix.
-        out_q: for the fp8 values.
-        use_ue8m0: scales are powers of two; None is False.
+        column_major_scales: whether the last two dimensions of the scales are transposed in memory.
+        tma_aligned_scales: with column_major_scales, whether columns begin at multiples of 16 bytes; only for a matrix.
+        out_q: receives the fp8 values; None for a new tensor.
+        use_ue8m0: whether scales are powers of two; None is False.
     """
     name = "per_token_group_quant_fp8"
     if dtype is not None and e4m3_name(dtype) is None:
@@ -162,14 +162,14 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     """(fp8 values, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
 
     Args:
-        x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless elements of a row lie together.
+        x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless the elements of a row are contiguous.
         group_size: a divisor of hidden_size.
-        eps: the least magnitude of a group.
-        use_ue8m0: not False: scales are powers of two.
-        out_q: for the fp8 values.
+        eps: lower bound of the maximum of a group.
+        use_ue8m0: must not be False: scales are powers of two.
+        out_q: receives the fp8 values; None for a new tensor.
 
-    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
-    between the columns is 0.
+    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); the
+    padding between the columns is 0.
     """
     name = "per_token_group_quant_fp8_packed_for_deepgemm"
     if x.ndim != 2:
@@ -190,11 +190,11 @@ def nvfp4_quant(
     """(packed e2m1 values, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
 
     Args:
-        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-        input_global_scale: one float32, which is multiplied in.
+        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
+        input_global_scale: one float32, a factor of the input.
         is_sf_swizzled_layout: scales are float8_e4m3fn in tiles, [num_tokens rounded up to 128, hidden_size / 16
             rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].
-        backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made here.
+        backend: a name with "trtllm" asks for tiles of 8 rows for at most 32 rows, which is not supported.
 
     The packed values are uint8, [num_tokens, hidden_size / 2].
     """
@@ -224,9 +224,9 @@ def nvfp4_experts_quant(
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
         blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
-        topk: experts of a token; nothing depends on it.
+        topk: experts of a token; it has no effect.
 
-    The scales are float8_e4m3fn in tiles, with rows enough for any distribution; what is no expert's is garbage.
+    The scales are float8_e4m3fn in tiles, with enough rows for any distribution; rows without an expert are undefined.
     """
     tensors = input_tensor, input_global_scale, expert_offsets, blockscale_offsets
     codes, scales = scaled_fp4_experts_quant.new(*tensors)

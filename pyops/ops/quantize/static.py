@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int8, int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import as_fp8, fp8_matrices, matrices, one_row, saturated, shifted, static
 
@@ -29,15 +29,15 @@ def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
 def static_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, group_shape: tuple[int, int] | None = None
 ) -> None:
-    """fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
+    """Quantize to fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
     The multiplication is by the float32 reciprocal and saturates at +-448; a NaN becomes +448. A scale may have any
     sign. With a scale without a finite reciprocal (of magnitude up to 2^-128), results are 0, with a NaN scale +448; in
     both cases infinities and NaN become +448.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride. It has num_tokens rows.
         scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
             `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
         group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
@@ -130,17 +130,17 @@ def example_static_scaled_fp8_quant(
 
 @op(out="result", ulps=0)
 def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-    """int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
+    """Quantize to int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
 
     Symmetric quantization rounds the true quotient, asymmetric quantization the product with the float32 reciprocal, to
     int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
     of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
     Args:
-        result: [..., hidden_size] int8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size] int8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: one float32.
-        azp: one int32, the code of 0, which may lie outside int8; or None for 0.
+        azp: one int32, the zero point, which may lie outside int8; or None for 0.
     """
     x, s = input.float(), scale.reshape(())
     result.copy_(saturated((x / s).round()) if azp is None else shifted(x * (1.0 / s), azp.reshape(())))

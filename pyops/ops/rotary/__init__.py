@@ -1,4 +1,5 @@
-"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of elements of a head by angles of its position."""
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of elements of a head by position-dependent
+angles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rotary ops share: the checks of heads and tables, and the geometry of their kernels."""
+"""Code shared by the rotary ops: checks of heads and tables, and the geometry of the kernels."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from functools import cache, cached_property
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.dtypes import DType, int32, int64
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.tensors.dtypes import DType, int32, int64
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
-MAX_ROTARY_DIM = 2048
-EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
+MAX_ROTARY_DIM = 2048  # most rotated elements of a head
+EXAMPLE_POSITIONS = 4096  # rows of the cos/sin tables in examples
 
 # The geometry, measured at 16384 tokens on an H200 (docs/performance/cache.md).
-# Bytes of the first elements of a thread's pairs: without is_neox (an access has both elements of a pair), and with it.
+# Bytes of the first elements of the pairs of a thread: without is_neox, where one access loads both elements of a pair,
+# and with it.
 _PAIR_BYTES = 8, 16
 _FEW_THREADS = 1024  # threads per SM, with one head to a thread, up to which tokens are few
 
 
 class Share(NamedTuple):
-    """What a thread and a block have.
+    """The size of the work of a thread and of a block.
 
     Attributes:
-        thread_heads: max heads per thread.
-        block_threads: threads that a block with a part of a token, or a whole one, has about.
-        min_threads: min threads of a block.
-        max_threads: max threads of a block that takes several tokens to leave fewer threads idle.
+        thread_heads: most heads per thread.
+        block_threads: approximate threads of a block that takes at most one token.
+        min_threads: fewest threads of a block.
+        max_threads: most threads of a block that takes several tokens so that fewer threads are idle.
     """
 
     thread_heads: int
@@ -41,14 +42,14 @@ class Share(NamedTuple):
     max_threads: int
 
 
-_FEW = Share(1, 128, 64, 64)  # one head to a thread, to use the whole device
+_FEW = Share(1, 128, 64, 64)  # one head per thread, to use all SMs
 _MANY = Share(4, 512, 128, 512)  # several heads, for bytes in flight
 # What tuning tries in addition to _FEW and _MANY.
 _OTHERS = Share(1, 256, 64, 256), Share(2, 128, 64, 64), Share(2, 256, 128, 256), Share(4, 256, 128, 256)
 
 
 class RotaryProblem(NamedTuple):
-    """What the geometry depends on.
+    """The input of `choose`.
 
     Attributes:
         num_tokens: tokens of the launch.
@@ -91,10 +92,10 @@ class RotaryConfig:
         access_size: elements that one access to a head moves.
         cache_access: elements that one access to a table of angles moves.
         thread_heads: heads of a token per thread.
-        block_groups: groups of threads of a block; the threads of a group share its heads.
+        block_groups: groups of threads of a block; the threads of a group share `thread_heads` heads.
         num_threads: threads of a block.
         block_tokens: tokens of a block.
-        token_blocks: blocks that the heads of a token are cut into.
+        token_blocks: blocks that share the heads of a token.
     """
 
     rotary_dim: int
@@ -110,7 +111,7 @@ class RotaryConfig:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """The constants of the kernel, by its names for them."""
+        """The kernel's compile-time constants by name."""
         return {
             "ROTARY_DIM": self.rotary_dim,
             "IS_NEOX": self.is_neox,
@@ -127,7 +128,7 @@ class RotaryConfig:
         return -(-num_tokens // self.block_tokens), self.token_blocks
 
     def candidates(self, problem: RotaryProblem, device: Device) -> list[RotaryConfig]:
-        """Other heads of a thread, and other blocks."""
+        """Other numbers of heads per thread, and other blocks."""
         return [_config(share, *problem[2:]) for share in (_FEW, *_OTHERS, _MANY)]
 
 
@@ -143,9 +144,9 @@ def choose(
     """The geometry for `num_tokens` tokens of `num_heads` heads.
 
     Args:
-        tables: have rows of a multiple of rotary_dim / 2 angles.
-        heads: [..., heads, head_size], all that a thread reads or writes.
-        max_pairs: bound of the pairs of a thread, a power of two.
+        tables: tables with rows of a multiple of rotary_dim / 2 angles.
+        heads: tensors [..., heads, head_size] that the kernel reads or writes.
+        max_pairs: most pairs per thread, a power of two.
     """
     pairs = gcd(rotary_dim // 2, _PAIR_BYTES[bool(is_neox)] // heads[0].dtype.itemsize, max_pairs)
     problem = RotaryProblem(
@@ -162,9 +163,9 @@ def choose(
 
 
 def _choose(problem: RotaryProblem, device: Device) -> RotaryConfig:
-    """Small blocks for few tokens; for many, blocks of whole tokens."""
-    threads = problem.num_tokens * problem.num_heads * (problem.rotary_dim // 2 // problem.pairs)  # of one head each
-    many = threads > _FEW_THREADS * device.multiprocessors
+    """Small blocks for few tokens, blocks of whole tokens for many."""
+    threads = problem.num_tokens * problem.num_heads * (problem.rotary_dim // 2 // problem.pairs)  # one head per thread
+    many = threads > _FEW_THREADS * device.num_sms
     return _config(_MANY if many else _FEW, *problem[2:])
 
 
@@ -174,9 +175,9 @@ def _config(
 ) -> RotaryConfig:
     """The geometry with this share. A group of lanes shares the pairs of its heads."""
     lanes = rotary_dim // 2 // pairs
-    groups = -(-num_heads // share.thread_heads)  # of a token
+    groups = -(-num_heads // share.thread_heads)  # groups of a token
     block_groups = -(-groups // -(-groups * lanes // share.block_threads))
-    needed = block_groups * lanes  # threads for a token, or for the part of a token that a block has
+    needed = block_groups * lanes  # threads for a token, or for the block's part of a token
     min_threads = max(-(-needed // 64) * 64, share.min_threads)
     sizes = range(min_threads, max(min_threads, share.max_threads) + 1, 64)
     num_threads = min(sizes, key=lambda threads: threads % needed / threads)

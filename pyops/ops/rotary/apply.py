@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
 from ._common import MAX_ROTARY_DIM, choose
 from .embedding import turned
 
@@ -32,12 +32,12 @@ def apply_rotary_emb(
     element type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
 
     Args:
-        out: the shape and dtype of `x`, written; may be `x` itself; of any strides but the last.
-        x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but the
+        out: the shape and dtype of `x`, written; may be `x` itself; any strides but the last.
+        x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; any strides but the
             last.
-        cos, sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+        cos, sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; constant row stride; rotary_dim is at
             most head_size and 2048.
-        is_neox: which elements make a pair.
+        is_neox: which elements form a pair.
         enable_fp32_compute: whether to compute in float32.
     """
     dtype = torch.float32 if enable_fp32_compute else x.dtype

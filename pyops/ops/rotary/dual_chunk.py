@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of, split_heads
 from .embedding import inside, turned
 
@@ -40,22 +40,22 @@ def dual_chunk_rotary_embedding(
     Keys of a token at position p rotate by row p of `cos_sin_k_cache`; the five versions of its queries by row p %
     chunk_len of `cos_sin_q_cache`, the same row of `cos_sin_qc_cache`, the last row of that, and row p % chunk_len of
     `cos_sin_qc_no_clamp_cache` and of `cos_sin_q_inter_cache` (An et al. 2024, arXiv:2402.17463). A row of angles
-    rotates a head as in `rotary_embedding`, with the same roundings. The heads of a token whose position lies outside
-    `cos_sin_k_cache` are copied.
+    rotates a head as in `rotary_embedding`, with the same roundings. If the position of a token lies outside
+    `cos_sin_k_cache`, its heads are copied.
 
     Args:
         query_out: [num_tokens, 5 * num_heads * head_size], written: all heads of the first version, then of the next;
-            rows of any stride.
-        key_out: the shape of `key`, written; of any strides but the last.
-        positions: [num_tokens], int32 or int64, of any stride.
+            any row stride.
+        key_out: the shape of `key`, written; any strides but the last.
+        positions: [num_tokens], int32 or int64, any stride.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            as all other tensors; of any strides but the last.
+            as all other tensors; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads.
         head_size: elements of a head.
         cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the
             second; rotary_dim even, at most head_size and 2048.
         cos_sin_q_cache, cos_sin_qc_cache, cos_sin_qc_no_clamp_cache, cos_sin_q_inter_cache: [chunk_len, rotary_dim].
-        is_neox: which elements make a pair.
+        is_neox: which elements form a pair.
     """
     in_table = inside(positions, cos_sin_k_cache)
     position = positions.where(in_table, 0).long()

@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import DType, float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float32
+from ..._core.tensors.tensor import TensorArg
 from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["flashinfer_rotary_embedding", "rotary_embedding"]
 
 _rotary_embedding = Kernel("rotary/rotary_embedding.cu")
-_ANGLE_BYTES = 16  # of the cosines of a thread
-_NO_DIMENSION = (1, (0, 0, 0))  # size and strides in place of a leading dimension that the tensors do not have
+_ANGLE_BYTES = 16  # bytes of cosines per thread
+_NO_DIMENSION = (1, (0, 0, 0))  # size and strides of a missing leading dimension
 
 
 def inside(positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def plan_in_place(
     inverse: bool = False,
     angles: DType | None = None,
 ) -> Launch:
-    """The launch that rotates query and key. With `axes` 3, the first dimension of `positions` is that of the axes.
+    """The launch that rotates query and key. With `axes` 3, `positions` is [3, ...].
 
-    `angles` is the dtype of the table, that of query if None.
+    `angles` is the dtype of the table; None for the dtype of query.
     """
     tokens = positions.shape[axes > 1 :]
     heads = query_and_key(positions, query, key, tokens, head_size)
@@ -151,18 +151,18 @@ def rotary_embedding(
     Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head are rotated in pairs (x, y), by the angles of
     the token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
     arXiv:2104.09864). Every operation rounds to the element type, so results equal those of eager PyTorch bit for bit;
-    by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens whose
-    position lies outside the table, are left as they are.
+    by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens with a
+    position outside the table, are left unchanged.
 
     Args:
-        positions: [num_tokens] or [batch, seq_len], int32 or int64, of any strides.
+        positions: [num_tokens] or [batch, seq_len], int32 or int64, any strides.
         query: positions' shape and [num_heads * head_size] or [num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
             in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
-        is_neox: which elements make a pair.
+        is_neox: which elements form a pair.
         rope_dim_offset: the first element of a head that is rotated, at most head_size - rotary_dim.
         inverse: rotate by the negative angles, ``sin`` being -sin.
     """
@@ -251,13 +251,13 @@ def flashinfer_rotary_embedding(
 ) -> None:
     """`rotary_embedding` by a table of float32, in place: ``x' = T(x cos - y sin), y' = T(y cos + x sin)`` in float32.
 
-    A product rounds to float32, then the sum, and the result once more to T. As FlashInfer's
+    A product rounds to float32, then the sum, and the result once more to T. This is the arithmetic of FlashInfer's
     ``apply_rope_with_cos_sin_cache_inplace``, for which vLLM keeps its table in float32.
 
     Args:
-        positions: [num_tokens], int32 or int64, of any stride.
+        positions: [num_tokens], int32 or int64, any stride.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first half of

@@ -1,14 +1,14 @@
-"""Rotary embedding of query and key in place, by three positions of a token: in time, height and width."""
+"""Multimodal rotary embedding (M-RoPE) of query and key in place: a token has positions in time, height and width."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from ._common import EXAMPLE_POSITIONS
 from .embedding import inside, plan_in_place, traffic_in_place, turn_in_place
 
@@ -34,15 +34,15 @@ def multimodal_rotary_embedding(
     """`rotary_embedding` by positions in time, height and width; each axis rotates some of the pairs of every head.
 
     Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
-    sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have that in
-    height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one position outside
-    the table are left as they are.
+    sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have the
+    position in height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one
+    position outside the table are left unchanged.
 
     Args:
         positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
             of any strides.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the

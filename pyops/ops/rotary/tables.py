@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil, floor, log, pi
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,8 @@ def llama3(
 ) -> Tensor:
     """Low frequencies divided by `factor`, high frequencies unchanged (Llama 3 herd of models, arXiv:2407.21783).
 
-    A pair with at least `high_freq_factor` rotations within the original context length keeps its frequency `plain`.
-    With at most `low_freq_factor` rotations, it is divided. Between the two, the frequencies are interpolated.
+    A pair with at least `high_freq_factor` rotations within the original context length keeps its frequency `plain`;
+    with at most `low_freq_factor` rotations the frequency is divided; between the two it is interpolated.
     """
     turns = original_max_position_embeddings * plain / (2 * pi)
     unchanged = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
@@ -66,8 +66,8 @@ def yarn(
 ) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): low frequencies divided by `factor`, high frequencies unchanged.
 
-    Pairs with more than `beta_fast` rotations within the original context length keep their frequency. With less than
-    `beta_slow` rotations, it is divided. A ramp leads from the former to the latter.
+    Pairs with more than `beta_fast` rotations within the original context length keep their frequency; for pairs with
+    fewer than `beta_slow` rotations it is divided by `factor`; between the two, a linear ramp blends both.
 
     Args:
         rotary_dim: elements of a head that are rotated.

@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties and masks, the largest elements of rows, softmax, drawing, speculative decoding.
+"""From logits to tokens: penalties and masks, top-k, softmax, sampling, rejection sampling of drafts.
 
-Random numbers are Philox numbers of each row's own seed, and weights of tokens are integers, so that their addition is
-exact. A result depends only on the row and its arguments: neither on other rows nor on the geometry of the launch.
+Each row has its own Philox seed, and token weights are integers, so that their addition is exact. A result depends only
+on the row and its arguments: neither on other rows nor on the geometry of the launch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ _WORD = 2**32 - 1
 
 
 def philox(seed: int, offset: int, *counter: int) -> int:
-    """64 random bits: the first two words of Philox4x32-10, its key being `seed`, its counter (offset, *counter).
+    """64 random bits: the first two words of Philox4x32-10 with the key `seed` and the counter (offset, *counter).
 
     Seed and offset have 64 bits; each of up to two further parts of the counter has 32.
     """

@@ -6,18 +6,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import float32, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32, int64
+from ..._core.tensors.tensor import TensorArg
 from ._random import philox
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 __all__ = ["top_k_top_p_sampling_from_logits"]
 
@@ -25,40 +26,42 @@ _sampling_row = Kernel("sampling/sampling_row.cu")
 _sampling_max = Kernel("sampling/sampling_max.cu")
 _sampling_filter = Kernel("sampling/sampling_filter.cu")
 _sampling_pick = Kernel("sampling/sampling_pick.cu")
-_WHOLE = 2**35  # weight of the likeliest token
-_MIN_TEMPERATURE = 2.0**-98  # probability.cuh's; below it, the likeliest token is taken
+_WHOLE = 2**35  # weight of the most likely token
+_MIN_TEMPERATURE = 2.0**-98  # as in probability.cuh; below it, sampling is greedy
 _MAX_TOKENS = 2**28  # the sum of all weights must fit into 63 bits
 
-# Rows read piece by piece, once for every step. Pieces of 8192 gain 4 % without filters and lose 5 % with top-p
-# (docs/performance/sampling.md, as the numbers below).
-_NUM_THREADS = 256
-_MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits; the weights of a piece sum up to at most 2^49
-_PIECES = 8  # pieces per SM, if rows are long enough for this many of the smallest size
-_BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # of a row, in scratch memory
+# Kernels of pieces: every launch reads all rows from memory. Pieces of 8192 logits are 4 % faster without filters and
+# 5 % slower with top-p (docs/performance/sampling.md, like the numbers below).
+_NUM_THREADS = 256  # threads of a block
+_MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits of a piece; its weights add up to at most 2^49
+_PIECES = 8  # wanted pieces per SM, unless pieces would be smaller than _MIN_PIECE
+_BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # scratch memory of a row: histogram bins, bytes of a bin, of the state
 
-# Rows in the shared memory of a cluster, read once. With 10 bits instead of 9, two blocks fit on an SM and not three,
-# which is a fifth slower; with 1024 threads to a block one fits, which is up to twice as slow.
-_BLOCK_LOGITS = 2**14  # logits of a block if the cluster may grow: two blocks then fit on an SM
+# sampling_row.cu reads a row once and keeps it in the shared memory of a cluster. With 10 bits instead of 9, only two
+# blocks fit on an SM instead of three, which is a fifth slower; with 1024 threads per block only one fits, which is up
+# to twice as slow.
+_BLOCK_LOGITS = 2**14  # logits per block above which the cluster grows, so that two blocks fit on an SM
 _MIN_BLOCK_LOGITS = 2**12  # logits of a block below which the cluster does not grow to fill idle SMs
 _MAX_BLOCK_LOGITS = 2**17 - 1  # the kernel's partial sums of weights must fit into 32 bits
-_BITS = 9  # bits of a key that one cut finds
-_RESIDENT = 3 * 512  # resident threads per SM: while one block waits, others work
+_BITS = 9  # bits of a key that one radix-select pass resolves
+_RESIDENT = 3 * 512  # resident threads per SM: while one block waits at a barrier, others run
 _STATIC_SHARED = (16 << _BITS) + 3 * 1024  # bytes of shared memory that the kernel declares itself
 _DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each block
-_VEC_SIZE = 4  # logits
-_MIN_THREADS, _MAX_THREADS = 128, 512
+_VEC_SIZE = 4  # logits of a vector
+_MIN_THREADS, _MAX_THREADS = 128, 512  # fewest and most threads of a block
 _THREAD_LOGITS = 32  # logits of a thread: the bits of one word
 
 
 @dataclass(frozen=True)
 class DrawProblem:
-    """What the geometry depends on.
+    """The input of `choose`.
 
     Attributes:
         num_rows, vocab_size: sizes of the logits.
         itemsize: bytes of a logit.
         is_aligned: whether every row begins at a vector.
-        is_filtered: whether top_k or top_p is given. Without them, a row is read at most twice in any case.
+        is_filtered: whether top_k or top_p is given. Without them a row is read at most twice, so it need not stay in
+            shared memory.
     """
 
     num_rows: int
@@ -85,15 +88,15 @@ class WholeRows:
     min_blocks: int
 
     def block_vecs(self, problem: DrawProblem) -> int:
-        """Vectors of a block."""
+        """Vectors of a row per block."""
         return -(-problem.vocab_size // (self.cluster * _VEC_SIZE))
 
     def thread_vecs(self, problem: DrawProblem) -> int:
-        """Vectors of a thread. A row that is not aligned begins and ends within a vector, and so has one more."""
+        """Vectors per thread. An unaligned row begins and ends within a vector, and so has one more."""
         return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
 
     def block_logits(self, problem: DrawProblem) -> int:
-        """How many logits fit into the shared memory of a block."""
+        """Capacity of a block's shared memory, in logits."""
         return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
 
     def fitting(self, problem: DrawProblem, device: Device) -> int:
@@ -104,7 +107,7 @@ class WholeRows:
         return (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
 
     def candidates(self, problem: DrawProblem, device: Device) -> list[WholeRows]:
-        """Other clusters, blocks, and registers for a thread."""
+        """Other cluster sizes, blocks and register bounds."""
         found = [tuning.resized(self, threads) for threads in tuning.beside(self.num_threads, 64, 2 * _MAX_THREADS)]
         found += tuning.varied(
             self,
@@ -121,7 +124,7 @@ class Pieces:
     piece_size: int
 
     def candidates(self, problem: DrawProblem, device: Device) -> list[Pieces]:
-        """Other pieces."""
+        """Other piece sizes."""
         return tuning.varied(self, piece_size=tuning.beside(self.piece_size, _MIN_PIECE, _MAX_PIECE))
 
 
@@ -130,7 +133,7 @@ def choose(problem: DrawProblem, device: Device) -> WholeRows | Pieces:
     whole = _whole_rows(problem, device) if problem.is_filtered else None
     if whole is not None:
         return whole
-    share = problem.vocab_size * problem.num_rows // (_PIECES * device.multiprocessors)
+    share = problem.vocab_size * problem.num_rows // (_PIECES * device.num_sms)
     return Pieces(min(_MAX_PIECE, max(_MIN_PIECE, 1 << max(0, share - 1).bit_length())))
 
 
@@ -139,7 +142,7 @@ def _whole_rows(problem: DrawProblem, device: Device) -> WholeRows | None:
     vocab_size, cluster = problem.vocab_size, 1
     while cluster < device.cluster and (
         cluster * _BLOCK_LOGITS < vocab_size
-        or (2 * cluster * problem.num_rows <= device.multiprocessors and cluster * _MIN_BLOCK_LOGITS < vocab_size)
+        or (2 * cluster * problem.num_rows <= device.num_sms and cluster * _MIN_BLOCK_LOGITS < vocab_size)
     ):
         cluster *= 2
     block_vecs = -(-vocab_size // (cluster * _VEC_SIZE))
@@ -164,10 +167,10 @@ def top_k_top_p_sampling_from_logits(
     """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
     Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that their addition is exact and a token depends
-    only on its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
-    top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
-    tokens that together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
-    2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
+    only on its row. Three filters set weights to 0, in this order: `top_k` those of tokens less likely than top_k
+    others; `min_p` those below min_p times the largest weight; `top_p` those of all but the most likely tokens that
+    together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+    2024, arXiv:2407.01082). Tokens as likely as the last one that a filter keeps are kept, too. ``r`` is the
     first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
     different offsets, and so do the tokens of a sequence.
 
@@ -175,14 +178,14 @@ def top_k_top_p_sampling_from_logits(
 
     Args:
         samples: [num_rows] int32, contiguous, written; -1 for a row without a token that can be drawn.
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16; any row stride; one token at least.
         seeds: [num_rows] int64, contiguous.
         offsets: [num_rows] int64, contiguous; or None for 0.
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
         top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
         min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-        temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
-            them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+        temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and numbers below 2^-98, including 0 and
+            negative ones, take the first of the most likely tokens; inf makes all finite logits equally likely.
     """
     rows, vocab_size = logits.shape
     x = logits.float()
@@ -191,7 +194,7 @@ def top_k_top_p_sampling_from_logits(
 
     t = torch.ones_like(largest) if temperature is None else temperature[:, None]
     greedy = ~(t >= _MIN_TEMPERATURE)
-    shrink = 2.0**-28  # the largest float and its negative then have a finite difference
+    shrink = 2.0**-28  # scaled by it, the largest float and its negative have a finite difference
     share = torch.exp((x * shrink - largest * shrink) * (1.0 / (t * shrink))).nan_to_num(nan=0.0)
     share = torch.where(greedy, (x == largest).float(), share).masked_fill(x == -torch.inf, 0.0)
     weights = (share.double() * _WHOLE).long()
@@ -279,7 +282,8 @@ def _launch_pieces(config: Pieces, logits: TensorArg, given: dict[str, TensorArg
     launches: list[Launch] = []
 
     def launch(kernel: Kernel, constants: dict[str, Any], *pointers: str, **scratch: Any) -> None:
-        # Every second launch goes from the last piece to the first: it begins with what L2 still holds (2 % faster).
+        # Every second launch goes through the pieces in reverse, so that it begins with those that L2 still holds (2 %
+        # faster).
         constants = {**constants, "BACKWARDS": len(launches) % 2 == 1, "NUM_THREADS": _NUM_THREADS}
         one = kernel(scalar_t=logits.dtype, **constants).launch(
             grid=num_rows * pieces,
@@ -299,7 +303,7 @@ def _launch_pieces(config: Pieces, logits: TensorArg, given: dict[str, TensorArg
     filters = [name for name in ("top_k", "top_p") if given[name] is not None]
     filtered = {"FILTERED": bool(filters)}
     launch(_sampling_max, filtered, bins=bins)
-    digits = 3 if logits.dtype is float32 else 2  # two digits, 22 bits, hold all that a logit of 16 bits has
+    digits = 3 if logits.dtype is float32 else 2  # two digits of 11 bits cover a 16-bit logit
     for name in filters:
         for number in range(digits):
             constants = {"TOP_P": name == "top_p", "DIGIT": number, **has}

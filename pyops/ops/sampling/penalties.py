@@ -1,15 +1,15 @@
-"""Logits changed in place before a token is drawn: penalties for tokens that have come before, and grammars."""
+"""In-place edits of logits before sampling: penalties for earlier tokens, and grammar bitmasks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import boolean, float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import boolean, float32, int32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,28 +19,28 @@ __all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitma
 _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
-_BITMASK_THREADS = 256  # no measurement of its own
-# docs/performance/sampling.md: 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
+_BITMASK_THREADS = 256  # threads of a block; not tuned
+# docs/performance/sampling.md: 128 threads per block are faster than 256 for 256 rows, and slower for 16.
 _EDIT_THREADS = 128
-_EDIT_BATCH = 16  # logits of a thread where logits are many
-_MAX_FEW = 4096  # logits per SM up to which a thread has one vector; not yet measured
-_MAX_GRID_ROWS = 65535  # blocks in the second dimension of a grid
+_EDIT_BATCH = 16  # logits per thread for large inputs
+_MAX_FEW = 4096  # logits per SM up to which a thread processes one vector; not yet measured
+_MAX_GRID_ROWS = 65535  # largest grid dimension y
 
 
 def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
-    """The launch of a kernel that edits contiguous `logits` element by element, as `masks` of their shape say."""
+    """The launch of a kernel that edits contiguous `logits` elementwise, under `masks` of the same shape."""
     vocab_size = logits.shape[-1]
     vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
     while vec_size > max(1, vocab_size):
         vec_size //= 2
-    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.multiprocessors else 1
+    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.num_sms else 1
     return kernel(
         scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
     ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)
 
 
 def _aligned(arg: TensorArg) -> int:
-    """Elements of one access, as the address of the tensor allows."""
+    """Elements of the widest access for which the tensor's address is aligned."""
     return max(1, arg.alignment // arg.dtype.itemsize)
 
 
@@ -55,10 +55,11 @@ def _matrix(logits: TensorArg) -> tuple[int, int]:
 def apply_repetition_penalties_(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
-    """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
+    """Make tokens that occurred before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
-    In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
-    negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask keep their bits.
+    Logits are edited in place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign
+    of the logit). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set
+    mask are left unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -97,8 +98,8 @@ def apply_penalties_(
 ) -> None:
     """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
-    In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-    completions.) Logits with a count of 0 or less keep their bits.
+    Logits are edited in place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's
+    API for completions.) Logits with a count of 0 or less are left unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -135,14 +136,15 @@ def example_apply_penalties_(
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
 
-    Grammars make such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
+    Grammar-constrained decoding uses such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits are left
+    unchanged.
 
     Args:
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
-        bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; rows of any stride. Bits
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; any row stride.
+        bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; any row stride. Bits
             after the last token are ignored.
-        indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
-            bits; indices of no row are ignored. None: every row.
+        indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows are left
+            unchanged; indices of no row are ignored. None: every row.
     """
     tokens = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
     allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["log_softmax", "softmax"]
 
 _softmax = Kernel("sampling/softmax.cu")
-# (threads of a block, vectors of a thread) where pieces of that size fill the device, and where they do not. No
-# measurement of their own; docs/performance/sampling.md has the figures of the op.
+# (threads of a block, vectors of a thread) if pieces of that size fill the device, and if they do not. Not tuned;
+# docs/performance/sampling.md has times of the op.
 _MANY, _FEW = (512, 4), (256, 1)
 
 
@@ -29,11 +30,11 @@ def softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> N
     float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
-        out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-        logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-            them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-            equal.
+        out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+        logits: the same shape, float32, float16 or bfloat16; constant row stride.
+        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+            0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+            are equally likely.
     """
     out.copy_(_cooled(logits, temperature).softmax(-1))
 
@@ -45,11 +46,11 @@ def log_softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) 
     float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
-        out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-        logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-            them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-            equal.
+        out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+        logits: the same shape, float32, float16 or bfloat16; constant row stride.
+        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+            0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+            are equally likely.
     """
     out.copy_(_cooled(logits, temperature).log_softmax(-1))
 
@@ -76,7 +77,7 @@ def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, 
     vec_size = check.vector_width(vocab_size, out, logits)
     row_vecs = -(-vocab_size // vec_size)
     num_threads, batch = _MANY
-    if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.multiprocessors:
+    if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.num_sms:
         num_threads, batch = _FEW
     pieces = -(-row_vecs // (num_threads * batch))
     if pieces == 1:

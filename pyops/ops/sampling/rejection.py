@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import float32, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32, int64
+from ..._core.tensors.tensor import TensorArg
 from ._random import philox
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ __all__ = ["rejection_sample"]
 
 _rejection_sample = Kernel("sampling/rejection_sample.cu")
 _MAX_TOKENS = 2**22  # the sum of all weights must fit into 63 bits
-# No measurement of their own.
+# Threads and pieces are not tuned.
 _NUM_THREADS = 256
-_PIECE, _SMALL_PIECE = 4096, 1024  # probabilities of a block, where pieces of the larger size fill the device, and else
+_PIECE, _SMALL_PIECE = 4096, 1024  # probabilities per block: if such blocks fill the device, and if not
 
 
 @op(out="output_token_ids", ulps=0)
@@ -35,7 +36,7 @@ def rejection_sample(
     seeds: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
-    """Tokens of the target's distribution from drafted tokens: the accepted drafts, and one token more.
+    """Rejection sampling of drafted tokens by the target's distribution: the accepted drafts and one more token.
 
     Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
     ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
@@ -54,8 +55,8 @@ def rejection_sample(
             token are rejected.
         cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
             request beyond max_spec_len are ignored.
-        draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
-        target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
+        draft_probs: [num_tokens, vocab_size] float32, any row stride; or None: the drafted token has probability 1.
+        target_probs: [num_tokens, vocab_size] float32, any row stride; one-hot rows make it greedy.
         bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
         seeds: [batch] int64, contiguous.
         offsets: [batch] int64, contiguous; or None for 0.
@@ -129,7 +130,7 @@ def plan_rejection_sample(
     check.shape(offsets, int64, batch=batch)
 
     vec_size = check.vector_width(vocab_size, *probs)
-    fills_device = batch * vocab_size > _PIECE * output_token_ids.device.multiprocessors
+    fills_device = batch * vocab_size > _PIECE * output_token_ids.device.num_sms
     piece_size = _PIECE if fills_device else _SMALL_PIECE
     pieces = -(-vocab_size // piece_size)
     sums = Scratch(16 * batch * pieces)
@@ -179,7 +180,7 @@ def example_rejection_sample(
     with_draft_probs: bool = True,
     with_offsets: bool = False,
 ) -> tuple[Any, ...]:
-    drafts = 3  # of each request
+    drafts = 3  # drafts of each request
     probs = [make.randn(num_tokens * drafts, vocab_size, dtype="float32", scale=0.01, shift=0.02) for _ in range(2)]
     return (
         make.empty(num_tokens, drafts + 1, dtype="int32"),

@@ -5,47 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int32
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _top_k_short_row = Kernel("sampling/top_k_short_row.cu")
-_MAX_COLUMNS = 2**30
+_MAX_COLUMNS = 2**30  # most columns: kernels count them in 32 bits
 
-# docs/performance/sampling.md, top_k_per_row_decode.
-# Short rows, in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 % faster than 1024, and
-# three such blocks per SM 14 % faster than two.
+# Measured: docs/performance/sampling.md, top_k_per_row_decode.
+# top_k_short_row.cu holds a row in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 %
+# faster than 1024, and three such blocks per SM 14 % faster than two.
 _SHORT_THREADS, _SHORT_MAX_THREADS = 512, 1024
-_SHORT_MAX_ROUNDS = 4  # vectors of a thread
-_SHORT_MAX_TOP_K = 4096  # positions that fit in the shared memory of the histograms
+_SHORT_MAX_ROUNDS = 4  # most vectors per thread
+_SHORT_MAX_TOP_K = 4096  # most positions: they reuse the shared memory of the histograms
 _SHORT_RESIDENT = 1536  # resident threads per SM
-# Long rows, in the shared memory of a cluster: for one row of 65536 elements 512 threads are 12 % faster than 1024.
+# top_k_per_row.cu shares a row among a cluster: for one row of 65536 elements 512 threads are 12 % faster than 1024.
 _LONG_THREADS, _LONG_MAX_THREADS = 512, 1024
 _MAX_PIECE = 20480  # elements of a block beyond which it has 1024 threads
 _MIN_PIECE = 8192  # elements of a block below which a larger cluster costs more in barriers than it gains
 # {blocks of a cluster: share of the SMs that such clusters can fill}: 16 rows with eight blocks each took two waves.
 _FILLED_BY_CLUSTERS = {2: 1.0, 4: 1.0, 8: 0.75}
-_CANDIDATE_BYTES = 8
-_MAX_CANDIDATES = 23  # of a thread
+_CANDIDATE_BYTES = 8  # bytes of a candidate: value and position
+_MAX_CANDIDATES = 23  # most candidates that a thread keeps
 _STATIC_SHARED = 26 * 1024  # bytes of shared memory that the kernel declares itself
 _CANDIDATE_THREADS = 256, 512, 1024  # threads of a block that tuning tries
-_CANDIDATE_ROUNDS = 8  # max vectors of a thread of a short row that tuning tries
+_CANDIDATE_ROUNDS = 8  # most vectors per thread of a short row that tuning tries
 
 
 @dataclass(frozen=True)
 class TopKProblem:
-    """What the geometry depends on.
+    """The input of `choose`.
 
     Attributes:
         num_rows, columns, top_k: sizes.
@@ -61,12 +61,12 @@ class TopKProblem:
 
     @property
     def vectors(self) -> int:
-        """Vectors of four elements that a row has a part of, at most."""
+        """Most vectors of four elements that a row touches."""
         return -(-self.columns // 4) + (not self.is_aligned)
 
     @property
     def is_short(self) -> bool:
-        """Whether top_k_short_row.cu serves the call; top_k_per_row.cu serves every call."""
+        """Whether top_k_short_row.cu supports the call; top_k_per_row.cu supports every call."""
         fits = self.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
         return self.vec_size == 4 and fits and self.top_k <= _SHORT_MAX_TOP_K
 
@@ -92,7 +92,7 @@ class ShortRows:
         return max(1, -(-problem.vectors // self.num_threads))
 
     def candidates(self, problem: TopKProblem, device: Device) -> list[ShortRows]:
-        """Other blocks and other registers for a thread."""
+        """Other blocks and register bounds."""
         found: list[ShortRows] = [
             tuning.resized(self, threads)
             for threads in _CANDIDATE_THREADS
@@ -111,11 +111,11 @@ class LongRows:
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: a thread has one slot more than candidates."""
+        """Bytes of dynamic shared memory: one slot per candidate and one more, for each thread."""
         return _CANDIDATE_BYTES * (self.capacity + 1) * self.num_threads
 
     def candidates(self, problem: TopKProblem, device: Device) -> list[LongRows]:
-        """Other sizes of clusters and blocks, and other capacities for candidates."""
+        """Other cluster and block sizes, and other numbers of candidates."""
         found = tuning.varied(
             self,
             num_threads=_CANDIDATE_THREADS,
@@ -133,14 +133,14 @@ def choose(problem: TopKProblem, device: Device) -> ShortRows | LongRows:
     cluster = 1
     while (
         2 * cluster <= device.cluster
-        and 2 * cluster * problem.num_rows <= device.multiprocessors * _FILLED_BY_CLUSTERS[2 * cluster]
+        and 2 * cluster * problem.num_rows <= device.num_sms * _FILLED_BY_CLUSTERS[2 * cluster]
         and cluster * _MIN_PIECE < problem.columns
     ):
         cluster *= 2
     piece = -(-problem.columns // cluster) + 2 * problem.vec_size
     num_threads = _LONG_MAX_THREADS if piece > _MAX_PIECE else _LONG_THREADS
     fitting = (device.shared_memory - _STATIC_SHARED) // (_CANDIDATE_BYTES * num_threads) - 1
-    # Candidates of a whole piece need no positions, so that two of them take the bytes of one.
+    # Where every element is a candidate, positions are implicit, and two candidates take the bytes of one.
     whole_piece = -(-piece // (2 * num_threads))
     return LongRows(num_threads, cluster, min(whole_piece, fitting, _MAX_CANDIDATES))
 
@@ -163,7 +163,7 @@ def top_k_per_row_prefill(
     -inf, ..., -0, 0, ..., inf, NaN. A segment that reaches beyond the columns ends with them.
 
     Args:
-        logits: [at least numRows, columns] float32, of any strides.
+        logits: [at least numRows, columns] float32, any strides.
         rowStarts, rowEnds: [at least numRows] int32, contiguous.
         indices: [numRows, topK] int32, contiguous, written.
         numRows: number of rows.
@@ -229,7 +229,7 @@ def top_k_per_row_decode(
     """`top_k_per_row_prefill` of ``logits[r, : seq_lens[r // next_n] - next_n + r % next_n + 1]``.
 
     Args:
-        logits: [at least numRows, columns] float32, of any strides.
+        logits: [at least numRows, columns] float32, any strides.
         next_n: rows of a sequence, one for each of its last tokens; 1 or more.
         seq_lens: [at least numRows / next_n] int32, contiguous; or [sequences, next_n], a length for each row:
             ``logits[r, : seq_lens[r // next_n, r % next_n]]``.
@@ -300,7 +300,7 @@ def _per_row(arg: TensorArg, min_rows: int) -> None:
 def _launches(
     logits: TensorArg, indices: TensorArg, numRows: int, strides: tuple[int, int], topK: int, absent: dict[str, int]
 ) -> list[Launch]:
-    """The launch of top_k_short_row.cu or top_k_per_row.cu; `absent` feeds null pointers and what the op has not."""
+    """The launch of top_k_short_row.cu or top_k_per_row.cu; `absent` feeds the parameters that the op lacks."""
     check.dtype(logits, float32)
     check.sizes(logits, num_rows=None, columns=None)
     num_rows, columns = logits.shape

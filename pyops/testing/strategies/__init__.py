@@ -1,7 +1,7 @@
-"""Strategies for hypothesis: the arguments that break kernels. They need torch and hypothesis, the extra ``test``.
+"""Strategies for hypothesis that draw difficult arguments. They need torch and hypothesis, the extra ``test``.
 
-Hypothesis draws shapes, layouts, kinds of contents and seeds; values come from the seeds, so that drawing is fast
-and what a failing test prints is short.
+Hypothesis draws shapes, layouts, kinds of contents and seeds. Values are generated from the seeds, so that drawing is
+fast and the printed failure is short.
 """
 
 from __future__ import annotations

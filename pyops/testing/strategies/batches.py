@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths, and the paged caches of their keys and values."""
+"""Batches of sequences with different lengths, and paged KV caches for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Sequences of different lengths, one after another.
+    """Concatenated sequences of different lengths.
 
     Attributes:
         seq_lens: [num_seqs] int32.
-        offsets: [num_seqs + 1] int32: sequence i has the rows offsets[i] to offsets[i + 1]; the last is `num_tokens`.
+        offsets: [num_seqs + 1] int32: sequence i has rows offsets[i] to offsets[i + 1] (exclusive).
     """
 
     seq_lens: Tensor
@@ -42,7 +42,7 @@ def _lengths(longest: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -> RaggedBatch:
-    """Batches of 1 to `max_seqs` sequences: empty, of one token, next to powers of two, of `max_seq_len` tokens."""
+    """Batches of 1 to `max_seqs` sequences with 0, 1, about 2^n or `max_seq_len` tokens."""
     lengths = draw(st.lists(_lengths(max_seq_len), min_size=1, max_size=max_seqs), label="lengths")
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
@@ -52,10 +52,10 @@ def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -
 
 @dataclass(frozen=True)
 class PagedCache:
-    """A paged cache of keys and values, and the tables by which sequences find theirs.
+    """A paged KV cache with block tables.
 
-    Token i of sequence s lies in slot ``i % block_size`` of the block ``block_tables[s, i // block_size]``. Slots that
-    no sequence uses are NaN. Entries of `block_tables` after the last that a sequence needs are hostile.
+    Token i of sequence s is in slot ``i % block_size`` of block ``block_tables[s, i // block_size]``. Unused slots are
+    NaN. Unused entries of `block_tables` are hostile.
 
     Attributes:
         key_cache, value_cache: by `layout`,
@@ -78,14 +78,14 @@ class PagedCache:
     num_blocks: int
 
     def slots(self, sequence: int) -> Tensor:
-        """[seq_len] int64: where the tokens lie, ``block * block_size + offset``; -1 where the table names no block."""
+        """[seq_len] int64: the slot of each token, ``block * block_size + offset``; -1 if its block does not exist."""
         position = torch.arange(int(self.seq_lens[sequence]), dtype=torch.int64, device="cpu")
         block = self.block_tables[sequence].long()[position // self.block_size]
         slot = block * self.block_size + position % self.block_size
         return torch.where((block >= 0) & (block < self.num_blocks), slot, -1)
 
     def tokens(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [n, num_heads, head_size], of a sequence's tokens that a block of the cache holds."""
+        """Keys and values, each [n, num_heads, head_size], of a sequence's tokens that are in an existing block."""
         slots = self.slots(sequence)
         return tuple(rows[slots[slots >= 0]] for rows in _rows(self.key_cache, self.value_cache, self.layout))
 
@@ -112,11 +112,11 @@ def paged_caches(
     max_seq_len: int = 100,
     broken: bool = False,
 ) -> PagedCache:
-    """Caches in the layout "flash" or "packed", either one unless given, of any float type, fp8 too.
+    """Caches with any float type, fp8 included, in `layout`; in either layout if it is None.
 
-    Sequences end within a block, at its end, or have no token; they share blocks, and no block lies where one would
-    guess. After a row's last entry in use come negative ones, blocks that do not exist, the largest integer and blocks
-    of others; with `broken` also among those in use, for ops that leave out what no block holds.
+    Sequences may end within a block or at its end, may be empty, and may share blocks; blocks are in random order.
+    Unused entries of a row of the block table are negative, beyond the last block, the largest integer, or blocks of
+    other sequences. With `broken`, used entries may be invalid, too, for ops that skip tokens without a block.
     """
     layout = layout or draw(st.sampled_from(["flash", "packed"]), label="layout")
     if layout not in ("flash", "packed"):

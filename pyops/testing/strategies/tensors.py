@@ -1,4 +1,4 @@
-"""Tensors of any size, anywhere in memory, holding anything."""
+"""Tensors with any size, memory layout and contents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._core import dtypes
+from ..._core.tensors import dtypes
 from ..contents import CONTENTS, filled
 from ..memory import Layout
 
 DTYPES = tuple(dtype.name for dtype in dtypes.FLOATS)
-# Sizes next to those that vectors, warps and blocks divide.
+# Sizes next to multiples of vectors, warps and CUDA blocks.
 _SIZES = st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025])
 
 
@@ -24,7 +24,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds: few, so that a failure shrinks to a small one."""
+    """Seeds from a small range, so that hypothesis finds a small one."""
     return st.integers(0, 99)
 
 
@@ -34,7 +34,7 @@ def shapes(dims: int = 2, *, rows: st.SearchStrategy[int] | None = None) -> st.S
 
 
 def layouts() -> st.SearchStrategy[Layout]:
-    """Ways to lie in memory: up to 7 elements from an aligned address, with up to 9 between rows."""
+    """Layouts that start up to 7 elements after an aligned address, with gaps of up to 9 elements between rows."""
     return st.builds(Layout, st.integers(0, 7), st.integers(0, 9), st.sampled_from([None, None, 0, 1, 3]))
 
 
@@ -62,8 +62,7 @@ def tensors(
         dtype: "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz" or "float8_e5m2", or a strategy of
             them; one of the first three unless given.
         kinds: of the contents.
-        expanded: a dimension before the last may be expanded: every row along it is the same memory, of stride 0. Not
-            for what an op writes.
+        expanded: whether a dimension before the last may be expanded (stride 0). Not for outputs.
     """
     sizes = _drawn(draw, shapes() if shape is None else shape)
     name = _drawn(draw, st.sampled_from(DTYPES) if dtype is None else dtype)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .tensors import generator, seeds
 
-# The column that each nibble of a word holds, from the lowest.
+# The column of each nibble of a word, from the lowest nibble on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FORMATS = ("awq", "gptq", "gptq_v1", "gptq_8bit", "int8", "fp8")
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A quantized matrix [K, N] with a scale and perhaps a zero point for every group of rows of every column.
+    """A quantized matrix [K, N] with a scale, and optionally a zero point, for each group of rows of each column.
 
     Attributes:
         weight: as stored. ``"awq"``: int32 [K, N / 8], eight columns to a word, from the lowest nibble 0 2 4 6 1 3 5 7;
@@ -31,7 +31,7 @@ class QuantisedWeight:
             ``"int8"``: int32 [K / group_size, N], or None; ``"fp8"``: None.
         format: one of those names.
         group_size: rows of K that share a scale.
-        values: float32 [K, N]: ``(code - zero point) * scale``.
+        values: float32 [K, N]: ``(quant - zero point) * scale``.
     """
 
     weight: Tensor
@@ -43,7 +43,7 @@ class QuantisedWeight:
 
 
 def _packed(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Pack unsigned quants into int32 words along `dim`: from the lowest bits, field f holds quant order[f]."""
+    """Pack unsigned quants into int32 words along `dim`; field f of a word, from the lowest bits, holds order[f]."""
     fields = 32 // bits
     split = codes.long().movedim(dim, -1).unflatten(-1, (-1, fields))
     split = split[..., list(order or range(fields))]
@@ -60,10 +60,10 @@ def quantised_weights(
     max_k: int = 512,
     max_n: int = 256,
 ) -> QuantisedWeight:
-    """Weights in one of `formats` with groups of one of `group_sizes` rows; -1 is one group of all of them.
+    """Weights in one of `formats` with groups of one of `group_sizes` rows; -1 is a single group.
 
-    K is a multiple of the group (of 32 for one group) and N of 32; both are at most as large as given, 32 or more.
-    Quants and zero points take every value they can; scales reach from 1e-4 to 1e2, and some columns have a scale of 0.
+    K is a multiple of the group size (of 32 for a single group), N of 32; both are at least 32 and bounded by the
+    arguments. Quants and zero points cover their whole range; scales are 1e-4 to 1e2, and 0 for some columns.
     """
     name = draw(st.sampled_from(formats), label="format")
     if name not in FORMATS:
@@ -86,7 +86,7 @@ def quantised_weights(
     zero_points: Tensor | None = None
     zeros: Tensor | None = None
     if name == "fp8":
-        # Every code but the two NaN.
+        # Every fp8 bit pattern except the two NaN.
         raw = integers(0, 253, k, n)
         weight = (raw + (raw >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
         codes = weight.float()

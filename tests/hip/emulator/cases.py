@@ -1,4 +1,5 @@
-"""One small case of every op, and of every kernel that those miss, run by the emulator and held to the reference."""
+"""One small case of every op, and of every kernel that these do not launch, run by the emulator and compared with the
+reference."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 import pyops
-from pyops._core import device
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.kernel import Launch, Specialisation
-from pyops._core.op import Op
+from pyops._core.launch.kernel import Launch, Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker, TorchMaker
+from pyops.host import run as run_on_host
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run
 from pyops.testing.rounded import FUNCTIONS
-from tests import axes
+from tests.support import axes
 
 from .. import layouts
 from ..compile import code_object
@@ -32,12 +34,12 @@ from ..packages import Folder
 from . import checkout, registers, repairs
 from .code_object import CodeObject, Size
 
-FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}  # as the emulator names them
+FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}  # by the emulator's names
 # The emulator runs some ten thousand instructions of a wave in a second: small rows, few tokens.
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
-_MAX_THREADS = 16384  # of a case that reaches another kernel
-# Cases instead of an op: functions of the architecture.
+_MAX_THREADS = 16384  # of a case for a further kernel
+# Cases that are no op: functions of the architecture.
 CHECKS = {"matrix cores": layouts.check_arch, "registers": registers.check_arch}
 
 
@@ -46,7 +48,8 @@ Case = tuple[str, axes.Axes]  # an op, and the axes of its example
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case. `wrong` says how the result differs, `missing` why the emulator could not run it."""
+    """The outcome of one case. `wrong` has the difference of the result, `missing` the reason why the emulator could
+    not run it."""
 
     case: Case
     seconds: float = 0.0
@@ -55,12 +58,12 @@ class Outcome:
 
     @property
     def trouble(self) -> str:
-        """Empty where the result is right."""
+        """Empty if the result is right."""
         return f"WRONG: {self.wrong}" if self.wrong else f"not emulated: {self.missing}" if self.missing else ""
 
 
 def cases(arch: str, ops: Sequence[Op]) -> list[Case]:
-    """A case of each op, and one for each kernel of theirs that those do not launch, if a case of a few blocks does."""
+    """A case of each op, and one for each further kernel that a case of a few blocks launches."""
     chosen = [
         (op.name, random.Random(op.name).choice(list(axes.combinations(op, _SMALL))) | {"num_tokens": _TOKENS})
         for op in ops
@@ -112,7 +115,7 @@ def outcomes(tinygrad: Path, folder: Folder, arch: str, cases: Sequence[Case]) -
 
 
 def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, cases: Sequence[Case]) -> None:
-    """Run the cases in this process, whose kernels on CPU tensors are those of `arch` from here on."""
+    """Run the cases in this process, in which CPU tensors use the kernels of `arch` from here on."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             emulator = checkout.emulator(tinygrad, Path(scratch))
@@ -126,7 +129,7 @@ def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, cases
 
 
 class _Function:
-    """Takes the place of the host backend's function."""
+    """Replaces the host backend's function."""
 
     def __init__(self, emulator: Any, family: str, code: bytes) -> None:
         self.emulator, self.family, self.code = emulator, family, CodeObject(code)
@@ -141,7 +144,7 @@ def _install(emulator: Any, folder: Folder, arch: str) -> None:
         return _Function(emulator, FAMILIES[arch], code_object(folder, arch, one))
 
     device._HOST = dict.fromkeys(device._HOST, device.model(arch))
-    Specialisation.load_on_host = lambda self: function(self.text, self)
+    run_on_host.load = lambda one: function(one.text, one)
 
 
 def _outcome(case: Case) -> Outcome:

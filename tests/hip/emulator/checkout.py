@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "a9069c177a9da9cca18593edf55acd2e6073cca6"
-# SHA-256 of the files that are mended while they are in memory, as they are in that commit.
+# SHA-256 of the files that are fixed in memory, as they are in that commit.
 _FILES = {
     "emu.py": "b16551e8c6dbe901c231a98b7ce45ba510be9545b4e0c62c4eca36999c226b0d",
     "pcode.py": "98a31cbb01a7eba0743924aeead7fef3be32ef783d52ee15f0ad7383bf78abd1",

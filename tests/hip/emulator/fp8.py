@@ -1,4 +1,5 @@
-"""Conversions between float32 and fp8. The emulator's flush subnormal codes, and know no FNUZ, gfx942's formats."""
+"""Conversions between float32 and fp8. The emulator's own flush subnormal fp8 values and lack FNUZ, gfx942's
+formats."""
 
 from __future__ import annotations
 
@@ -8,24 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Format:
-    """Formats of OCP's specification of 8-bit floats, and the FNUZ formats: no infinity, no -0, its code is NaN."""
+    """Formats of OCP's specification of 8-bit floats, and the FNUZ formats, which have no infinity and use the encoding
+    of -0 for NaN."""
 
     exponent: int  # bits
     mantissa: int
     bias: int
     fnuz: bool
-    largest: int  # code of the largest finite number
-    overflow: int  # code of what is larger
+    largest: int  # bits of the largest finite number
+    overflow: int  # bits of larger numbers
     nan: int
 
     def encode(self, value: Any) -> Any:
-        """Codes of floats, rounded to nearest even."""
+        """fp8 encodings of floats, rounded to nearest even."""
         from tinygrad.dtype import dtypes
 
         bits = value.bitcast(dtypes.uint32).bitcast(dtypes.int32)
         sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
         exponent = (magnitude >> 23) - 127 + self.bias
-        scale = exponent.maximum(1)  # subnormal codes have that of the smallest normal ones
+        scale = exponent.maximum(1)  # subnormal values have the exponent of the smallest normal ones
         shift = (scale - exponent + 23 - self.mantissa).minimum(31)
         significand = (magnitude & 0x7FFFFF) | (magnitude >> 23).ne(0).where(0x800000, 0)
         whole = significand >> shift
@@ -38,7 +40,7 @@ class Format:
         return signed.cast(dtypes.uint8)
 
     def decode(self, value: Any) -> Any:
-        """Floats of codes."""
+        """Floats of fp8 encodings."""
         from tinygrad.dtype import dtypes
 
         code = value.cast(dtypes.int32) & 0xFF
@@ -60,6 +62,6 @@ _FNUZ = {"fp8": Format(4, 3, 8, True, 0x7F, 0x80, 0x80), "bf8": Format(5, 2, 16,
 
 
 def apply(emu: Any, arch: str) -> None:
-    """Mend the emulator's conversions."""
+    """Fix the emulator's conversions."""
     for name, one in (_FNUZ if arch == "gfx942" else _OCP).items():
         emu._FUNCS[f"{name}_to_f32"], emu._FUNCS[f"f32_to_{name}"] = one.decode, one.encode

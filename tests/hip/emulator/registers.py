@@ -1,10 +1,10 @@
-"""The emulator reads halves of registers from number 128 on whole, as CDNA does: `repairs`."""
+"""Checks that 16-bit operands from register 128 on are read whole, as CDNA does (`repairs` fixes it)."""
 
 from __future__ import annotations
 
 import numpy
 
-from tests.core.conftest import launched
+from tests.support.kernels import launched
 
 _CONVERT = """#include "platform.cuh"
 extern "C" __global__ void convert(float* y, const uint16_t* x) {

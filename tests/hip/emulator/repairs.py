@@ -1,6 +1,6 @@
-"""What the emulator of that commit lacks or gets wrong, mended in memory. Each repair says why.
+"""Fixes, in memory, of what the emulator of that commit lacks or gets wrong. Each fix says why.
 
-Nothing here is special to this library: the reasons are AMD's instruction set architectures and LLVM's code.
+Nothing here is specific to this library: the reasons are AMD's instruction set architectures and LLVM's code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from . import fp8
 
 Handler = Callable[[Any, Any], Any]
 
-# On caches, which the emulator has none of, and on modes of floats, which LLVM changes around a division only.
+# Instructions for caches, which the emulator does not have, and for float modes, which LLVM changes only around a
+# division.
 _WITHOUT_EFFECT = re.compile(r"(_INV|_WB|_WBINV|_WBL2)$|^S_SETREG")
 _SUMS_OF_WMMA = (
     (
@@ -32,7 +33,7 @@ _SUMS_OF_WMMA = (
 
 
 def apply(emu: Any, arch: str) -> None:
-    """Mend the module of the emulator for the architecture. Once in a process."""
+    """Fix the emulator's module for the architecture. Once per process."""
     _keep_subnormals(emu)
     _decode_invalidations(emu)
     _read_operands_of_conversions(emu)
@@ -52,7 +53,8 @@ def _keep_subnormals(emu: Any) -> None:
 
 
 def _return_what_atomics_read(emu: Any) -> None:
-    """An atomic operation returns what it has read by a bit: sc0 of CDNA, th of RDNA 4; the emulator knows glc."""
+    """An atomic operation returns the old value if a bit is set: sc0 on CDNA, th on RDNA 4; the emulator knows only
+    glc."""
     attribute = emu._iattr
 
     def named(inst: Any, name: str, default: int = 0) -> int:
@@ -64,7 +66,7 @@ def _return_what_atomics_read(emu: Any) -> None:
 
 
 def _decode_invalidations(emu: Any) -> None:
-    """Of RDNA 3's format MUBUF, which the emulator does not decode, LLVM uses the invalidations of caches."""
+    """Of RDNA 3's format MUBUF, which the emulator does not decode, LLVM uses only cache invalidations."""
     from tinygrad.renderer import amd
 
     amd._load_formats()["rdna3"].append(emu.ir3.MUBUF)
@@ -76,9 +78,10 @@ def _refused(inst: Any, ctx: Any) -> Any:
 
 
 def _address_flat_memory(emu: Any) -> None:
-    """The emulator computes addresses itself, where RDNA 4's text of flat accesses would compute them once more.
+    """The emulator computes addresses itself, and RDNA 4's pseudocode for flat accesses would compute them a second
+    time.
 
-    A flat address of shared memory is none of this process, and ends it.
+    A flat address of shared memory is invalid in this process, and ends it.
     """
     find = emu.get_pcode
 
@@ -96,8 +99,8 @@ def _address_flat_memory(emu: Any) -> None:
 def _multiply_bytes(emu: Any) -> None:
     """MFMA of int8 stores int32 in an array of uint32, which does not compile.
 
-    WMMA of fp8 reads its codes as float16, and WMMA reads a vector register where its third operand is a constant, such
-    as the 0 of sums that begin.
+    WMMA of fp8 reads its operands as float16, and WMMA reads a vector register where its third operand is a constant,
+    such as the 0 of an initial accumulator.
     """
     text = inspect.getsource(emu._compile_wmma)
     for old, new in _SUMS_OF_WMMA:
@@ -131,7 +134,8 @@ def _multiply_bytes(emu: Any) -> None:
 
 
 def _read_operands_of_conversions(emu: Any) -> None:
-    """RDNA 4's text of conversions from fp8 names a vector register by SRC0 and OPSEL, which only some handlers set."""
+    """RDNA 4's pseudocode for conversions from fp8 names a vector register by SRC0 and OPSEL, which only some handlers
+    set."""
     for name in ("V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_PK_F32_FP8", "V_CVT_PK_F32_BF8"):
         emu._pcode_fixes[name] = ("VGPR[laneId][SRC0.u32]", "S0")
     parse = emu.parse_pcode
@@ -139,7 +143,7 @@ def _read_operands_of_conversions(emu: Any) -> None:
 
 
 def _keep_whole_registers(emu: Any) -> None:
-    """Operands of 16 bits from register 128 on are upper halves of the first 128 registers on RDNA, but not on CDNA.
+    """16-bit operands from register 128 on are upper halves of the first 128 registers on RDNA, but not on CDNA.
 
     The emulator takes them for halves on both: `v_cvt_f32_f16 v0, v168` reads v40.
     """
@@ -173,7 +177,8 @@ def _mended(emu: Any, handler: Handler) -> Handler:
 
 
 def _get_pc(emu: Any, inst: Any, ctx: Any) -> Any:
-    """The emulator has no text for S_GETPC_B64, by which LLVM finds constants: the address of the next instruction."""
+    """The emulator has no pseudocode for S_GETPC_B64, by which LLVM finds constants: the address of the next
+    instruction."""
     register = ctx.inst_field(type(inst).sdst)
     words = emu._split64(ctx.rpc() + emu.UOp.const(4, emu.dtypes.uint64))
     stores = [ctx.wsgpr_dyn(register + emu._c(i), word) for i, word in enumerate(words)]
@@ -210,7 +215,7 @@ def _without_scalar_address(emu: Any) -> type:
 
 
 def _lanes_that_are_on(emu: Any) -> type:
-    """A lane that is off has garbage for an address, at which the emulator reads shared memory all the same."""
+    """An inactive lane has a garbage address, at which the emulator reads shared memory all the same."""
 
     class LanesOn(emu._Ctx):  # type: ignore[misc, name-defined]
         __slots__ = ()
@@ -223,7 +228,7 @@ def _lanes_that_are_on(emu: Any) -> type:
 
 
 def _halves(emu: Any, high: bool) -> type:
-    """Loads of 16 bits from shared memory keep the other half of the register, which the emulator overwrites."""
+    """16-bit loads from shared memory keep the other half of the register, which the emulator overwrites."""
 
     class Half(_lanes_that_are_on(emu)):  # type: ignore[misc]
         __slots__ = ()

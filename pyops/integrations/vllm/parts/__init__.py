@@ -1,9 +1,9 @@
-"""Parts of vLLM that this library takes over by vLLM's own registries, and not as ops of torch.
+"""Parts of vLLM that this library replaces through vLLM's own registries, not as ops of torch.
 
-A part is a module of this package, named without an underscore in front. It is imported when it is chosen, and has
+A part is a module of this package without a leading underscore. It is imported when it is selected, and has
 
-    install() -> str          take over; one line that says what, or "" if there is nothing to take over here
-    uninstall() -> None       give back what `install` took over
+    install() -> str          replace the part; returns a line for the log, or "" if nothing can be replaced here
+    uninstall() -> None       undo `install`
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch.nn.functional import linear as torch_linear
 
 import pyops
 
-# Largest M at which the GEMM is as fast as cuBLAS or faster for every weight that was measured on an H200
-# (docs/performance/products.md). For one token cuBLAS is up to 11 % faster where 1024 does not divide K.
+# Largest M at which the GEMM is at least as fast as cuBLAS for every measured weight on an H200
+# (docs/performance/products.md). For one token, cuBLAS is up to 11 % faster if K is not a multiple of 1024.
 _MAX_TOKENS = 32
 _ONE_TOKEN_MULTIPLE = 1024
 
@@ -42,7 +42,7 @@ def _is_served(x: Tensor, weight: Tensor) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The op."""
+    """The GEMM as one op for torch.compile."""
     if not _is_served(x, weight):
         return torch_linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])

@@ -1,7 +1,7 @@
-"""vLLM's functions `fused_marlin_moe` and `fused_experts` by this library's, for what vLLM multiplies by no class.
+"""Replacements for vLLM's functions `fused_marlin_moe` and `fused_experts`, for experts without a modular class.
 
-The first computes experts of GPTQ, AWQ and others, with weights that vLLM has repacked; the second those with sizes
-that Marlin does not support, with weights packed along K.
+vLLM calls the first for GPTQ, AWQ and others, with weights that it has repacked; the second for sizes that Marlin does
+not support, with weights packed along K.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..choice import keeps
 
 _OWN = {"uint4": "w4a16", "uint4b8": "w4a16", "uint8b128": "w8a16", "float4_e2m1f": "fp4_marlin"}
 _CASES = {SCALAR_TYPES[name].id: case for name, case in {**_OWN, "float8_e4m3fn": "fp8_marlin"}.items()}
-# Positional arguments of vLLM's callers: of `fused_marlin_moe`, and of `fused_experts` after hidden_states.
+# Most positional arguments in vLLM's calls of `fused_marlin_moe`, and of `fused_experts` after hidden_states.
 _POSITIONAL, _POSITIONAL_OF_FUSED = 9, 5
-# What vLLM's callers give where they want the plain function.
+# Values of activation_func and moe_sum by which vLLM asks for the default function.
 _PLAIN_ACTIVATIONS = None, apply_moe_activation, mk.FusedMoEExpertsModular.activation
 _PLAIN_SUMS = None, MarlinExperts.moe_sum
-_kept = cache(keeps)  # the callers ask at every call
+_kept = cache(keeps)  # cached, because every call asks
 
 
 def marlin(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM is to call where it calls `original`, its `fused_marlin_moe`."""
+    """The replacement of vLLM's `fused_marlin_moe`, which falls back to `original`."""
 
     def with_pyops(*args: Any, **kwargs: Any) -> Any:
         case = _CASES.get(kwargs.get("quant_type_id", 0))
@@ -53,14 +53,14 @@ def marlin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM is to call where it calls `original`, its `fused_experts`."""
+    """The replacement of vLLM's `fused_experts`, which falls back to `original`."""
 
     def with_pyops(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         activation = kwargs.get("activation", MoEActivation.SILU)
         case = _case_of(kwargs.get("quant_config"))
         served = case is not None and hidden_states.dtype in (torch.bfloat16, torch.float16)
         served = served and activation.value in ACTIVATIONS_OF_PRODUCTS and len(args) <= _POSITIONAL_OF_FUSED
-        # A compiled model calls vLLM's operator of torch, which it knows.
+        # While compiling, vLLM's own function is kept, because it calls a torch op that torch.compile can trace.
         served = served and not torch.compiler.is_compiling() and not envs.VLLM_BATCH_INVARIANT
         if not served or not _kept("experts", str(case)):
             return original(hidden_states, *args, **kwargs)
@@ -70,7 +70,7 @@ def fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _case_of(quant_config: Any) -> str | None:
-    """The case of the choice; None for what `fused_experts` does not take."""
+    """The case of `keeps`; None if `fused_experts` does not support the quantization."""
     if quant_config is None or (quant_config.quant_dtype is None and quant_config.weight_quant_dtype is None):
         return "bf16"
     if quant_config.quant_dtype is None:
@@ -84,7 +84,7 @@ def _case_of(quant_config: Any) -> str | None:
 def _function(
     activation: MoEActivation, given: Any, limit: float | None
 ) -> Callable[[str, Tensor, Tensor], Any] | None:
-    """The `activation_func` of this library's function; None for its own."""
+    """The `activation_func` for this library's function; None for the default."""
     if limit is not None and activation is MoEActivation.SILU:
         return lambda _, out, x: silu_and_mul_with_clamp(out, x, limit)
     if _method(given) not in _PLAIN_ACTIVATIONS:

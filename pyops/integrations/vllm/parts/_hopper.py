@@ -1,4 +1,4 @@
-"""Where vLLM's linear layers may use this library's GEMMs: on Hopper, for which these were measured."""
+"""vLLM's linear layers use this library's GEMMs on Hopper only, because they are measured only there."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _CAPABILITY = 90
 
 
 def refusal(compute_capability: int | None = None) -> str | None:
-    """Why a GPU gets vLLM's kernels, or None.
+    """Why layers on a GPU keep vLLM's kernels; None if they need not.
 
     Args:
-        compute_capability: of the GPU, 90 for 9.0; None: of the current one.
+        compute_capability: the GPU's, such as 90 for 9.0; None for the current GPU.
     """
     if compute_capability is None:
         found = current_platform.get_device_capability()

@@ -24,7 +24,7 @@ _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with p
 
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's builder, with block tables that are truncated after the longest sequence."""
+    """vLLM's metadata builder, with block tables truncated to the longest sequence of the step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -65,8 +65,7 @@ class LatentBackend(Served, MLACommonBackend):  # type: ignore[misc]
 
 
 class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
-    """Decode over the cache of latent entries; vLLM projects queries and results, and its prefill backend does the
-    rest."""
+    """Decode over the latent KV cache. vLLM projects queries and outputs; prefill goes to its prefill backend."""
 
     can_return_lse_for_decode: bool = True
 
@@ -102,7 +101,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         q_nope, q_pe = q if isinstance(q, tuple) else q.split((_LATENT_SIZE, _ROPE_SIZE), -1)
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         lse = out.new_empty(out.shape[:2], dtype=torch.float32) if self.need_to_return_lse_for_decode else None
-        # The op reads fp8 values without their scale; the one scale of the cache multiplies the logits and the result.
+        # The op ignores the scale of fp8 values; the cache's per-tensor scale multiplies the logits and the output.
         code = layer._k_scale_float if self._is_fp8 else 1.0
         decode = attn_metadata.decode
         sm100_cutlass_mla_decode(
@@ -123,7 +122,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
 
 
 class LatentPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
-    """Attention of new tokens over keys and values that vLLM has projected, which lie in no cache."""
+    """Prefill attention over keys and values that vLLM has projected; they are not in a cache."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,4 +1,4 @@
-"""vLLM's modular experts on this library's grouped GEMMs: weights as checkpoints have them, nothing repacked."""
+"""vLLM's modular experts on this library's grouped GEMMs, with weights in the checkpoint's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ....ops.linear.grouped_problem import ACTIVATIONS
 from ....ops.moe.rows import moe_sum_experts
 from ..choice import keeps
 
-# {(weights, activations): the case of the choice}
+# {(quantization of weights, of activations): the case of `keeps`}
 _CASES: dict[tuple[Any, Any], str] = {
     (None, None): "bf16",
     (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym): "fp8_block",
@@ -33,14 +33,14 @@ _CASES: dict[tuple[Any, Any], str] = {
 class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     """The experts of a layer: a sort, a grouped GEMM with its activation, a grouped GEMM, and vLLM's finalization.
 
-    `apply` leaves a row for each choice of each token; `finalize_weight_and_reduce_impl` gives what adds them up into
-    the layer's output, so that no result is copied. Unquantized weights, fp8 under scales of tensors, channels or
-    blocks of 128, int8, and mxfp4 with activations of 16 bits are read where vLLM has loaded them.
+    `apply` writes one row per (token, expert) pair; the object from `finalize_weight_and_reduce_impl` reduces them into
+    the layer's output, without a copy. Unquantized weights, fp8 weights with per-tensor, per-channel or 128 x 128 block
+    scales, int8 weights, and mxfp4 weights with 16-bit activations are read as vLLM has loaded them.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        # Both refuse what `is_supported_config` cannot see.
+        # The first two raise for configurations that `is_supported_config` cannot see.
         self._of_one_token = _places_of_one_token(moe_config, quant_config)
         self._has_limit = clamp_limit_of(quant_config, moe_config.activation.value) is not None
         self._sum = _SumOfChoices()
@@ -53,7 +53,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         activation_key: Any,
         activation_format: mk.FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        """Whether the kernels take the layer, and the reason if not: what vLLM asks of all experts, and sizes."""
+        """(whether the kernels support the layer, the reason if not), by vLLM's common checks and by sizes."""
         asked = cls, moe_config, weight_key, activation_key, activation_format
         supported, reason = mk.FusedMoEExperts.is_supported_config(*asked)
         if not supported:
@@ -70,7 +70,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
-        # From sm_100 on, this library would use its sm_80 GEMMs, and vLLM has kernels for the newer tensor cores.
+        # From sm_100 on this library would use its sm_80 GEMMs, whereas vLLM has kernels for tcgen05.
         supported = current_platform.has_device_capability((8, 0)) and not current_platform.has_device_capability(
             (10, 0)
         )
@@ -112,7 +112,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The second holds what the activation makes; the first, which is the output's memory, gates and ups before."""
+        """Shapes of workspace 1 (gate and up, then the output), workspace 2 (the activation's result) and output."""
         output = (M, topk, K)
         first = (M, topk, N) if self._has_limit else output
         return first, (M * topk, self.adjust_N_for_activation(N, activation)), output
@@ -135,9 +135,9 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write the rows of the choices to output, [num_tokens, topk, hidden_size].
+        """Write the row of each (token, expert) pair to output, [num_tokens, topk, hidden_size].
 
-        With `apply_router_weight_on_input` hidden_states have their weights already.
+        With `apply_router_weight_on_input`, hidden_states are already multiplied by the router weights.
         """
         multiply_experts(
             output.view(-1, output.shape[2]),
@@ -168,10 +168,10 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
 
 class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
-    """The sum over the choices of a token: of the call of `PyopsExperts.apply` before it.
+    """The reduction over each token's experts, for the last call of `PyopsExperts.apply`.
 
     Attributes:
-        of: (topk_ids, experts on this device, expert_map) of that call.
+        of: (topk_ids, number of experts on this device, expert_map) of that call.
     """
 
     of: tuple[torch.Tensor, int, torch.Tensor | None]
@@ -184,7 +184,7 @@ class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """Into output, or into a new tensor. The rows have their weights."""
+        """Reduce into output, or into a new tensor. The rows are already multiplied by the router weights."""
         ids, num_experts, expert_map = self.of
         if output is None:
             output = fused_expert_output.new_empty(len(fused_expert_output), fused_expert_output.shape[2])
@@ -195,7 +195,7 @@ class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
 def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(sorted_token_ids, num_tokens_post_pad) of blocks with one (token, expert) pair each.
 
-    They are made with the layer: what is first made while a CUDA graph is captured exists only once that is replayed.
+    They are made with the layer: a tensor first written during CUDA graph capture has no contents before the replay.
     """
     topk, device = moe_config.experts_per_token, moe_config.device
     block_size = block_size_of(quant_config, topk, moe_config.num_local_experts)
@@ -205,7 +205,7 @@ def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tens
 
 
 def _unsupported(case: str, moe_config: Any) -> str | None:
-    """Why the kernels do not take dtypes or sizes of a layer; None if they do."""
+    """Why the kernels do not support the dtypes or sizes of a layer; None if they do."""
     dtypes = (torch.bfloat16,) if case == "mxfp4" else (torch.bfloat16, torch.float16)
     if moe_config.in_dtype not in dtypes:
         return f"kernel does not support {case} experts with activations of {moe_config.in_dtype}"
@@ -214,6 +214,6 @@ def _unsupported(case: str, moe_config: Any) -> str | None:
     hidden_size, intermediate_size = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
     if case == "fp8_block" and (hidden_size % SCALE_BLOCK or intermediate_size % SCALE_BLOCK):
         return f"kernel does not support experts of {hidden_size} x {intermediate_size} in blocks of {SCALE_BLOCK}"
-    if case == "mxfp4" and hidden_size % MX_BLOCK:  # vLLM fills the other size up
+    if case == "mxfp4" and hidden_size % MX_BLOCK:  # vLLM pads intermediate_size
         return f"kernel does not support a hidden size of {hidden_size} in blocks of {MX_BLOCK}"
     return None

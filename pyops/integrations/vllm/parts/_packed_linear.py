@@ -1,7 +1,7 @@
 """vLLM's linear layers of 4-bit and 8-bit weights and 16-bit activations (GPTQ, AWQ, compressed-tensors).
 
-Weights are repacked into Marlin's layout when they are loaded, of those that `pyops` reads the fastest one
-(docs/performance/packed.md), and multiplied by `marlin_gemm`.
+Weights are repacked into Marlin's layout at load time, because its kernels are the fastest of the supported layouts
+(docs/performance/packed.md). `marlin_gemm` computes the layer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TILE = 16, 64  # rows and columns of Marlin's tiles
 
 
 class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
-    """Integer weights in Marlin's layout, with zero points, and with groups in any order of rows (``desc_act``)."""
+    """Integer weights in Marlin's layout, optionally with zero points or act-order (``desc_act``)."""
 
-    served_bits: ClassVar[tuple[int, ...]] = ()  # bits of the quantized weights for which it is offered
+    served_bits: ClassVar[tuple[int, ...]] = ()  # weight bits for which the kernel is offered to vLLM
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -91,7 +91,7 @@ class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
 
 def _refusal(c: Any) -> str | None:
-    """Why a layer is left to vLLM, or None."""
+    """Why a layer is left to vLLM; None if it is not."""
     k, n = c.partition_weight_shape
     if c.act_type not in (torch.float16, torch.bfloat16):
         return f"supports float16 and bfloat16 activations, not {c.act_type}"
@@ -105,7 +105,7 @@ def _refusal(c: Any) -> str | None:
 
 
 def _placed(columns: Tensor, order: ColumnOrder) -> Tensor:
-    """Scales [groups, N] or a bias [N] with its columns in one of Marlin's orders."""
+    """Scales [groups, N] or a bias [N] with columns permuted to one of Marlin's orders."""
     placed = torch.empty_like(columns, memory_format=torch.contiguous_format)
     placed[..., column_place(order, torch.arange(columns.shape[-1], dtype=torch.int64, device=columns.device))] = (
         columns

@@ -1,4 +1,4 @@
-"""vLLM's attention backend for decoders: keys and values in the paged cache, by this library's ops of attention."""
+"""vLLM's attention backend for decoders with a paged KV cache, on this library's attention ops."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from vllm.v1.attention.backends.utils import get_kv_cache_layout
 from ....ops.attention import paged_attention_v1, paged_attention_varlen
 from ....ops.cache import reshape_and_cache_flash
 
-MIN_CAPABILITY = DeviceCapability(8, 0)  # the kernels that multiply matrices need mma.sync of bfloat16
-_POOLING_MODEL = "VoxtralRealtimeGeneration"  # its encoder raises an error for backends that it does not know by class
+MIN_CAPABILITY = DeviceCapability(8, 0)  # the MMA kernels need mma.sync for bfloat16
+_POOLING_MODEL = "VoxtralRealtimeGeneration"  # its encoder raises an error for unknown backend classes
 KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 
 def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) -> int:
-    """How many columns of a step's block table the ops are given.
+    """The number of block table columns that the ops get in a step.
 
-    A plan splits the keys by the capacity of the table, which in vLLM is the longest sequence that the model allows.
-    So the table is truncated after the longest sequence of the step, at a power of two, which keeps plans few. A batch
-    that a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then
-    must be the plan that has run.
+    A plan chooses the number of KV splits by the capacity of the table, which in vLLM is the model's longest sequence.
+    The table is therefore truncated after the longest sequence of the step, rounded up to a power of two to limit the
+    number of plans. A batch that may be captured into a CUDA graph keeps all columns: vLLM warms up with sequences of
+    one token, and the capture must use the plan of the warm-up.
     """
     columns: int = common.block_table_tensor.shape[1]
     if common.max_query_len <= _captured_query_len(config):
@@ -47,7 +47,7 @@ def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) 
 
 
 def _captured_query_len(config: Any) -> int:
-    """The largest query length of a sequence in batches with attention inside a CUDA graph."""
+    """The largest query length of batches with attention inside a CUDA graph."""
     mode, speculative = config.compilation_config.cudagraph_mode, config.speculative_config
     if mode is None or not mode.has_full_cudagraphs():
         return 0
@@ -57,7 +57,7 @@ def _captured_query_len(config: Any) -> int:
 
 
 def refused_combination(dtype: torch.dtype, kv_cache_dtype: str | None, *, context_parallel: bool) -> str | None:
-    """Why a cache of this type with queries of `dtype`, or context parallelism, is not supported; None if it is."""
+    """Why a combination of cache dtype, query `dtype` and context parallelism is not supported; None if it is."""
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != str(dtype).removeprefix("torch."):
         return f"kv_cache_dtype {kv_cache_dtype} beside queries of {dtype} not supported"
     config = get_current_vllm_config_or_none()
@@ -68,12 +68,12 @@ def refused_combination(dtype: torch.dtype, kv_cache_dtype: str | None, *, conte
 
 @dataclass
 class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
-    """What the layers of one group of caches share in a step.
+    """The metadata that all layers of a KV cache group share in a step.
 
     Attributes:
-        num_reqs: sequences, those that only fill up a CUDA graph included.
-        is_decode: whether sequence s has row s of the queries and no other.
-        block_table: [num_reqs, blocks], with capacity for `max_seq_len` tokens or more.
+        num_reqs: sequences, including the padding of a CUDA graph.
+        is_decode: whether each sequence has exactly one query row.
+        block_table: [num_reqs, blocks], with capacity for at least `max_seq_len` tokens.
     """
 
     num_actual_tokens: int
@@ -87,10 +87,10 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]
-    """Takes from vLLM's metadata what the ops read: nothing is computed on the device, and nothing read from it."""
+    """Selects from vLLM's metadata the tensors that the ops read, without any work on the device or synchronisation."""
 
-    # Plans are chosen by shapes alone and lengths are read by the kernels, so a captured batch serves any lengths. A
-    # mixed batch is captured with max_query_len > 1 and hence by the op for queries of any length.
+    # Plans depend only on shapes, and kernels read the lengths, so a captured batch serves any lengths. A mixed batch
+    # is captured with max_query_len > 1, hence with the op for queries of any length.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
 
@@ -125,13 +125,13 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
 
 
 class Served:
-    """What the backends of decoders and of MLA have in common; vLLM takes its next backend for what they refuse."""
+    """The base of the decoder and MLA backends. vLLM tries its next backend for a layer that these refuse."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # layers look the name up in vLLM's enumeration of backends
+        return "CUSTOM"  # layers look up this name in vLLM's enumeration of backends
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
@@ -146,7 +146,7 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
     """The backend of decoders."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*KV_CACHE_DTYPES, "fp8_e5m2"]
-    # One custom op of vLLM less in each layer, at tens of microseconds of Python outside of CUDA graphs.
+    # Saves one custom op per layer, tens of microseconds of Python time outside of CUDA graphs.
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -167,7 +167,7 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """The ops read keys and values through strides, so slots may come before heads, or heads before slots."""
         block, *inner = (0, 1, 2, 3, 4) if get_kv_cache_layout() == "NHD" else (0, 1, 3, 2, 4)
-        if include_num_layers_dimension:  # the first one of the shape; all layers of a block lie together
+        if include_num_layers_dimension:  # the first dimension: all layers of a block are adjacent
             return block + 1, 0, *(dim + 1 for dim in inner)
         return block, *inner
 
@@ -195,14 +195,14 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
 
 
 def _no_cache() -> None:
-    """The value of a reference to a cache when there is no cache."""
+    """The value of the weak reference to a cache before one is bound."""
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
-    """The attention of one layer: writes keys and values into the cache, then attends.
+    """The attention of one layer.
 
-    `forward` runs in Python for each layer of each step outside of CUDA graphs, so it makes no tensor where it need
-    not: views of the cache are kept, and padding rows of queries are left to the op.
+    Outside of CUDA graphs `forward` runs in Python for each layer of each step, so it avoids creating tensors: views of
+    the cache are kept, and the op handles padding rows of queries.
     """
 
     _bound: Callable[[], torch.Tensor | None]
@@ -229,7 +229,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         self._cache_dtype = kv_cache_dtype if kv_cache_dtype.startswith("fp8") else "auto"
         self._writes = kv_sharing_target_layer_name is None
         self._sinks = sinks
-        place = torch.get_default_device()  # vLLM makes its layers under the worker's device
+        place = torch.get_default_device()  # vLLM creates layers with the worker's device as torch's default
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=place)
         self._alibi_slopes = slopes
         self._options: dict[str, Any] = {
@@ -245,11 +245,11 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             self._options["sinks"] = self._sinks.float()
 
     def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """Keep the views of a cache, and the scales of its layer, because looking up their names takes a microsecond.
+        """Keep views of a cache and the scales of its layer, because each attribute lookup takes a microsecond.
 
-        vLLM measures memory with a first, small cache, and frees it: the views must not keep it alive.
+        vLLM profiles memory with a small first cache and frees it, so the views must not keep it alive.
         """
-        self._key_cache, self._value_cache = kv_cache.data.unbind(1)  # views of kv_cache itself would refer to it
+        self._key_cache, self._value_cache = kv_cache.data.unbind(1)  # views of kv_cache itself would keep it alive
         self._block_size = kv_cache.shape[2]
         self._scales = layer._k_scale, layer._v_scale
         self._bound = weakref.ref(kv_cache, self._release)
@@ -271,14 +271,14 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write `output` [rows, num_heads, head_size] of `query` of that shape, and return it.
+        """Write the attention of `query` [rows, num_heads, head_size] to `output` of the same shape, and return it.
 
-        Rows beyond those of the batch's sequences, which only fill up a CUDA graph, are left as they are. `kv_cache` is
-        written where `attn_metadata.slot_mapping` says, unless this layer reads the cache of another.
+        Padding rows of a CUDA graph are left as they are. Keys and values are first written to `kv_cache` at
+        `attn_metadata.slot_mapping`, unless this layer shares the cache of another layer.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("pyops' attention backend does not quantize its output")
-        if attn_metadata is None:  # a run that only measures memory
+        if attn_metadata is None:  # a profiling run of vLLM
             return output.fill_(0)
         if self._bound() is not kv_cache:
             self._bind(layer, kv_cache)
@@ -292,7 +292,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         return output
 
     def _decode(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
-        """One row of each sequence."""
+        """One query row per sequence."""
         count = metadata.num_reqs
         if query.shape[0] != count:
             query, output = query[:count], output[:count]
@@ -314,7 +314,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         )
 
     def _mixed(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
-        """Any number of query rows for each sequence: prefill, chunked prefill, drafts, and decodes among them."""
+        """Any number of query rows per sequence: prefill, chunked prefill, speculative drafts, mixed with decodes."""
         paged_attention_varlen(
             output,
             query,

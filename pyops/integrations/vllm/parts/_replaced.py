@@ -1,4 +1,4 @@
-"""Functions of vLLM that others stand for, wherever vLLM's modules have imported them by name."""
+"""Replace functions of vLLM in every module of vLLM that has imported them by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Replaced:
-    """Functions of vLLM that are replaced by others, until `undo`."""
+    """A set of replaced functions of vLLM, which `undo` restores."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []  # (vLLM's, ours)
@@ -26,14 +26,14 @@ class Replaced:
         self._pairs.append((original, ours))
 
     def undo(self) -> None:
-        """Put vLLM's back, also in modules that were imported since."""
+        """Restore vLLM's functions, also in modules that were imported in the meantime."""
         for original, ours in reversed(self._pairs):
             _rename(ours.__name__, ours, original)
         self._pairs.clear()
 
 
 def _rename(name: str, old: Any, new: Any) -> None:
-    """Where a module of vLLM has `old` under this name, have it have `new`."""
+    """In every module of vLLM that has `old` as the global `name`, set it to `new`."""
     for key, module in list(sys.modules.items()):
         if key.partition(".")[0] == "vllm" and vars(module).get(name) is old:
             setattr(module, name, new)

@@ -1,7 +1,7 @@
 """vLLM's linear layers of 8-bit weights and activations, by `cutlass_scaled_mm`.
 
-Activations are quantised by vLLM's own layer `QuantFP8`, so that its fusions with the norm or the activation before it
-stay what they are; of int8 by this library.
+fp8 activations are quantised by vLLM's own layer `QuantFP8`, so that vLLM can still fuse it with the preceding norm or
+activation; int8 activations are quantised by this library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 128  # elements of K, and rows of the weight, under one scale
 
 
 class PyopsFP8ScaledMMLinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """fp8 under scales of a tensor, of tokens and of columns."""
+    """fp8 GEMM with per-tensor or per-token activation scales and per-tensor or per-channel weight scales."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -53,11 +53,11 @@ class PyopsFP8ScaledMMLinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[mis
 
 
 class PyopsFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """fp8 under scales of 128 elements of a token, and of blocks of 128 x 128 of the weight."""
+    """fp8 GEMM with activation scales per 128 elements of a token and weight scales per 128 x 128 block."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        # Scales are column-major: those of one group of K are contiguous, as the GEMM reads them.
+        # The GEMM reads column-major scales: those of one group of K are contiguous.
         group = config.activation_quant_key.scale.group_shape
         self.quant_fp8 = QuantFP8(static=False, group_shape=group, use_ue8m0=False, column_major_scales=True)
 
@@ -82,7 +82,7 @@ class PyopsFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: 
 
 
 class PyopsInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]
-    """int8 under scales of a tensor, of tokens and of columns, with and without zero points; weights as for CUTLASS."""
+    """int8 GEMM with per-tensor or per-token and per-channel scales, optional zero points, and CUTLASS weights."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -95,17 +95,17 @@ class PyopsInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: i
         out = rows.new_empty(rows.shape[0], weight.shape[1])
         if azp_adj is None:
             pyops.cutlass_scaled_mm(out, codes, weight, scales, weight_scale, bias)
-        else:  # vLLM has multiplied azp_adj by a zero point that is known at load
+        else:  # vLLM has already multiplied azp_adj by the static zero point
             each = zero_points if zero_point is None else None
             pyops.cutlass_scaled_mm_azp(out, codes, weight, scales, weight_scale, azp_adj, each, bias)
         return out.view(*x.shape[:-1], weight.shape[1])
 
 
 def _answer(refusal: str | None) -> tuple[bool, str | None]:
-    """What vLLM's selection asks for: (whether a kernel can, why not)."""
+    """The reply to vLLM's kernel selection: (whether the kernel supports the layer, the reason if not)."""
     return refusal is None, refusal
 
 
 def _refused_dtype(config: Any) -> str | None:
-    """Why an fp8 layer is left to vLLM. Accumulators exact enough for float16 results cost large M time."""
+    """Why an fp8 layer is left to vLLM. For float16 results, promoted accumulators would slow down large M."""
     return None if config.out_dtype == torch.bfloat16 else f"is slower than CUTLASS for results of {config.out_dtype}"

@@ -1,4 +1,4 @@
-"""The part of the plugin by which vLLM's attention layers choose this library's backends."""
+"""The part `attention`: registers this library's attention backends with vLLM."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..choice import keeps
 
 _PACKAGE = __name__.rpartition(".")[0]
 
-_taken = ExitStack()  # what gives vLLM its own back
+_taken = ExitStack()  # callbacks that undo the changes to vLLM
 _line = ""
 
 
 @dataclass(frozen=True)
 class _Backend:
-    """An entry of vLLM's lists of backends that is no member of its enumerations, which cannot be extended."""
+    """An entry for vLLM's lists of backends. vLLM's enumerations of backends cannot be extended."""
 
     name: str
     path: str
@@ -37,13 +37,13 @@ _LATENT_PREFILL = _Backend("PYOPS", f"{_PACKAGE}._latent_attention.LatentPrefill
 
 
 def install() -> str:
-    """Put this library's attention backends before vLLM's own, on CUDA.
+    """Put this library's attention backends first in vLLM's lists, on CUDA.
 
     vLLM takes the first backend of a list that passes its checks, unless the user names one (``--attention-backend``).
-    So what is not served here has the backend that it had.
+    A layer that is not supported here therefore keeps its backend.
 
     Returns:
-        One line for the log: what was taken over; "" where nothing was. A second call changes nothing.
+        One line for the log with the new backends; "" if there are none. A second call changes nothing.
     """
     global _line
     from vllm.platforms import current_platform
@@ -56,14 +56,14 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Let vLLM choose among its own backends again. Layers that exist keep the backend that they have."""
+    """Let vLLM choose among its own backends again. Existing layers keep their backend."""
     global _line
     _line = ""
     _taken.close()
 
 
 def _install_decoders() -> str:
-    """Register the backend of decoders as vLLM's CUSTOM, the first choice; "" where CUSTOM is another plugin's."""
+    """Register the decoder backend as vLLM's CUSTOM and put it first; "" if another plugin has registered CUSTOM."""
     from vllm.platforms import cuda
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -78,7 +78,7 @@ def _install_decoders() -> str:
 
 
 def _install_latent() -> str:
-    """Put the backend of MLA decode first, in the list of all backends: MLA or not is one of a backend's checks."""
+    """Put the MLA decode backend first in the list of all backends; a backend's checks recognise MLA layers."""
     from vllm.platforms import cuda
     from vllm.v1.attention import selector
 
@@ -87,7 +87,7 @@ def _install_latent() -> str:
 
 
 def _install_latent_prefill() -> str:
-    """Put the backend of MLA prefill first; vLLM chooses it separately from decode."""
+    """Put the MLA prefill backend first; vLLM chooses it separately from decode."""
     from vllm.v1.attention.backends.mla.prefill import selector as prefill
 
     choices = prefill._auto_select_mla_prefill_backend
@@ -96,10 +96,10 @@ def _install_latent_prefill() -> str:
 
 
 def _put_first(backend: Any, module: ModuleType, name: str, choices: Any) -> None:
-    """Have the list that a function of vLLM returns begin with `backend`, until `uninstall`.
+    """Put `backend` first in the list that the function `name` of a vLLM module returns, until `uninstall`.
 
     Args:
-        choices: vLLM's function that remembers what it has chosen, which it forgets both times.
+        choices: vLLM's cached selection function; its cache is cleared now and at `uninstall`.
     """
     own: Callable[..., list[Any]] = getattr(module, name)
 

@@ -1,9 +1,9 @@
-"""The part `experts`: vLLM's layers of mixtures of experts run on this library's.
+"""The part `experts`: vLLM's mixture-of-experts layers on this library's kernels.
 
-vLLM's oracles ask the backends of a format in order, and take the first with experts for the layer. `install` puts
-a backend in front, ``PYOPS``, so that vLLM itself chooses it, names it in its log, and goes on to its own where a layer
-is not supported. A backend that the user names, by ``--moe-backend`` or vLLM's switches, is taken without asking. What
-vLLM multiplies by its functions `fused_marlin_moe` and `fused_experts` takes this library's functions of these names.
+vLLM's oracles try the backends of a format in order and take the first that supports the layer. `install` adds a
+backend ``PYOPS`` in front, so that vLLM chooses it, logs its name, and goes on to its own backends for a layer that it
+does not support. A backend that the user names, by ``--moe-backend`` or vLLM's switches, has precedence. vLLM's
+functions `fused_marlin_moe` and `fused_experts` are replaced by this library's functions of the same names.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _replaced = Replaced()
 
 
 class Backend(Enum):
-    """This library's experts, among the backends of vLLM's oracles."""
+    """The backend ``PYOPS`` for vLLM's oracles."""
 
     PYOPS = "PYOPS"
 
 
 def install() -> str:
-    """Have vLLM choose this library's experts for layers that it makes from now on.
+    """Let vLLM choose this library's experts for layers that it creates from now on.
 
     Returns:
-        What was taken over, a line for the log; empty if it was before.
+        One line for the log with what was replaced; "" if it already was.
 
     Raises:
-        ImportError, AttributeError: of a vLLM that lacks these modules or functions. Nothing is taken over then.
+        ImportError, AttributeError: the installed vLLM lacks one of these modules or functions. Nothing is replaced.
     """
     if _replaced:
         return ""
@@ -46,7 +46,7 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Have vLLM choose among its own again, for layers that it makes from now on."""
+    """Let vLLM choose among its own experts again, for layers that it creates from now on."""
     _replaced.undo()
 
 
@@ -61,7 +61,7 @@ def _take_over() -> None:
         _replaced.function(f"{_ORACLE}.{oracle}", "backend_to_kernel_cls", _knows_experts(oracle != "unquantized"))
     fp8 = importlib.import_module(f"{_ORACLE}.fp8").Fp8MoeBackend
     mxfp4 = importlib.import_module(f"{_ORACLE}.mxfp4").Mxfp4MoeBackend
-    # What vLLM prepares by the backend: weights as Triton's and XPU's kernels take them are those of checkpoints.
+    # vLLM prepares weights and scales by backend. Those of Triton and XPU keep the checkpoint's layout.
     for oracle, name, argument, backend in (
         ("fp8", "convert_to_fp8_moe_kernel_format", "fp8_backend", fp8.TRITON),
         ("mxfp4", "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format", "mxfp4_backend", mxfp4.XPU),
@@ -81,7 +81,7 @@ def _in_front(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _knows_experts(in_list: bool) -> Callable[[Any], Callable[[Any], Any]]:
-    """Has an oracle's function of the experts of a backend, one class or a list of them, know the class here."""
+    """Wrap an oracle's `backend_to_kernel_cls` to return `PyopsExperts` for PYOPS, as a class or in a list."""
     experts = importlib.import_module("pyops.integrations.vllm.parts._modular_experts").PyopsExperts
 
     def around(classes: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -96,7 +96,7 @@ def _knows_experts(in_list: bool) -> Callable[[Any], Callable[[Any], Any]]:
 
 
 def _as_for(argument: str, backend: Any) -> Callable[[Any], Any]:
-    """Has a function that prepares for a backend do for this one what it does for another."""
+    """Wrap a function of vLLM so that PYOPS is treated as `backend`."""
 
     def around(prepare: Callable[..., Any]) -> Callable[..., Any]:
         def with_pyops(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""vLLM's linear layers: this library's kernels stand first in the lists from which vLLM chooses one for each layer.
+"""The part `linear`: puts this library's kernels first in the lists from which vLLM chooses one for each linear layer.
 
-A layer that they do not support gets what vLLM would have chosen without them; so does every layer under a backend that
-the user names (``--linear-backend``). ``VLLM_DISABLED_KERNELS`` leaves out a kernel by the name of its class.
+A layer that they do not support gets the kernel that vLLM would have chosen without them, and so does every layer if
+the user names a backend (``--linear-backend``). ``VLLM_DISABLED_KERNELS`` excludes a kernel by its class name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ._scaled_linear import (
     PyopsInt8ScaledMMLinearKernel,
 )
 
-_undo: list[Callable[[], Any]] = []  # what gives vLLM its own again, in the order of the changes
+_undo: list[Callable[[], Any]] = []  # callbacks that undo the changes to vLLM, in the order of the changes
 
 
 def install() -> str:
-    """Offer this library's kernels to vLLM, for the layers that it makes from now on, on Hopper.
+    """Offer this library's kernels to vLLM for layers that it creates from now on, on Hopper.
 
     Returns:
-        What may be chosen, for the log; "" if nothing may.
+        The kernels that vLLM may choose, as a line for the log; "" if there are none.
     """
     if _undo or not current_platform.is_cuda() or _hopper.refusal() is not None:
         return ""
@@ -48,19 +48,19 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Leave vLLM's lists and functions as they were; layers that have been made keep their kernels."""
+    """Restore vLLM's lists and functions. Existing layers keep their kernels."""
     while _undo:
         _undo.pop()()
 
 
 def _offers() -> dict[str, Callable[[], None]]:
-    """{case: what offers its kernel}."""
+    """{case of `keeps`: the function that offers its kernel to vLLM}."""
     platform = current_platform._enum
     packed, fp8 = kernels._POSSIBLE_KERNELS[platform], kernels._POSSIBLE_FP8_KERNELS[platform]
     blocks, int8 = kernels._POSSIBLE_FP8_BLOCK_KERNELS[platform], kernels._POSSIBLE_INT8_KERNELS[platform]
     return {
         "fp8_channel": partial(_insert, fp8, PyopsFP8ScaledMMLinearKernel),
-        # DeepGEMM stays first: no measurement compares this library with it.
+        # DeepGEMM stays first, because this library has not been measured against it.
         "fp8_block": partial(_insert, blocks, PyopsFp8BlockScaledMMLinearKernel, kernels.CutlassFp8BlockScaledMMKernel),
         "int8": partial(_insert, int8, PyopsInt8ScaledMMLinearKernel),
         "w4a16": partial(_offer_bits, packed, 4),
@@ -70,13 +70,13 @@ def _offers() -> dict[str, Callable[[], None]]:
 
 
 def _insert(offered: list[type], kernel: type, before: type | None = None) -> None:
-    """Put `kernel` into a list of vLLM's: first, or in front of another one."""
+    """Insert `kernel` into a list of vLLM: at the front, or before another kernel."""
     offered.insert(offered.index(before) if before in offered else 0, kernel)
     _undo.append(partial(offered.remove, kernel))
 
 
 def _offer_bits(packed: list[type], bits: int) -> None:
-    """Let the kernel of packed weights also accept weights of `bits`."""
+    """Let the kernel for packed weights accept weights of `bits`, too."""
     if PyopsMarlinLinearKernel not in packed:
         _insert(packed, PyopsMarlinLinearKernel)
     _replace(PyopsMarlinLinearKernel, "served_bits", (*PyopsMarlinLinearKernel.served_bits, bits))
@@ -88,10 +88,10 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _name_compiled_code(served: list[str]) -> None:
-    """Let vLLM cache the code that it compiles now separately from code that it compiled with other kernels.
+    """Make the key of vLLM's compile cache depend on the chosen kernels.
 
-    Its cache on disk does not know which kernels were chosen, and another kernel's code would read weights that are
-    repacked here as if they were its own.
+    vLLM's cache on disk does not record which kernels were chosen, and code compiled for another kernel would misread
+    weights that this library has repacked.
     """
     factors, own = envs.compile_factors, {"PYOPS_LINEAR": ",".join(served), "PYOPS_VERSION": pyops.__version__}
     _replace(envs, "compile_factors", lambda: {**factors(), **own})

@@ -1,10 +1,9 @@
-"""vLLM's sampler: tokens drawn without a sort, log-probabilities in one pass.
+"""The part `sampler`: draws tokens without a sort and computes log-probabilities in one pass.
 
-One launch of `top_k_top_p_sampling_from_logits` takes the logits as the model leaves them, in 16 bits, and does what
-vLLM does in up to ten: the conversion to float32, the temperature, min-p, top-k, top-p, softmax, the draw, and argmax
-for greedy requests. vLLM's own code runs wherever a batch needs the logits in between: for requests with a seed of
-their own, which must have vLLM's tokens, for logprobs of processed logits, and for logits processors that are not
-vLLM's.
+One launch of `top_k_top_p_sampling_from_logits` reads the model's 16-bit logits and replaces up to ten launches of
+vLLM: conversion to float32, temperature, min-p, top-k, top-p, softmax, the draw, and argmax for greedy requests. vLLM's
+own code runs for a batch that needs intermediate logits: requests with their own seed, which must get vLLM's tokens,
+logprobs of processed logits, and custom logits processors.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ import pyops
 
 from ..choice import keeps
 
-_GREEDY = 1e-5  # vLLM takes the likeliest token at temperatures below this one
-# {logits processor: its attribute that is falsy while no request of the batch uses it}
+_GREEDY = 1e-5  # vLLM samples greedily at temperatures below this
+# {logits processor of vLLM: the attribute that is falsy if no request of the batch uses it}
 _USERS = {LogitBiasLogitsProcessor: "biases", MinPLogitsProcessor: "min_p_count", MinTokensLogitsProcessor: "min_toks"}
 
 _originals: dict[str, Any] = {}  # {attribute of `Sampler`: vLLM's}
 
 
 def install() -> str:
-    """Have vLLM's `Sampler` draw tokens and compute log-probabilities by this library, on GPUs.
+    """Let vLLM's `Sampler` draw tokens and compute log-probabilities with this library, on GPUs.
 
     Returns:
-        What is replaced, for the log; "" if nothing is.
+        One line for the log with what is replaced; "" if nothing is.
     """
     if _originals or not current_platform.is_cuda_alike():
         return ""
@@ -55,14 +54,14 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Give vLLM's `Sampler` its own methods again."""
+    """Restore the methods of vLLM's `Sampler`."""
     for name, method in _originals.items():
         setattr(Sampler, name, method)
     _originals.clear()
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Sampler.forward`, which leaves logits in 16 bits where nothing but tokens is asked for."""
+    """`Sampler.forward`, which keeps logits in 16 bits if the batch asks only for tokens."""
 
     def forward(
         self: Any,
@@ -80,7 +79,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Sampler.sample`, which draws the tokens of all rows by one launch."""
+    """`Sampler.sample`, which draws the tokens of all rows in one launch."""
 
     def sample(
         self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None
@@ -94,23 +93,23 @@ def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _draw(logits: Tensor, metadata: Any) -> Tensor:
-    """A token of each row, [num_rows] int32, from logits that no temperature has divided yet."""
+    """Draw a token for each row, [num_rows] int32, from logits before temperature."""
     rows, device = logits.shape[0], logits.device
     temperature = metadata.temperature
     if not metadata.all_random:
         temperature = temperature.masked_fill(temperature < _GREEDY, 0.0)
-    # They come from torch's own generator: its seed reproduces them, and all ranks draw the same tokens.
+    # Seeds from torch's generator make draws reproducible, and equal on all ranks.
     seeds = torch.empty(rows, dtype=torch.int64, device=device).random_()
-    top_k = None if metadata.top_k is None else metadata.top_k.to(torch.int32)  # vLLM's warm-up has int64
+    top_k = None if metadata.top_k is None else metadata.top_k.to(torch.int32)  # vLLM's warm-up passes int64
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     pyops.top_k_top_p_sampling_from_logits(
         tokens, logits, seeds, None, top_k, metadata.top_p, _min_p(metadata), temperature
     )
-    return tokens.clamp_(min=0)  # A row of NaN has no token, and vLLM would read -1 as a token that was rejected.
+    return tokens.clamp_(min=0)  # A row of NaN gives -1, which vLLM would take for a rejected token.
 
 
 def _only_draws(sampler: Any, metadata: Any) -> bool:
-    """Whether a batch asks for tokens alone, and nothing edits its logits in float32 before."""
+    """Whether a batch asks only for tokens, and nothing edits its logits in float32 first."""
     holder = metadata.thinking_budget_state_holder
     return (
         metadata.max_num_logprobs is None
@@ -125,7 +124,7 @@ def _only_draws(sampler: Any, metadata: Any) -> bool:
 
 
 def _can_draw(sampler: Any, metadata: Any) -> bool:
-    """Whether nobody sees the logits between the temperature and the draw."""
+    """Whether nothing reads the logits between temperature and draw."""
     return (
         not metadata.generators
         and not sampler.topk_topp_sampler.logprobs_mode.startswith("processed")
@@ -136,13 +135,13 @@ def _can_draw(sampler: Any, metadata: Any) -> bool:
 
 
 def _is_used(processor: Any) -> bool:
-    """Whether a logits processor may edit logits: one that is not vLLM's always may."""
+    """Whether a logits processor may edit logits. A custom one always may."""
     users = _USERS.get(type(processor))
     return users is None or bool(getattr(processor, users))
 
 
 def _min_p(metadata: Any) -> Tensor | None:
-    """The part of the largest probability that a token needs, [num_rows]; None if no request asks for one."""
+    """min_p of each row, [num_rows]; None if no request sets it."""
     for processor in metadata.logitsprocs.argmax_invariant:
         if type(processor) is MinPLogitsProcessor and processor.min_p_count:
             min_p: Tensor = processor.min_p.view(-1)
@@ -151,7 +150,7 @@ def _min_p(metadata: Any) -> Tensor | None:
 
 
 def _compute_logprobs(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`Sampler.compute_logprobs`; vLLM's own where results may not depend on the size of the batch."""
+    """`Sampler.compute_logprobs`; vLLM's own if results must not depend on the batch size."""
 
     def compute_logprobs(logits: Tensor) -> Tensor:
         if envs.VLLM_BATCH_INVARIANT:

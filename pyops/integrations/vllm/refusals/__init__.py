@@ -1,4 +1,4 @@
-"""What ops of vLLM take and this library refuses, with the reason, for every op that it serves."""
+"""Arguments that vLLM's ops accept and this library refuses, with reasons, for all ops that it serves."""
 
 from __future__ import annotations
 

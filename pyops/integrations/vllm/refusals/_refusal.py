@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An argument that an op of vLLM takes and this library's refuses: which, what is refused, and why."""
+    """An argument that vLLM's op accepts and this library's refuses: its name, the refused values and the reason."""
 
     argument: str
     what: str

@@ -1,7 +1,7 @@
 """Arguments that GEMMs and the ops around experts refuse, and vLLM's own ops accept.
 
-Left out is what vLLM's ops make nothing meaningful of: strides and dtypes that they do not look at, tensors too short
-for what they read or write, sizes that contradict each other.
+Refusals of meaningless arguments, which vLLM's ops accept without a check, are not listed: strides and dtypes that they
+ignore, tensors that are too short, and sizes that contradict each other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PRODUCTS: dict[str, tuple[Refusal, ...]] = {
     "ggml_mul_mat_vec_a8": (Refusal("X", *_WHOLE_BLOCKS), _ROWS_OF_W),
     "gptq_gemm": (),
     "gptq_marlin_24_gemm": (),
-    "gptq_marlin_gemm": (),  # another name of marlin_gemm, which refuses for it
+    "gptq_marlin_gemm": (),  # an alias of marlin_gemm, with its refusals
     "gptq_marlin_repack": (),
     "grouped_topk": (),
     "machete_mm": (Refusal("B", *_OWN_TILES),),

@@ -1,0 +1,186 @@
+"""Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
+
+A function is looked up in two caches before NVRTC compiles it: this process's functions by (device, text), then CuPy's
+folder of compiled kernels by the digest of text, options, architecture and compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from .. import locks, log
+from ..errors import CompileError
+from ..system import device, driver, folders
+from ..system.lazy import cache_folder, cupy
+from . import hiprtc
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation that this process holds.
+
+    Attributes:
+        kernel: source file; constants: its specialisation; arch: target; device: ordinal. On the host backend arch is
+            ``"host"`` and device is -1.
+        milliseconds: from text to loaded function.
+        origin: ``"compiled"`` or ``"disk"``.
+        registers: per thread; shared_bytes, local_bytes: static shared memory per block, local memory per thread. The
+            host backend has none of them, and they are 0.
+    """
+
+    kernel: str
+    constants: str
+    device: int
+    arch: str
+    milliseconds: float
+    origin: str
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    function: int = field(repr=False)
+    keep_alive: Any = field(repr=False)
+
+
+class _CompilerRan:
+    """A log stream that CuPy writes to only when it compiles, not when it reads its disk cache."""
+
+    def __init__(self) -> None:
+        self.state = threading.local()
+
+    def write(self, _: str) -> None:
+        self.state.wrote = True
+
+
+_compiler_ran = _CompilerRan()
+_loaded: dict[tuple[int, str], Compiled] = {}
+_locks: dict[tuple[int, str], threading.Lock] = {}
+_warned = False
+
+
+def load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...] = ()) -> Compiled:
+    """The function `entry` of `text` on the device `index`, compiled at most once per process and device."""
+    key = (index, text)
+    with _locks.setdefault(key, locks.new()):
+        if key not in _loaded:
+            _loaded[key] = _load(index, text, entry, kernel, constants, options)
+        return _loaded[key]
+
+
+def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
+    started = time.perf_counter()
+    load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_module
+    with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {device.get(index).arch}"):
+        try:
+            module, origin = load_module(index, text, kernel, constants, options)
+        except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+            if driver.is_refusal(error):
+                raise
+            # The cache folder cannot be written, is full, or holds a file that is not a kernel for this device.
+            _warn_once(error)
+            module, origin = _compile_in_memory(index, text, kernel, constants, options), "compiled"
+        function = module.get_function(entry)
+        registers, shared_bytes, local_bytes = _attributes(function.ptr)
+    compiled = Compiled(
+        kernel,
+        constants,
+        index,
+        device.get(index).arch,
+        (time.perf_counter() - started) * 1e3,
+        origin,
+        registers,
+        shared_bytes,
+        local_bytes,
+        function.ptr,
+        (module, function),
+    )
+    log.ready(kernel, constants, compiled.arch, told(compiled))
+    return compiled
+
+
+def told(one: Compiled) -> str:
+    """Where a kernel came from, how long that took, and its registers."""
+    how = "read from disk" if one.origin == "disk" else "compiled"
+    return f"{how} in {one.milliseconds:.0f} ms" + f", {one.registers} registers" * (one.registers > 0)
+
+
+def _load_module(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
+    """(CuPy's module, ``"compiled"`` or ``"disk"``) by way of CuPy's cache folder."""
+    _compiler_ran.state.wrote = False
+    try:
+        with _alone(index, text, options):
+            module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(kernel, constants, _tail(str(error))) from None
+    return module, "compiled" if _compiler_ran.state.wrote else "disk"
+
+
+def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """Let one process compile a kernel that no cache holds; other processes that need it wait for the cache entry."""
+    if not os.access(cache_folder(), os.W_OK):
+        return nullcontext()
+    digest = hashlib.sha256("\0".join((text, device.get(index).arch, *options)).encode()).hexdigest()[:32]
+    return folders.worked_in(os.path.join(cache_folder(), f"pyops-{digest}{folders.SUFFIX}"))
+
+
+def _compile_in_memory(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
+    if cupy.cuda.runtime.is_hip:
+        return hiprtc.module_of(hiprtc.compile(kernel, constants, text, device.get(index).arch, options))
+    try:
+        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
+            text,
+            (*options, "-std=c++17", "-ftz=true", *(f"-I{folder}" for folder in include_folders())),
+            cache_in_memory=True,
+        )
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(kernel, constants, _tail(str(error))) from None
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module
+
+
+@cache
+def include_folders() -> tuple[str, ...]:
+    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
+    found = []
+    try:
+        import nvidia
+
+        for root in nvidia.__path__:
+            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
+    except ImportError:
+        pass
+    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
+    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
+
+
+def _attributes(function: int) -> tuple[int, int, int]:
+    """(registers, static shared bytes, local bytes). Reading them also makes the driver load the function now."""
+    from cupy_backends.cuda.api import driver
+
+    return (
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function),
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function),
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function),
+    )
+
+
+def _warn_once(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"kernel cache {cache_folder()} is of no use ({error}); kernels are compiled anew in every process",
+            stacklevel=2,
+        )
+
+
+def _tail(log: str, lines: int = 20) -> str:
+    return "\n".join(log.strip().splitlines()[-lines:])

@@ -1,0 +1,93 @@
+"""Makers of example arguments: one example serves tests, benchmarks and warm-up, with or without data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy
+
+from ._core.errors import OpError
+from ._core.system.device import Device
+from ._core.system.lazy import torch
+from ._core.tensors import dtypes, tensor
+from ._core.tensors.tensor import TensorArg
+
+
+class TorchMaker:
+    """Torch tensors on `device` from a seed. Outputs are filled with NaN (or the largest integer), never zeros."""
+
+    def __init__(self, device: str = "cpu", seed: int = 0) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> Any:
+        """Normal values times `scale` plus `shift`."""
+        values = torch.randn(shape, dtype=torch.float32, device=self.device, generator=self.generator)
+        return (values * scale + shift).to(getattr(torch, dtype))
+
+    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Any:
+        """Integers in [low, high)."""
+        kind = getattr(torch, dtype)
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=kind)
+
+    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> Any:
+        """Different integers in [0, high), in random order."""
+        order = torch.randperm(high, device=self.device, generator=self.generator, dtype=getattr(torch, dtype))
+        return order[: math.prod(shape)].reshape(shape).clone()
+
+    def transposed(self, matrix: Any) -> Any:
+        """The transpose of a matrix, a column-major view."""
+        return matrix.t()
+
+    def values(self, values: Any, dtype: str) -> Any:
+        """A tensor of these values, a list or nested lists."""
+        return torch.tensor(values, device=self.device, dtype=getattr(torch, dtype))
+
+    def empty(self, *shape: int, dtype: str) -> Any:
+        """An output to be written, filled with NaN for float types, else with bytes of 0xFF."""
+        kind = getattr(torch, dtype)
+        size = dtypes.of(dtype).itemsize  # type: ignore[union-attr]
+        count = size
+        for extent in shape:
+            count *= extent
+        return (
+            torch.full((count,), dtypes.nan_byte(kind), dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
+        )
+
+    def full(self, *shape: int, value: float, dtype: str) -> Any:
+        """A tensor with one value in every element."""
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=self.device)
+
+
+class ArgMaker:
+    """Descriptors (`TensorArg`) without data, for planning on a device that may not exist."""
+
+    def __init__(self, device: Device, op: str = "example") -> None:
+        self.device, self.op = device, op
+
+    def empty(self, *shape: int, dtype: str) -> TensorArg:
+        if min(shape, default=0) < 0:
+            raise OpError(self.op, "example", f"expected sizes of 0 or more, got shape {shape}")
+        kind = dtypes.of(dtype)
+        assert kind is not None
+        return tensor.describe_new(self.op, "example", shape, kind, self.device)
+
+    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> TensorArg:
+        return self.empty(*shape, dtype=dtype)
+
+    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> TensorArg:
+        return self.empty(*shape, dtype=dtype)
+
+    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> TensorArg:
+        return self.empty(*shape, dtype=dtype)
+
+    def transposed(self, matrix: TensorArg) -> TensorArg:
+        return replace(matrix, shape=matrix.shape[::-1], strides=matrix.strides[::-1])
+
+    def values(self, values: Any, dtype: str) -> TensorArg:
+        return self.empty(*numpy.shape(values), dtype=dtype)
+
+    def full(self, *shape: int, value: float, dtype: str) -> TensorArg:
+        return self.empty(*shape, dtype=dtype)

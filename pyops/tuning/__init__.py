@@ -1,0 +1,128 @@
+"""The Config that a plan runs with: the plan's own choice, or one that overrides it.
+
+A plan that has something to choose takes three steps: check the arguments, choose a Config by
+``choose(problem, device)``, launch what the Config says. A Problem is immutable and holds everything that `choose`
+reads except the device; a Config is a frozen dataclass; `choose` is pure. The plan does not call `choose` itself but
+``tuning.config(op, problem, device, choose)``, once.
+
+Two things override `choose`: the context ``tuning.forced(op, config)``, and the table of the device,
+``pyops/tuning/<device name>.json``::
+
+    {"paged_attention_v1": {"<bucket of the problem>": {"num_warps": 3}}}
+
+An entry replaces the fields of the choice that it names. It serves every problem of its bucket, so a Config holds no
+number that differs within a bucket, such as the size of a grid.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from .._core.system.device import Device
+
+TABLES = Path(__file__).parent
+_MAX_RESIDENT_THREADS = 2048  # resident threads of an SM
+
+
+class Problem(Protocol):
+    """The input of `choose`."""
+
+    def bucket(self) -> str:
+        """The key of the problem in a table: equal for problems that one Config serves."""
+        ...
+
+
+class Config(Protocol):
+    """The result of `choose`. The fields that tuning varies are scalars, so that a JSON table can hold them."""
+
+    def candidates(self, problem: Any, device: Device) -> Iterable[Any]:
+        """Configs that may be faster for the same problem, each different from this one in one respect.
+
+        Each of them is valid for every problem of the bucket. This Config itself may be among them.
+        """
+        ...
+
+
+P = TypeVar("P", bound=Problem)
+C = TypeVar("C", bound=Config)
+
+last: dict[str, Any] = {}  # {op: the Config of the plan made last}
+_forced: dict[str, Any] = {}
+
+
+def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]) -> C:
+    """The Config for `problem`: the forced one; else the choice, changed as the table of the device says."""
+    found: C
+    if op in _forced:
+        found = _forced[op]
+    else:
+        found = choose(problem, device)
+        if entries := table(device.name).get(op):
+            found = replace(found, **entries.get(problem.bucket(), {}))  # type: ignore[type-var]
+    last[op] = found
+    return found
+
+
+@contextmanager
+def forced(op: str, config: Any) -> Iterator[None]:
+    """While the context lasts, in every thread, plans of `op` are made with this Config.
+
+    A plan lives on after the context: call ``pyops.registry[op].forget()`` before and after it.
+    """
+    outer = _forced.copy()
+    _forced[op] = config
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(outer)
+
+
+@cache
+def table(device_name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{op: {bucket: {field of Config: value}}} as measured on the devices of this name; empty if none was."""
+    path = TABLES / f"{device_name}.json"
+    if not device_name or not path.exists():
+        return {}
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def varied(config: C, **values: Iterable[Any]) -> list[C]:
+    """Copies of `config` with one field changed, to each of the values that are given for the field.
+
+    A value that the Config refuses with a ValueError is left out.
+    """
+    found = []
+    for name, several in values.items():
+        for value in several:
+            with suppress(ValueError):
+                found.append(replace(config, **{name: value}))  # type: ignore[type-var]
+    return found
+
+
+def resized(config: Any, num_threads: int, **changes: Any) -> Any:
+    """`config` with blocks of `num_threads`, and min_blocks scaled so that an SM holds the same number of threads."""
+    min_blocks = config.min_blocks and max(1, config.min_blocks * config.num_threads // num_threads)
+    return replace(config, num_threads=num_threads, min_blocks=min_blocks, **changes)
+
+
+def beside(count: int, low: int, high: int) -> list[int]:
+    """Candidates next to `count`: its half and its double, if they lie in [`low`, `high`]."""
+    return [other for other in (count // 2, 2 * count) if low <= other <= high]
+
+
+def occupancies(num_threads: int, min_blocks: int) -> range:
+    """Candidates for MIN_BLOCKS: `min_blocks` - 1 to + 1, if an SM has threads for that many blocks."""
+    return range(max(1, min_blocks - 1), min(_MAX_RESIDENT_THREADS // num_threads, min_blocks + 1) + 1)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below `count`, for buckets."""
+    return 1 << max(0, count - 1).bit_length()

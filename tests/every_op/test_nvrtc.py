@@ -1,0 +1,98 @@
+"""The specialisations of the axes table compile for every architecture, on a machine with or without a device.
+
+No kernel here declares local memory, so none may spill or keep an array on the stack. Nor may the assembler serialise
+wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation, the others a fixed sample of each
+op's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+import pyops
+from pyops import offline
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
+from pyops.example import ArgMaker
+from tests.support import axes
+from tests.support.profiles import PROFILE, varied
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+# Choices of a plan besides the axes: few or many rows, and addresses that allow only one element per access. (The last
+# changes the same few instructions everywhere, so one architecture and many rows suffice.)
+SITUATIONS = ((16, True), (4096, True))
+UNALIGNED = {"sm_90": ((4096, False),)}
+
+
+def _has_nvrtc() -> str | None:
+    """The reason why nothing can be compiled here; None if it can."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        return f"NVRTC is not installed: {error}"
+    if not compiler.include_folders():
+        return "the CUDA headers are not installed"
+    return None
+
+
+MISSING = _has_nvrtc()
+
+
+def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialisation]:
+    """At most `count` of the specialisations of all axes and situations, the same ones at each call; all of them for
+    None.
+
+    They are chosen from the first cases in a random order, from as many kernels as possible.
+    """
+    assert op.example is not None
+    model = device.model(arch)
+    situations = [(model, *situation) for situation in (*SITUATIONS, *UNALIGNED.get(arch, ()))]
+    if arch == "sm_90":  # its many GEMM kernels also depend on whether tiles fill the device: any matrix fills one SM
+        situations += [(replace(model, num_sms=1), *SITUATIONS[0])]
+    cases = list(product(axes.combinations(op), situations))
+    if max_texts is not None:
+        random.Random(f"{op.name} {arch}").shuffle(cases)
+    found: dict[str, Specialisation] = {}
+    for case, (on, num_tokens, aligned) in cases:
+        if max_texts is not None and len(found) >= 6 * max_texts:
+            break
+        args = op.example(ArgMaker(on), num_tokens=num_tokens, **case)
+        for launch in op.launches(*(_placed(arg, aligned) for arg in args)):
+            found.setdefault(launch.specialisation.text, launch.specialisation)
+    return varied(list(found.values()), max_texts, op.name, lambda one: [one.kernel.file, *one.constants.items()])
+
+
+def _placed(arg: Any, aligned: bool) -> Any:
+    return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
+
+
+# Ops share kernels, and some of these launch the same specialisation.
+_compile = cache(offline.compile)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
+def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
+    refused = []
+    for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):
+        kernel, constants = specialisation.kernel, str(specialisation)
+        started = time.perf_counter()
+        report = _compile(kernel.file, constants, specialisation.text, arch, kernel.options)
+        record_property("offline_compile", (time.perf_counter() - started, arch, kernel.file, constants))
+        if report.spill_bytes or report.stack_bytes:
+            refused.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} on the stack: {constants}")
+        refused += [f"{advice}: {constants}" for advice in report.advice]
+    assert not refused, "\n".join(refused)

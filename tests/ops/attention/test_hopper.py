@@ -1,0 +1,701 @@
+"""prefill_sm90.cu, mla_decode_sm90.cu and mla_decode_small_h.cu: correct under every schedule of the Hopper emulation
+of the host; which config is chosen.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from pyops import offline, tuning
+from pyops._core import config
+from pyops._core.launch.kernel import Kernel
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
+from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
+from pyops.ops.attention.arguments import Options, PagedKV
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
+from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from tests.every_op.test_nvrtc import MISSING
+from tests.ops.attention.test_attention import in_codes_of_heads
+from tests.ops.attention.test_mla import MLA
+from tests.ops.attention.test_mla import _assert_is_attention as assert_is_mla
+from tests.ops.attention.test_mla import _call as mla_call
+from tests.ops.attention.test_varlen import VARLEN
+from tests.ops.attention.test_varlen import _assert_is_attention as assert_is_attention
+from tests.ops.attention.test_varlen import _call as varlen_call
+from tests.support.calls import KERNELS
+from tests.support.kernels import launched
+from tests.support.profiles import few
+
+HOPPER = device.model("sm_90")
+FP8 = torch.float8_e4m3fn
+NAME = "paged_attention_varlen"
+# Query tokens and lengths around multiples of the tile, 64 rows and 128 keys; a single key in its own tile.
+COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
+
+
+@pytest.fixture(params=KERNELS)
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The host backend and, on Hopper, the GPU, by name. The host gets few SMs, so that a CTA has several work
+    items."""
+    if request.param == "cuda" and not device.get(0).supports("wgmma"):
+        pytest.skip("no Hopper")
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
+    with config.cpu("kernels"):
+        yield str(request.param)
+
+
+def _schedules(on: str, schedules: Any) -> Any:
+    """A context for each schedule of the host; a single one for a GPU."""
+    return [scheduled(one) for one in schedules] if on == "cpu" else [nullcontext()]
+
+
+def _varlen(
+    one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any = None, *, has_lse: bool = True, **call: Any
+) -> None:
+    """The call matches float64 attention, with the same bits under these schedules."""
+    first: Any = None
+    device = call["out"].device
+    call["lse"] = torch.zeros(call["out"].shape[1::-1], device=device) if has_lse else None
+    VARLEN.forget()
+    with tuning.forced(NAME, one):
+        for schedule in _schedules(device.type, schedules):
+            with schedule:
+                assert_is_attention(dict(call), bias)
+            result = [call[name].clone() for name in ("out", "lse") if call[name] is not None]
+            first = first or result
+            assert all(same_bits(*pair) for pair in zip(first, result, strict=True))
+    VARLEN.forget()
+
+
+def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with fp8 caches."""
+    plain = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
+    codes = {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
+    return call | codes | {"plain": plain, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
+
+
+@pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
+def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
+    """Without a log-sum-exp, the kernel computes row sums on the tensor cores."""
+    call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
+    _varlen(PrefillSm90Config(128, 2), SCHEDULES, has_lse=has_lse, **call)
+
+
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], 2))
+def test_rising_row_max(on: str, dtype: torch.dtype) -> None:
+    """The row max rises from tile to tile, by less and by more than the slack below which there is no rescale, until
+    only the first tokens count; and it starts far below 0, so that the row max is negative.
+    """
+    call = varlen_call([65], [450], dtype=dtype, on=on)
+    keys, table = call["plain"][0][0], call["block_tables"][0].long()
+    for begin in range(0, 450, 16):
+        factor = 2.0 ** (5 - begin // 64)
+        keys[begin : begin + 16] *= factor
+        call["key_cache"][table[begin // 16]] *= factor
+    _varlen(PrefillSm90Config(64, 2), SCHEDULES[:2], **call | {"scale": 1.5 * call["scale"]})
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 1.5 * call["scale"]})
+    call = varlen_call([65], [450], dtype=dtype, on=on)
+    keys, query = call["plain"][0][0], call["query"][:1, :1]
+    row = query[0, 0].double().cpu()
+    for begin in range(0, 450, 16):  # in each row every second logit is further from 0, for a while below every row max
+        pair = torch.tensor([1.0, 40.0 if 64 <= begin < 192 else 1.4])
+        logits = pair.repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
+        units = row * (logits / float(row @ row) / call["scale"])[:, None, None]
+        keys[begin : begin + 16] = units[: len(keys) - begin]
+        call["key_cache"][call["block_tables"][0, begin // 16].long()] = units.to(on, dtype)
+    keys[:] = keys.to(dtype).double()
+    call["query"] = query.expand(65, 4, -1).contiguous()
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call)
+
+
+# Parameters of the geometry: head size, block size, heads of a group, tile, warpgroups.
+GEOMETRIES = [
+    (PrefillSm90Config(64, 2), (4, 2), 16, 8),
+    (PrefillSm90Config(128, 2), (2, 2), 80, 16),
+    (PrefillSm90Config(176, 2), (4, 2), 112, 16),
+    (PrefillSm90Config(112, 2), (7, 1), 192, 32),
+    (PrefillSm90Config(80, 2), (2, 1), 256, 16),
+    (PrefillSm90Config(96, 3), (4, 2), 64, 256),
+]
+
+
+@pytest.mark.parametrize(("one", "heads", "head_size", "block_size"), few(GEOMETRIES, 3), ids=str)
+def test_geometries(on: str, one: PrefillSm90Config, heads: tuple[int, int], head_size: int, block_size: int) -> None:
+    call = varlen_call(
+        [65, 129], [65, 200], heads, dtype=torch.float16, head_size=head_size, block_size=block_size, on=on
+    )
+    _varlen(one, **call)
+
+
+# Keys and values of MLA; heads of values that fill a panel in part, with splits and with fp8.
+SHORT_VALUES = [
+    (PrefillSm90Config(128, 2), (192, 128), 16, False),
+    (PrefillSm90Config(48, 3, max_splits=3), (128, 48), 64, False),
+    (PrefillSm90Config(48, 2), (256, 80), 8, True),
+]
+
+
+@pytest.mark.parametrize(("one", "sizes", "block_size", "codes"), SHORT_VALUES, ids=str)
+def test_values_narrower_than_keys(
+    on: str, one: PrefillSm90Config, sizes: tuple[int, int], block_size: int, codes: bool
+) -> None:
+    """Slots without a token hold NaN. A window begins inside a tile."""
+    options = {"dtype": torch.bfloat16, "block_size": block_size, "head_size": sizes[0], "value_size": sizes[1]}
+    call = varlen_call(COUNTS, [600, 257, 129], (2, 2), on=on, **options) | {"sliding_window": 400}
+    if codes:
+        call = _in_codes(call)
+    _varlen(one, **call)
+
+
+@pytest.mark.parametrize("section", [1, 2])
+def test_sections_of_heads(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work items of one key-value head after another; of two heads, and then of the remaining one."""
+    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
+    _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
+
+
+# Sequences with one tile per split, one tile too few for two splits, and the maximum of splits.
+SPLITS = [
+    ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3)),
+    ([65], [520], PrefillSm90Config(64, 2, max_splits=32)),
+]
+
+
+@pytest.mark.parametrize(("counts", "lengths", "one"), SPLITS, ids=str)
+def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90Config) -> None:
+    call = varlen_call(counts, lengths, dtype=torch.bfloat16, head_size=32, on=on)
+    _varlen(one, SCHEDULES, **call)
+
+
+def test_splits_with_options(on: str) -> None:
+    """Windows, sinks, fp8, missing blocks, and rows that belong to no sequence, which are left alone."""
+    call = varlen_call([65, 9, 3], [700, 90, 0], dtype=torch.bfloat16, head_size=80, on=on)
+    call.pop("plain")
+    call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 77, device=on)}
+    call["cu_seqlens_q"] = torch.tensor([0, 65, 73, 76], dtype=torch.int32, device=on)
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5).to(FP8)
+    call["block_tables"][0, 1:9] = -1
+    call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
+    VARLEN.forget()
+    with tuning.forced(NAME, PrefillSm90Config(64, 2, max_splits=4)):
+        for window, causal, schedules in ((0, True, SCHEDULES), (600, True, SCHEDULES[:1]), (0, False, SCHEDULES[:1])):
+            options = {"sliding_window": window, "causal": causal}
+            assert_matches_reference(VARLEN, schedules=schedules, **call | options)
+    VARLEN.forget()
+
+
+@pytest.mark.parametrize(
+    ("one", "head_size", "block_size", "dtype"),
+    [
+        (PrefillSm90Config(64, 2), 128, 16, torch.bfloat16),
+        (PrefillSm90Config(48, 2), 80, 8, torch.float16),
+        (PrefillSm90Config(112, 3), 64, 64, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_fp8_caches(on: str, one: PrefillSm90Config, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    """Slots without a token and blocks before a window, which another sequence may own, hold NaN."""
+    call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size, on=on)
+    call = _in_codes(call) | {"sliding_window": 150}
+    _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_extreme_queries_with_fp8_cache(on: str, cap: float) -> None:
+    """Rows outside the range of float16, large and small, next to rows with decisive logits; rows of zeros; rows with
+    parts that are negligible compared with others.
+    """
+    call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
+    call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
+    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
+    powers = torch.tensor([4, 24, -26, 25, -122, 23, 64, -129, 44], device=on)[torch.arange(73 * 4, device=on) % 9]
+    call["query"] *= 2.0 ** powers.double().view(73, 4, 1)
+    call["query"][5], call["query"][6, :, 3:] = 0.0, 0.0
+    call["query"][7, :, 5:] *= 2.0**-60
+    _varlen(PrefillSm90Config(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
+    call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
+    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0 times a huge element
+    for keys, _ in call["plain"]:
+        keys[..., 0] = 0.0
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 8.0})
+
+
+def test_fp8_scales_per_head(on: str) -> None:
+    """With one work item after another, in one split and in several."""
+    call = varlen_call([65, 70], [700, 200], (6, 3), dtype=torch.bfloat16, on=on)
+    call = in_codes_of_heads(call, [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
+    for max_splits in (1, 3):
+        _varlen(PrefillSm90Config(64, 2, max_splits=max_splits), **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_fp8_value(on: str, dtype: torch.dtype) -> None:
+    """All 256 of them, NaN included, as values of a single token."""
+    call = varlen_call([1], [1], (1, 1), dtype=dtype, head_size=256, on=on)
+    call.pop("plain")
+    codes = torch.arange(256, dtype=torch.uint8, device=on).view(FP8)
+    call |= {name: call[name].nan_to_num(nan=0.0).to(FP8) for name in ("key_cache", "value_cache")}
+    call["value_cache"][call["block_tables"][0, 0].long(), 0, 0] = codes
+    VARLEN.forget()
+    with tuning.forced(NAME, PrefillSm90Config(48, 2)):
+        VARLEN.wrapper(**call | {"kv_cache_dtype": "fp8"})
+    VARLEN.forget()
+    torch.testing.assert_close(call["out"][0, 0].float(), codes.float(), rtol=2e-6, atol=0, equal_nan=True)
+
+
+def test_options(on: str) -> None:
+    """A window that begins inside a tile, with NaN in blocks before it; every option of the logits."""
+    one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=on)
+    for causal in (True, False):
+        call = varlen_call([65, 130], [190, 130], dtype=torch.bfloat16, on=on) | {
+            "sliding_window": 40,
+            "causal": causal,
+        }
+        free = call["block_tables"][0, : (190 - 64 - 40) // 16].long()
+        call["key_cache"][free] = call["value_cache"][free] = torch.nan
+        call["plain"][0] = [x.nan_to_num(nan=0.0) for x in call["plain"][0]]
+        _varlen(one, SCHEDULES[:2], **call)
+    call = varlen_call([65, 3], [90, 130], dtype=torch.bfloat16, on=on)
+    _varlen(one, bias=slopes.double().cpu(), **call | {"logits_soft_cap": 1.5, "alibi_slopes": slopes})
+    _varlen(one, **varlen_call([70], [70], dtype=torch.float16, on=on) | {"scale": -0.1})
+
+
+@pytest.mark.parametrize(
+    ("one", "head_size", "dtype"),
+    few([(PrefillSm90Config(96, 3), 64, torch.bfloat16), (PrefillSm90Config(128, 2), 128, torch.float16)], 1),
+    ids=str,
+)
+def test_soft_caps(on: str, one: PrefillSm90Config, head_size: int, dtype: torch.dtype) -> None:
+    """Logits inside the limit of the polynomial, beyond it, and both in one tile; any tile ends; logits more than an
+    integer apart.
+    """
+    call = varlen_call([65, 1], [193, 129], dtype=dtype, head_size=head_size, on=on)
+    scale, rows = call["scale"], torch.linspace(0.0, 1.0, 66, device=on)[:, None, None]
+    for factor, cap, causal in ((1.0, 30.0, True), (9.0, 30.0, False), (40.0, 50.0, True)):
+        call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
+        schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
+        _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
+        if dtype == torch.bfloat16:  # two terms of the polynomial, unless a log-sum-exp is returned
+            options = {"logits_soft_cap": cap, "causal": True, "sliding_window": 150}
+            _varlen(one, has_lse=False, **call | options)
+    _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
+    _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
+    # All logits of a row are negative, down to -9 and -90.
+    call["query"] = -call["plain"][0][0][:1, :1].to(on, dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
+    keys = call["plain"][0][0][:1, :1]
+    for s, blocks in enumerate(call["block_tables"]):
+        call["key_cache"][blocks.long()] = keys[0, 0].to(on, dtype)
+        call["plain"][s][0] = keys.expand_as(call["plain"][s][0])
+    call["query"] = call["query"].to(dtype)
+    for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
+        _varlen(one, **call | {"logits_soft_cap": cap, "scale": factor * scale})
+    for s, blocks in enumerate(call["block_tables"]):  # and those of the first 96 keys, the last tile, are 0
+        call["key_cache"][blocks[:6].long()] = 0.0
+        call["plain"][s][0] = call["plain"][s][0].clone()
+        call["plain"][s][0][:96] = 0.0
+    _varlen(one, has_lse=False, **call | {"logits_soft_cap": 400.0, "scale": 30.0 * scale})
+
+
+POLYNOMIALS = """#include "attention/attention.cuh"
+extern "C" __global__ void polynomials(float* logits, float* limits, const float* shares, float scale, float cap) {
+    const CapSeries<2> two(scale, cap);
+    const CapSeries<3> three(scale, cap);
+    const CapSeries<5> five(scale, cap);
+    const int i = blockIdx.x * 128 + threadIdx.x, n = gridDim.x * 128;
+    logits[i] = two.logit(shares[i] * two.limit);
+    logits[n + i] = three.logit(shares[i] * three.limit);
+    logits[2 * n + i] = five.logit(shares[i] * five.limit);
+    if (i == 0) limits[0] = two.limit, limits[1] = three.limit, limits[2] = five.limit;
+}
+"""
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.0884, 30.0), (-0.0625, 50.0), (3.0, 1.0), (0.5, 300.0)])
+def test_soft_cap_polynomials(scale: float, cap: float) -> None:
+    """Within their limits the polynomials satisfy the error bounds that attention.cuh derives, with logits rounded to
+    float32.
+    """
+    shares = numpy.linspace(-1.0, 1.0, 1024, dtype=numpy.float32)
+    logits, limits = numpy.empty((3, 1024), numpy.float32), numpy.empty(3, numpy.float32)
+    launched(POLYNOMIALS, grid=8, block=128, logits=logits, limits=limits, shares=shares, scale=scale, cap=cap)
+    products = shares * limits[:, None].astype(float)
+    right = cap * numpy.tanh(products * scale / cap)
+    errors = abs(logits * numpy.log(2.0) - right)
+    assert errors[0].max() <= 2.0**-13 + 2.0**-22 * abs(right[0]).max()
+    assert (errors[1:] <= 2.0**-19 * abs(right[1:])).all()
+    # And the bounds are tight.
+    assert (abs(limits * scale / cap)[1:] > (0.31, 0.79)).all()
+    assert errors[0].max() > 2.0**-14 or abs(limits[0] * scale / cap) > 0.31
+
+
+@pytest.mark.parametrize("block_size", few([16, 64], 1))
+def test_hostile_indices(on: str, block_size: int) -> None:
+    """Indices out of range contribute nothing; rows of no sequence are left alone, and queries without keys give
+    zeros."""
+    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=128, on=on)
+    call.pop("plain")
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5)
+    call["block_tables"][:, 1] = torch.tensor([-1, 10**9, -(2**31)], device=on)
+    call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 98, device=on)}
+    VARLEN.forget()
+    with tuning.forced(NAME, PrefillSm90Config(128, 2)):
+        for lengths, starts in (
+            ([20, 2**31 - 1, -5], [0, 20, 90, 98]),
+            ([10, 40, 33], [-7, 3, 73, 2**31 - 1]),
+            ([20, 150, 33], [0, 20, 90, 95]),
+        ):
+            call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32, device=on)
+            call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32, device=on)
+            assert_matches_reference(VARLEN, **call)
+        # With unsorted starts the owner of a row is undefined, but no row outside is touched.
+        call["cu_seqlens_q"] = torch.tensor([90, 20, 10, 20], dtype=torch.int32, device=on)
+        VARLEN.wrapper(**call)
+    VARLEN.forget()
+
+
+def test_sliced_tensors(on: str) -> None:
+    """Queries inside a fused QKV, caches inside one buffer, strided 64-bit indices, heads with a stride."""
+    call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16, on=on)
+    fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
+    fused[:, :4] = call["query"]
+    joint = torch.stack((call["key_cache"], call["value_cache"]), 1)
+    apart = {
+        name: torch.stack((call[name].long(),) * 2, -1)[..., 0] for name in ("seq_lens", "cu_seqlens_q", "block_tables")
+    }
+    call |= apart | {"query": fused[:, :4], "key_cache": joint[:, 0], "value_cache": joint[:, 1]}
+    _varlen(PrefillSm90Config(128, 2), **call)
+    heads_apart = torch.stack((call["key_cache"], call["value_cache"]), 3)
+    _varlen(
+        PrefillSm90Config(64, 2), **call | {"key_cache": heads_apart[..., 0, :], "value_cache": heads_apart[..., 1, :]}
+    )
+
+
+def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> PrefillProblem:
+    """`num_seqs` sequences, four by default, and eight query heads per each of two key-value heads."""
+    num_seqs = changes.get("num_seqs", 4)
+    make = ArgMaker(device.model(arch))
+    dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
+    value_size, cache_dtype = changes.get("value_size", head_size), changes.get("cache_dtype", dtype)
+    caches = [make.empty(99, block_size, 2, size, dtype=cache_dtype) for size in (head_size, value_size)]
+    if apart := changes.get("heads_apart"):  # elements
+        caches = [replace(cache, strides=(block_size * 2 * apart, 2 * apart, apart, 1)) for cache in caches]
+    index = {"dtype": "int32"}
+    kv = PagedKV(
+        *caches,
+        2,
+        make.empty(num_seqs, 64, **index),
+        make.empty(num_seqs, **index),
+        block_size,
+        "auto" if "cache_dtype" not in changes else "fp8",
+        make.empty(changes.get("scales", 1), dtype="float32"),
+        make.empty(changes.get("scales", 1), dtype="float32"),
+    )
+    slopes = make.empty(16, dtype="float32") if changes.get("options") else None
+    query = make.empty(num_tokens, 16, head_size, dtype=dtype)
+    out = make.empty(num_tokens, 16, value_size, dtype=dtype)
+    options = Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0)
+    return check_varlen(out, query, kv, options, make.empty(num_seqs + 1, **index))
+
+
+def test_choice_of_kernel() -> None:
+    """Tiles by head sizes; the other kernels for arguments that no tensor map describes."""
+    for head_size, value_size, options, expected in (
+        (64, 64, False, PrefillSm90Config(112, 3)),
+        (80, 80, True, PrefillSm90Config(128, 2)),
+        (128, 128, False, PrefillSm90Config(128, 2)),
+        (192, 192, False, PrefillSm90Config(112, 2)),
+        (192, 128, False, PrefillSm90Config(128, 2)),
+        (256, 128, False, PrefillSm90Config(96, 2)),
+        (64, 64, True, PrefillSm90Config(96, 3)),
+        (192, 192, True, PrefillSm90Config(96, 2)),
+        (256, 256, False, PrefillSm90Config(80, 2)),
+        (256, 256, True, PrefillSm90Config(64, 2)),
+    ):
+        sizes = {"head_size": head_size, "value_size": value_size, "options": options}
+        problem = _problem(4096, **sizes)
+        assert choose(problem, HOPPER) == expected
+        of_codes = _problem(4096, **sizes, cache_dtype="uint8")
+        for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
+            chosen = choose(served, HOPPER)
+            assert isinstance(chosen, PrefillSm90Config)
+            for one in (chosen, *chosen.candidates(served, HOPPER)):
+                found = launch(served, one)[0]
+                assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
+                assert found.specialisation.constants["STAGES"] >= 2
+    # Splits where there are fewer work items than SMs: 8 items of 16 tokens and one key-value head.
+    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=8)
+    assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
+    assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
+    assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
+    # Decode attention takes all 70 sequences of one token, because empty work items cost time, too.
+    assert choose(_problem(70, 128, num_seqs=70), HOPPER) == PrefillSm90Config(128, 2)
+    for problem in (
+        _problem(0, 128),
+        _problem(4096, 124),
+        _problem(4096, 264),
+        _problem(4096, 128, block_size=20),
+        _problem(4096, 128, dtype="float32"),
+        _problem(4096, 128, cache_dtype="float8_e4m3fnuz"),
+        _problem(4096, 256, cache_dtype="uint8", options=True),
+        _problem(4096, 128, cache_dtype="uint8", options=True, scales=2),
+        _problem(4096, 128, "sm_100"),
+    ):
+        assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
+    # TMA boxes of whole heads, where head size and head stride are multiples of a panel.
+    for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
+        problem = _problem(4096, head_size, heads_apart=apart)
+        assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
+    # Sections of heads that fit in the L2 cache, but of at least two waves of work items.
+    for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
+        problem = _problem(tokens, 128, block_size=slots * 8)
+        assert launch(problem, choose(problem, HOPPER))[0].fixed["section_heads"] == expected
+    for wrong in (
+        lambda: PrefillSm90Config(100, 2),
+        lambda: PrefillSm90Config(272, 2),
+        lambda: PrefillSm90Config(128, 4),
+    ):
+        with pytest.raises(ValueError, match="no geometry"):
+            wrong()
+
+
+def test_choice_of_decode_attention() -> None:
+    """Decode attention for the single-token sequences of a mixed batch, which prefill then skips; values are as long as
+    keys there.
+    """
+    for num_tokens, changes, files in (
+        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "prefill_sm90.cu"]),
+        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "prefill_mma.cu"]),
+        (70 * 128, {"num_seqs": 70}, ["prefill_sm90.cu"]),
+        (65 * 100, {"num_seqs": 65}, ["prefill_sm90.cu"]),
+        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["prefill_sm90.cu"]),
+        (70, {"num_seqs": 70, "dtype": "float32"}, ["attention_decode_simt.cu"]),
+    ):
+        problem = _problem(num_tokens, 128, **changes)
+        launches = launch(problem, choose(problem, HOPPER))
+        assert [one.specialisation.kernel.file for one in launches] == [f"attention/{name}" for name in files]
+        assert len(files) == 1 or launches[-1].fixed["min_tokens"] == 2
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("sizes", "options", "codes", "splits"),
+    few(
+        [
+            ((64, 64), False, True, False),
+            ((128, 128), False, False, False),
+            ((64, 64), True, True, True),
+            ((128, 128), True, False, False),
+            ((192, 192), True, False, False),
+            ((256, 256), True, False, False),
+            ((256, 256), True, False, True),
+            ((256, 256), False, False, False),
+            ((256, 256), False, True, False),
+            ((128, 128), False, False, True),
+            ((256, 256), False, False, True),
+            ((192, 128), False, False, False),
+            ((192, 128), False, True, False),
+            ((192, 128), False, False, True),
+        ],
+        2,
+    ),
+)
+def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: bool, codes: bool, splits: bool) -> None:
+    changes = {"cache_dtype": "uint8"} if codes else {}
+    problem = _problem(64 if splits else 4096, sizes[0], value_size=sizes[1], options=options, **changes)
+    one = launch(problem, choose(problem, HOPPER))[0].specialisation
+    assert one.constants["HAS_SPLITS"] == splits
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes <= prefill_sm90._STATIC_BYTES
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "page_size", "splits", "dtype"),
+    few(
+        [
+            ([70, 129], 24, 16, 1, torch.bfloat16),
+            ([65, 129], 20, 8, 1, torch.bfloat16),
+            ([65, 129], 128, 64, 1, torch.bfloat16),
+            ([450, 65], 40, 48, 3, torch.bfloat16),
+            ([330, 65, 0], 100, 128, 2, torch.float16),
+        ],
+        3,
+    ),
+)
+def test_mla_decode(
+    on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype
+) -> None:
+    """TMA boxes of half a latent vector and of one panel; tiles and pairs of tiles with any end; direct results and
+    combined ones."""
+    first: Any = None
+    MLA.forget()
+    for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
+        call = mla_call(lengths, num_heads, page_size, dtype=dtype, num_kv_splits=splits, device=on)
+        with schedule:
+            assert_is_mla(call)
+        assert isinstance(tuning.last[MLA.name], mla_sm90.MlaSm90Config)
+        result = call["out"], call["lse"]
+        first = first or result
+        assert same_bits(first[0], result[0])
+        assert same_bits(first[1], result[1])
+    MLA.forget()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "page_size", "splits", "dtype", "kind"),
+    [
+        ([65, 129, 0], 70, 16, 1, torch.bfloat16, FP8),
+        ([450], 70, 5, 3, torch.float16, FP8),
+        ([65, 129, 0], 70, 64, 1, torch.bfloat16, torch.uint8),
+        ([330], 40, 5, 2, torch.float16, torch.uint8),
+        ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
+        ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
+        ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
+        ([65, 130, 0], 16, 24, 1, torch.bfloat16, None),
+    ],
+)
+def test_mla_decode_fp8(
+    on: str,
+    lengths: list[int],
+    num_heads: int,
+    page_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+) -> None:
+    """Slots without a token hold NaN. Queries of a head are 0, below float16's smallest number, or large; their scale
+    varies within a query and between heads.
+    """
+    MLA.forget()
+    for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
+        call = mla_call(lengths, num_heads, page_size, dtype=dtype, kind=kind, num_kv_splits=splits, device=on)
+        for head, (of_nope, of_pe) in enumerate([(0.0, 0.0), (2.0**-14, 2.0**-14), (2.0**-9, 4.0), (1.0, 2.0**-12)]):
+            call["q_nope"][:, head] *= of_nope
+            call["q_pe"][:, head] *= of_pe
+        if dtype == torch.bfloat16:
+            call["q_nope"][:, 4:6] *= 2.0**-40
+            call["q_pe"][:, 4] *= 2.0**-100
+            call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
+            call["q_nope"][:, 6, 500] = 3e5
+        with schedule:
+            assert_is_mla(call)
+        few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
+        expected = few_heads if num_heads <= 16 else mla_sm90.MlaSm90Config
+        chosen = tuning.last[MLA.name]
+        assert isinstance(chosen, expected)
+        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two CTAs of heads share conversions of scaled fp8
+            assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
+    MLA.forget()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    [
+        (64, 128, 4096, 64, (128, 1, 1)),
+        (64, 24, 4096, 16, (64, 2, 1)),
+        (1, 128, 4096, 64, (2, 32, 1)),
+        (1, 128, 32768, 64, (2, 64, 1)),
+        (1, 24, 32768, 8, (1, 128, 1)),
+    ],
+)
+def test_mla_choice_of_splits(
+    num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]
+) -> None:
+    """About one split per SM, even for one long sequence, unless there are enough blocks without splits."""
+    make = ArgMaker(HOPPER)
+    out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
+    cache = make.empty(9, page_size, 576, dtype="bfloat16")
+    indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
+    first, *join = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
+    assert first.grid == grid
+    assert len(join) == (grid[1] > 1)
+    assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
+
+
+@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (20, None), (17, FP8)], ids=str)
+def test_mla_missing_pages(on: str, num_heads: int, kind: torch.dtype | None) -> None:
+    """A sequence attends to the tokens that it has; without any, the result is zeros."""
+    call = mla_call([196, 40], num_heads, kind=kind, device=on)
+    entries = call["plain"][0]
+    call["page_table"][0, 1] = -1
+    call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])
+    call["page_table"][1] = 2**31 - 1
+    call["plain"] = [torch.cat((entries[:16], entries[32:64], entries[80:])), entries[:0]]
+    assert_is_mla(call)
+    assert (call["out"][1] == 0).all()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("cluster", "cache_t", "half_boxes", "is_ds_mla"),
+    few(
+        [
+            (2, dtypes.float8_e4m3fn, False, True),
+            (1, dtypes.float8_e4m3fn, False, True),
+            (1, dtypes.float8_e4m3fn, False, False),
+            (1, dtypes.bfloat16, True, False),
+            (1, dtypes.bfloat16, False, False),
+        ],
+        2,
+    ),
+)
+def test_mla_compiles_without_spills_and_advice(
+    cluster: int, cache_t: dtypes.DType, half_boxes: bool, is_ds_mla: bool
+) -> None:
+    one = mla_sm90._decode.for_arch("sm_90a")(
+        query_t=dtypes.bfloat16,
+        cache_t=cache_t,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        PAGE_SIZE=64,
+        BOX_TOKENS=16 if half_boxes else 64,
+        CLUSTER=cluster,
+        HALF_BOXES=half_boxes,
+        HAS_LSE=True,
+        IS_DS_MLA=is_ds_mla,
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes + mla_sm90._SHARED_BYTES <= HOPPER.shared_memory
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("kernel", "cache_t", "is_ds_mla"),
+    few(
+        [
+            (mla_small_h._decode, dtypes.float8_e4m3fn, True),
+            (mla_small_h._decode, dtypes.bfloat16, False),
+            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False),
+        ],
+        2,
+    ),
+)
+def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
+    one = kernel(
+        query_t=dtypes.bfloat16,
+        cache_t=cache_t,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        PAGE_SIZE=64,
+        HAS_LSE=True,
+        IS_DS_MLA=is_ds_mla,
+        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)

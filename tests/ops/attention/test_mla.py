@@ -1,0 +1,463 @@
+"""MLA decode against softmax in float64, against attention that is not absorbed, and its own options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pyops
+from pyops import offline
+from pyops._core.launch.kernel import Launch
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
+from pyops.ops.attention import mla_plan, mla_problem
+from pyops.testing import assert_matches_reference, same_bits
+from tests.every_op.test_nvrtc import MISSING
+from tests.support.calls import DEVICES
+
+MLA = pyops.registry["sm100_cutlass_mla_decode"]
+LATENT, ROPE = 512, 64
+ENTRY = LATENT + ROPE
+FP8, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, BF16: 1.6e-2}
+
+
+def _call(
+    lengths: list[int],
+    num_heads: int = 5,
+    page_size: int = 16,
+    dtype: torch.dtype = BF16,
+    kind: torch.dtype | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    num_kv_splits: int = 0,
+) -> dict[str, Any]:
+    """The arguments of a call, with NaN in slots without a token, and `plain`: the latent KV of each sequence.
+
+    A `kind` of uint8 makes latent KV in the format "fp8_ds_mla".
+    """
+    generator = torch.Generator().manual_seed(seed)
+    is_ds_mla = kind == torch.uint8
+
+    def draw(*shape: int, to: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(to)
+
+    num_seqs, max_pages = len(lengths), max(1, *(-(-length // page_size) for length in lengths))
+    table = torch.randperm(num_seqs * max_pages + 3, generator=generator)[: num_seqs * max_pages]
+    table = table.view(num_seqs, max_pages)
+    cache = torch.full((num_seqs * max_pages + 3, page_size, ENTRY), torch.nan).to(FP8 if is_ds_mla else kind or dtype)
+    if is_ds_mla:  # every byte is 0xff: NaN as fp8, scale and rotated key
+        cache = torch.full((*cache.shape[:2], 656), 255, dtype=torch.uint8)
+    plain = []
+    for s, length in enumerate(lengths):
+        if is_ds_mla:
+            codes, rotated = draw(length, LATENT, to=FP8), draw(length, ROPE, to=dtype)
+            scales = draw(length, 4, to=torch.float32).abs() * torch.tensor([0.1, 1.0, 2.0, 0.01])
+            entries = torch.cat([x.view(torch.uint8) for x in (codes, scales, rotated)], -1)
+            latent = (codes.float() * scales.repeat_interleave(128, -1)).to(dtype)
+            plain.append(torch.cat((latent, rotated), -1).double())
+        else:
+            entries = draw(length, ENTRY, to=kind or dtype)
+            plain.append(entries.double())
+        for i in range(length):
+            cache[table[s, i // page_size], i % page_size] = entries[i]
+    call = {
+        "out": torch.full((num_seqs, num_heads, LATENT), torch.nan, dtype=BF16 if dtype == FP8 else dtype),
+        "lse": torch.full((num_seqs, num_heads), torch.nan),
+        "q_nope": draw(num_seqs, num_heads, LATENT, to=dtype),
+        "q_pe": draw(num_seqs, num_heads, ROPE, to=dtype),
+        "kv_c_and_k_pe_cache": cache,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "page_table": table.int(),
+        "workspace": None,
+        "scale": ENTRY**-0.5,
+        "num_kv_splits": num_kv_splits,
+    }
+    call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    return call | {"plain": plain}
+
+
+def _assert_is_attention(call: dict[str, Any], factor: float = 1.0) -> None:
+    """Make the call, and compare the result with the formula in float64, in which `factor` moves from `scale` to the
+    latent KV.
+
+    The tolerance of the log-sum-exp is that of its logits. Tensor cores add 16 of the 576 products of a logit to the
+    accumulator and truncate it to 24 bits, 36 times: the error is at most 2^-17.8 of the sum of magnitudes
+    t = |q| . |k|. A random logit is t / 19 on average. Over 800,000 logits with this truncation the mean error was
+    2^-24.3 t, three in 10,000 exceeded 2^-22 t, and none 2^-21.4 t. The row max of 330 logits, which may dominate the
+    log-sum-exp, was off by 2^-22.7 t on average, in proportion to itself: hence 1e-6 of it plus 2^-22 t.
+    """
+    plain = call.pop("plain")
+    MLA.wrapper(**call)
+    queries = torch.cat((call["q_nope"].double(), call["q_pe"].double()), -1).cpu()
+    out, lse = (None if x is None else x.double().cpu() for x in (call["out"], call["lse"]))
+    tolerance = TOLERANCE[call["out"].dtype]
+    for s, entries in enumerate(plain):
+        logits = queries[s] @ (entries * factor).T * (call["scale"] / factor)
+        right = logits.softmax(-1) @ entries[:, :LATENT]
+        torch.testing.assert_close(out[s], right, rtol=tolerance, atol=tolerance / 2)
+        if len(entries):  # the tolerance of upstream's own test
+            assert 1 - 2 * (out[s] * right).sum() / (out[s] ** 2 + right**2).sum() < 1e-5
+        if lse is not None:
+            terms = queries[s].abs() @ (entries * factor).abs().T * abs(call["scale"] / factor)
+            wide = torch.cat((2.0**-22 * terms, torch.full_like(lse[s, :, None], 3e-6)), -1).amax(-1)
+            exact = logits.logsumexp(-1)
+            assert (lse[s].sub(exact).abs() <= 1e-6 * exact.abs() + wide)[exact.isfinite()].all()
+            assert torch.equal(lse[s][~exact.isfinite()], exact[~exact.isfinite()])
+
+
+KINDS = [
+    pytest.param(dtype, kind, id=f"{dtype} {kind or ''}".replace("torch.", "").strip())
+    for dtype in (torch.float32, torch.float16, BF16, FP8)
+    for kind in (None, FP8)
+    if (dtype, kind) != (FP8, FP8)
+] + [
+    pytest.param(dtype, torch.uint8, id=f"{dtype} fp8_ds_mla".removeprefix("torch.")) for dtype in (torch.float16, BF16)
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "kind"), KINDS)
+def test_matches_float64_softmax(
+    dtype: torch.dtype, kind: torch.dtype | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths of 0, of 1, ending in a page, and of several splits; also by the kernel for any number of heads."""
+    _assert_is_attention(_call([0, 1, 15, 16, 33, 150], dtype=dtype, kind=kind, device=device))
+    if dtype != torch.float32:
+        monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
+        MLA.forget()
+        _assert_is_attention(_call([0, 16, 70], dtype=dtype, kind=kind, device=device))
+        MLA.forget()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_heads", [1, 16, 17, 33, 65, 128])
+def test_any_number_of_heads(num_heads: int, device: str) -> None:
+    """Every block shape, full, nearly empty, and several blocks."""
+    for dtype in (BF16, FP8)[: 1 + (num_heads in (17, 128))]:
+        _assert_is_attention(_call([1, 70], num_heads, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 5, 64, 128, 200])
+def test_any_page_size(page_size: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the kernel for any number of heads."""
+    for most in (mla_problem._MAX_FEW_HEADS, 0):
+        monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", most)
+        MLA.forget()
+        _assert_is_attention(_call([100, 64, 3], page_size=page_size, dtype=torch.float16, device=device))
+    MLA.forget()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 200) | st.sampled_from([0, 1, 31, 32, 33, 64, 65]), min_size=1, max_size=3),
+    kind=st.sampled_from([None, FP8]),
+    num_kv_splits=st.integers(-1, 4),
+    scale=st.sampled_from([ENTRY**-0.5, 1.0, -0.3]),
+    seed=st.integers(0, 99),
+)
+def test_any_lengths(
+    lengths: list[int], kind: torch.dtype | None, num_kv_splits: int, scale: float, seed: int, device: str
+) -> None:
+    """Also with logits that differ widely, so that the running row max changes."""
+    call = _call(lengths, kind=kind, num_kv_splits=num_kv_splits, seed=seed, device=device)
+    _assert_is_attention(call | {"scale": scale})
+
+
+def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None) -> list[Launch]:
+    """The workspaces planned for sequences of up to 4096 tokens."""
+    make = ArgMaker(device or devices.model())
+    args = (
+        make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
+        make.empty(num_seqs, num_heads, dtype="float32"),
+        make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
+        make.empty(num_seqs, num_heads, ROPE, dtype="bfloat16"),
+        make.empty(999, 64, ENTRY, dtype="bfloat16"),
+        make.empty(num_seqs, dtype="int32"),
+        make.empty(num_seqs, 64, dtype="int32"),
+        None,
+        0.1,
+        num_kv_splits,
+    )
+    return MLA.launches(*args)
+
+
+def test_splits() -> None:
+    """As many as the caller allows; one split is a single pass; the default keeps the device busy."""
+    (single,) = _launches(1)
+    assert single.grid == (4, 1, 1)
+    assert _launches(5)[0].grid == (4, 5, 1)
+    assert _launches(0)[0].grid[1] > 16
+    assert len(_launches(0, num_seqs=1000)) == 1
+    assert _launches(0)[0].grid == _launches(-1)[0].grid
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_with_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 KiB hold only the smallest block, and for fp8 the next one."""
+    little = replace(devices.model(), shared_memory=99 * 1024)
+    (launch,) = _launches(1, num_heads=128, device=little)
+    assert (launch.grid, launch.block) == ((32, 1, 1), (128, 1, 1))
+    assert launch.shared <= little.shared_memory
+    (launch,) = _launches(1, num_heads=128, device=replace(little, shared_memory=48 * 1024))
+    assert launch.specialisation.kernel.file == "attention/mla_decode_simt.cu"
+    monkeypatch.setattr(mla_plan, "BLOCKS", mla_plan.BLOCKS[-1:])
+    MLA.forget()
+    for dtype in (BF16, FP8):
+        _assert_is_attention(_call([0, 1, 50], 20, dtype=dtype, device=device))
+    MLA.forget()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("arch", "num_heads", "little"),
+    [("sm_80", 128, False), ("sm_80", 16, True), ("sm_90", 128, False), ("sm_90", 32, False), ("sm_100", 128, False)],
+)
+def test_blocks_compile_without_local_memory(
+    arch: str, num_heads: int, little: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = devices.model(arch)
+    monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
+    (launch,) = _launches(1, num_heads=num_heads, device=replace(device, shared_memory=99 * 1024) if little else device)
+    for cache_t in (launch.specialisation.constants["product_t"], pyops._core.tensors.dtypes.float8_e4m3fn):
+        one = launch.specialisation.kernel(**launch.specialisation.constants | {"cache_t": cache_t})
+        report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+        assert report.shared_bytes <= mla_plan.STATIC_SHARED
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_matches_unabsorbed_attention(device: str) -> None:
+    """Keys and values of each head are projected from the latent, as the paper defines them."""
+    heads, size, length = 4, 32, 40
+    call = _call([length], heads, dtype=torch.float32, device=device)
+    entries = call.pop("plain")[0]
+    latent, rope = entries.split((LATENT, ROPE), -1)
+    generator = torch.Generator().manual_seed(5)
+    up_key, up_value = (
+        torch.randn(heads, size, LATENT, generator=generator, dtype=torch.float64) / LATENT**0.5 for _ in "kv"
+    )
+    query = torch.randn(heads, size, generator=generator, dtype=torch.float64)
+    rotated = torch.randn(heads, ROPE, generator=generator, dtype=torch.float64)
+    keys = torch.cat((torch.einsum("hdc,jc->hjd", up_key, latent), rope.expand(heads, -1, -1)), -1)
+    values = torch.einsum("hdc,jc->hjd", up_value, latent)
+    whole = torch.cat((query, rotated), -1)[:, None]
+    right = torch.nn.functional.scaled_dot_product_attention(whole, keys, values, scale=(size + ROPE) ** -0.5)[:, 0]
+    call["q_nope"] = torch.einsum("hd,hdc->hc", query, up_key)[None].float().to(device)
+    call["q_pe"], call["scale"] = rotated[None].float().to(device), (size + ROPE) ** -0.5
+    MLA.wrapper(**call)
+    result = torch.einsum("hc,hdc->hd", call["out"][0].double().cpu(), up_value)
+    torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("code", [None, FP8, FNUZ], ids=["auto", "fp8", "fnuz"])
+def test_reads_the_cache_of_concat_and_cache_mla(code: torch.dtype | None, device: str) -> None:
+    """The fp8 scale multiplies the scale of the logits and the result."""
+    kind, factor = ("fp8", 0.05) if code else ("auto", 1.0)
+    call = _call([20], 16, device=device)
+    call.pop("plain")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(20, ENTRY, generator=generator).to(BF16).to(device)
+    cache = torch.zeros(5, 16, ENTRY, dtype=torch.uint8 if code == FP8 else code or BF16, device=device)
+    pages = call["page_table"][0].long()
+    slots = torch.cat([page * 16 + torch.arange(16, device=device) for page in pages])[:20]
+    pyops.concat_and_cache_mla(tokens[:, :LATENT], tokens[:, LATENT:], cache, slots, kind, torch.tensor(factor))
+    call |= {"kv_c_and_k_pe_cache": cache, "scale": ENTRY**-0.5 * factor}
+    MLA.wrapper(**call)
+    entries = tokens.double().cpu()
+    if code:
+        entries = (tokens.cpu().float() / factor).to(code).double() * factor
+    queries = torch.cat((call["q_nope"], call["q_pe"]), -1).double().cpu()[0]
+    logits = queries @ entries.T * ENTRY**-0.5
+    right = logits.softmax(-1) @ entries[:, :LATENT]
+    torch.testing.assert_close(call["out"][0].double().cpu() * factor, right, rtol=1.6e-2, atol=8e-3)
+    torch.testing.assert_close(call["lse"][0].double().cpu(), logits.logsumexp(-1), rtol=1e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ds_mla_agrees_with_the_gather(device: str) -> None:
+    """Attention over a cache of concat_and_cache_mla equals attention over what cp_gather_and_upconvert_fp8_kv_cache
+    reads.
+    """
+    call = _call([20], 16, device=device)
+    tokens = torch.randn(20, ENTRY, generator=torch.Generator().manual_seed(1)).to(BF16).to(device)
+    cache = torch.zeros(5, 16, 656, dtype=torch.uint8, device=device)
+    slots = torch.cat([page * 16 + torch.arange(16, device=device) for page in call["page_table"][0].long()])[:20]
+    pyops.concat_and_cache_mla(tokens[:, :LATENT], tokens[:, LATENT:], cache, slots, "fp8_ds_mla", 1.0)
+    gathered, start = torch.empty_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
+    pyops.cp_gather_and_upconvert_fp8_kv_cache(cache, gathered, call["page_table"], call["seq_lens"], start, 1)
+    _assert_is_attention(call | {"kv_c_and_k_pe_cache": cache, "plain": [gathered.double().cpu()]})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sliced_tensors(device: str) -> None:
+    """Queries inside one tensor, gaps between pages and slots, strided 64-bit indices, some heads of a result."""
+    call = _call([100, 7], dtype=torch.float16, device=device)
+    whole = torch.cat((call["q_nope"], call["q_pe"], call["q_pe"].new_full((2, 5, 8), torch.nan)), -1)
+    cache = call["kv_c_and_k_pe_cache"]
+    apart = torch.full((len(cache), 20, 600), torch.nan, dtype=cache.dtype, device=device)
+    apart[:, :16, :ENTRY] = cache
+    result = torch.full((2, 7, LATENT), 7.0, dtype=cache.dtype, device=device)
+    call |= {
+        "q_nope": whole[..., :LATENT],
+        "q_pe": whole[..., LATENT:ENTRY],
+        "kv_c_and_k_pe_cache": apart[:, :16, :ENTRY],
+        "seq_lens": torch.stack((call["seq_lens"].long(),) * 2, -1)[:, 0],
+        "page_table": call["page_table"].long().T.contiguous().T,
+        "out": result[:, :5],
+    }
+    _assert_is_attention(call)
+    assert (result[:, 5:] == 7.0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [None, FP8, FNUZ, torch.uint8], ids=["auto", "fp8", "fnuz", "fp8_ds_mla"])
+def test_any_alignment(kind: torch.dtype | None, device: str) -> None:
+    """A cache, queries and a result that begin at any element."""
+    call = _call([40, 3], 3, kind=kind, device=device)
+    for name in ("kv_c_and_k_pe_cache", "q_nope", "q_pe", "out"):
+        value = call[name]
+        shifted = value.new_empty(value.numel() + 1)[1:].view(value.shape)
+        call[name] = shifted.copy_(value)
+        _assert_is_attention(dict(call))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_lse(device: str) -> None:
+    for lengths in ([60], [300]):
+        call = _call(lengths, device=device)
+        call.pop("plain")
+        MLA.wrapper(**call)
+        alone = torch.empty_like(call["out"])
+        MLA.wrapper(**call | {"lse": None, "out": alone})
+        assert same_bits(alone, call["out"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_larger_workspace_is_not_overrun(device: str) -> None:
+    call = _call([200], device=device)
+    size = pyops.sm100_cutlass_mla_get_workspace_size(200, 1, 132, 2)
+    call["workspace"] = torch.full((size,), 7, dtype=torch.uint8, device=device)
+    _assert_is_attention(dict(call))
+    assert (call["workspace"] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP8])
+def test_hostile_indices(dtype: torch.dtype) -> None:
+    """Page numbers and lengths out of range contribute nothing, under every schedule."""
+    call = _call([20, 100, 33], 2, dtype=dtype)
+    call.pop("plain")
+    table = torch.tensor([[0, -1, 2, 3, 4, 5, 6]] * 3)
+    table[1] = torch.tensor([10**9, 1, -(2**31), 23, 24, 0, 2**31 - 1])
+    call["page_table"], call["seq_lens"] = table.int(), torch.tensor([20, 2**31 - 1, -5], dtype=torch.int32)
+    cache = call["kv_c_and_k_pe_cache"].float().nan_to_num(nan=0.5).to(dtype)
+    call["kv_c_and_k_pe_cache"] = cache
+    assert_matches_reference(MLA, *call.values(), warp_sizes=(32, 64))
+    with_far = call | {"page_table": table * 2**31, "seq_lens": torch.tensor([2**62, 2**31 + 40, -(2**62)])}
+    assert_matches_reference(MLA, *with_far.values(), schedules=[pyops.testing.SCHEDULES[0]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_missing_pages(device: str) -> None:
+    """A sequence attends to the tokens that it has; without any, the result is zeros."""
+    call = _call([96, 40], device=device)
+    entries = call["plain"][0]
+    call["page_table"][0, 1] = -1
+    call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])
+    call["page_table"][1] = 2**31 - 1
+    call["plain"] = [torch.cat((entries[:16], entries[32:64], entries[80:])), entries[:0]]
+    _assert_is_attention(call)
+    assert (call["out"][1] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_indices_out_of_range_are_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+    MLA.forget()
+    call = _call([20, 40], device=device)
+    call.pop("plain")
+    MLA.wrapper(**call)
+    call["page_table"][1, 1] = 77
+    call["page_table"][0, 2] = 77  # after the sequence
+    with pytest.raises(pyops.OpError, match=r"page_table: 1 of 6 indices are out of range, the first at \(1, 1\): 77"):
+        MLA.wrapper(**call)
+    call["page_table"][1, 1] = call["page_table"][0, 2] = 0
+    call["seq_lens"][0] = 49
+    with pytest.raises(pyops.OpError, match=r"seq_lens: 1 of 2 indices"):
+        MLA.wrapper(**call)
+    MLA.forget()
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("q_nope", torch.zeros(2, 5, 511, dtype=BF16)),
+    ("q_nope", torch.zeros(2, 5, LATENT, dtype=torch.float64)),
+    ("q_pe", torch.zeros(2, 4, ROPE, dtype=BF16)),
+    ("q_pe", torch.zeros(2, 5, ROPE, dtype=torch.float16)),
+    ("out", torch.zeros(2, 5, ENTRY, dtype=BF16)),
+    ("out", torch.zeros(2, 5, LATENT, dtype=torch.float16)),
+    ("out", torch.zeros(2, LATENT, 5, dtype=BF16).transpose(1, 2)),
+    ("lse", torch.zeros(5, 2)),
+    ("lse", torch.zeros(2, 5, dtype=BF16)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, 655, dtype=torch.uint8)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, 656, dtype=FP8)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, ENTRY, dtype=torch.float16)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, ENTRY, dtype=torch.float8_e5m2)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 0, ENTRY, dtype=BF16)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, ENTRY, 16, dtype=BF16).transpose(1, 2)),
+    ("seq_lens", torch.zeros(3, dtype=torch.int32)),
+    ("page_table", torch.zeros(2, 2)),
+    ("page_table", torch.zeros(3, 2, dtype=torch.int32)),
+    ("workspace", torch.zeros(9)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_refused(name: str, value: torch.Tensor) -> None:
+    call = _call([20, 7])
+    call.pop("plain")
+    with pytest.raises(pyops.OpError) as caught:
+        MLA.wrapper(**call | {name: value})
+    assert caught.value.argument == name
+    assert call["out"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_ds_mla_needs_16_bit_outputs(dtype: torch.dtype) -> None:
+    call = _call([20, 7], dtype=dtype)
+    call.pop("plain")
+    with pytest.raises(pyops.OpError, match="q_nope"):
+        MLA.wrapper(**call | {"kv_c_and_k_pe_cache": torch.zeros(4, 16, 656, dtype=torch.uint8)})
+
+
+def test_workspace_size() -> None:
+    """Upstream's formula: 513 floats per split, for each of 128 heads and each sequence."""
+    size = pyops.sm100_cutlass_mla_get_workspace_size
+    unit = 513 * 4 * 128
+    assert size(1, 7, 132, 1) == 7 * unit
+    assert size(1, 7, 132, 5) == 35 * unit
+    thousand = 1024
+    for batches, tokens, splits in (
+        (4, 16, 16),
+        (4, 15, 8),
+        (8, 4, 8),
+        (8, 3, 1),
+        (16, 8, 4),
+        (16, 7, 1),
+        (48, 32, 2),
+        (32, 16, 2),
+        (32, 15, 1),
+        (96, 16, 1),
+        (128, 128, 1),
+    ):
+        for chosen_by_upstream in (0, -1):
+            assert size(tokens * thousand, batches, 132, chosen_by_upstream) == splits * batches * unit
+    assert size(32 * thousand, 48, 192, 0) == 4 * 48 * unit
+    assert size(16 * thousand, 96, 192, 0) == 2 * 96 * unit

@@ -1,0 +1,144 @@
+"""`concat_mla_q`, DeepSeek-V4's queries and cache insert, and `swap_blocks_batch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops.testing import cpu, same_bits
+
+DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK_SIZE = 3
+
+
+def run(op: Any, device: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the op's kernels, on a GPU or on the CPU."""
+    if device == "cuda":
+        return op(*args, **kwargs)
+    with cpu("kernels"):
+        return op(*args, **kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("gap", "rope_size"), [(0, 64), (8, 64), (1, 63)])
+def test_concat_mla_q(gap: int, rope_size: int, device: str) -> None:
+    """Bits are copied, including NaN, and gaps between heads are left alone."""
+    where = "cpu" if device == "host" else device
+    bits = torch.randint(-(2**15), 2**15, (5, 3, 512 + rope_size + gap), dtype=torch.int16, device=where)
+    given = bits.view(torch.bfloat16)
+    nope, pe = given[..., :512], given[..., 512 : 512 + rope_size].clone()
+    out = torch.full_like(bits, 7)
+    run(pyops.concat_mla_q, device, nope, pe, out.view(torch.bfloat16)[..., : 512 + rope_size])
+    assert torch.equal(out[..., : 512 + rope_size], bits[..., : 512 + rope_size])
+    assert (out[..., 512 + rope_size :] == 7).all()
+
+
+def insert(device: str, **changed: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a call for four tokens of two heads, and its q_out of three."""
+    where = "cpu" if device == "host" else device
+    torch.manual_seed(1)
+    args: dict[str, Any] = {
+        "q_in": torch.randn(4, 2, 512, dtype=torch.bfloat16),
+        "kv": 3 * torch.randn(4, 512, dtype=torch.bfloat16),
+        "k_cache": torch.full((3, 584 * BLOCK_SIZE + 16), 99, dtype=torch.uint8),
+        "slot_mapping": torch.tensor([4, 0, 8, 5]),
+        "position_ids": torch.tensor([5, 0, 2, 3]),
+        "cos_sin_cache": torch.randn(6, 64),
+        "q_head_padded": 3,
+        "eps": 1e-5,
+        "cache_block_size": BLOCK_SIZE,
+    } | changed
+    args = {name: one.to(where) if isinstance(one, torch.Tensor) else one for name, one in args.items()}
+    return args, run(pyops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, device, **args)
+
+
+def turned(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
+    """Heads [tokens, heads, 512] in float64, rotated as complex numbers."""
+    angles = args["cos_sin_cache"][args["position_ids"]].double()
+    pairs = torch.view_as_complex(x[..., 448:].double().unflatten(-1, (32, 2)))
+    pairs = pairs * torch.complex(angles[:, :32], angles[:, 32:])[:, None]
+    return torch.cat((x[..., :448].double(), torch.view_as_real(pairs).flatten(-2)), -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_of_deepseek_v4(device: str) -> None:
+    args, q_out = insert(device)
+    x = args["q_in"].double()
+    right = turned(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), args)
+    torch.testing.assert_close(q_out[:, :2].double(), right, rtol=2**-8, atol=1e-6)
+    for padding in (q_out, insert(device, eps=0.0)[1]):
+        assert (padding[:, 2] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_of_deepseek_v4(device: str) -> None:
+    """An fp8 value times its scale is within half an ulp of the key; RoPE elements are bfloat16; no scale is too
+    small."""
+    args, _ = insert(device)
+    key = turned(args["kv"][:, None], args)[:, 0].cpu()
+    blocks = args["k_cache"].cpu()
+    for token, slot in enumerate(args["slot_mapping"].tolist()):
+        block, offset = blocks[slot // BLOCK_SIZE], slot % BLOCK_SIZE
+        data = block[offset * 576 : (offset + 1) * 576]
+        scales = block[BLOCK_SIZE * 576 + offset * 8 :][:8]
+        assert scales[7] == 0
+        scale = torch.exp2(scales[:7].double() - 127)
+        groups = key[token, :448].view(7, 64)
+        needed = groups.abs().amax(-1) / 448
+        assert ((scale >= needed) & (scale < 2 * needed)).all()
+        found = data[:448].view(torch.float8_e4m3fn).double().view(7, 64) * scale[:, None]
+        step = torch.maximum(groups.abs() / 16, scale[:, None] * 2**-10)
+        assert ((found - groups).abs() <= step).all()
+        torch.testing.assert_close(data[448:].view(torch.bfloat16).double(), key[token, 448:], rtol=2**-8, atol=1e-6)
+    assert (blocks[:, 584 * BLOCK_SIZE :] == 99).all()
+    assert (blocks[0, 576 : 2 * 576] == 99).all(), "a slot that nobody names"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_without_a_slot(device: str) -> None:
+    """A slot or a position out of range is neither read nor written; queries are normalised all the same."""
+    far = 2**40
+    args, q_out = insert(device, slot_mapping=torch.tensor([-1, 9, 1]), position_ids=torch.tensor([0, 1, -far, far]))
+    assert (args["k_cache"] == 99).all()
+    assert q_out[:, :2].isfinite().all()
+    _, plain = insert(device, cos_sin_cache=torch.tensor([[1.0] * 32 + [0.0] * 32]), position_ids=torch.zeros(4).long())
+    assert same_bits(q_out[2:], plain[2:])
+
+
+def addresses(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def test_swap_blocks_batch() -> None:
+    source, target = torch.arange(40, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        source, target = source.cuda(), target.pin_memory()
+    starts = addresses(source[3:], source[20:], source)
+    pyops.swap_blocks_batch(starts, addresses(target[10:], target, target[30:]), torch.tensor([5, 2, 0]))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    right = torch.zeros(40, dtype=torch.uint8)
+    right[10:15], right[:2] = torch.arange(3, 8), torch.arange(20, 22)
+    assert torch.equal(target, right)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"src_ptrs": torch.tensor([1])}, "dst_ptrs: expected 1 elements like src_ptrs, got 2"),
+        ({"sizes": torch.tensor([1])}, "sizes: expected 2 elements like src_ptrs, got 1"),
+        ({"sizes": torch.tensor([1, -4])}, "sizes: expected 0 or more, got -4"),
+        ({"dst_ptrs": torch.tensor([0, 1])}, "dst_ptrs: expected addresses, got a null pointer"),
+        ({"src_ptrs": torch.tensor([1, 2], dtype=torch.int32)}, "src_ptrs: expected a contiguous vector of int64"),
+        ({"src_ptrs": [1, 2]}, "src_ptrs: expected a torch tensor, got list"),
+        ({"sizes": torch.ones(2, 1).long()}, r"sizes: expected a contiguous vector .* shape \(2, 1\)"),
+    ],
+)
+def test_swap_blocks_batch_refused(changed: dict[str, Any], message: str) -> None:
+    """Nothing is written before the refusal: the valid addresses belong to no tensor."""
+    ones = torch.ones(2, dtype=torch.int64)
+    with pytest.raises(pyops.OpError, match=f"swap_blocks_batch: {message}"):
+        pyops.swap_blocks_batch(**{"src_ptrs": ones, "dst_ptrs": ones, "sizes": ones} | changed)

@@ -1,0 +1,69 @@
+"""Test profiles: how many examples, variants and compiles a run takes.
+
+`PYOPS_TEST_PROFILE` names a profile. The default is ``ci`` with ``CI=true``, else ``dev``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How many of the possible cases are tried; None for all of them."""
+
+    examples: int  # examples of hypothesis
+    combinations: int | None = None  # combinations of an op's axes; more where covering every value takes more
+    varied: int | None = None  # combinations that run under every schedule and in any layout
+    sizes: int | None = None  # row sizes
+    candidates: int | None = None  # configs that a plan could choose
+    variants: int | None = None  # variants of each test that is not made for every op, in a run that names no test
+    slow: bool = True  # whether tests run that take seconds and are about no op
+    compiles: dict[str, int] = field(default_factory=dict)  # architecture -> specialisations by NVRTC of each op
+
+
+PROFILES = {
+    # Every op, and one variant of any other test: minutes on two cores with empty caches.
+    "dev": Profile(3, 3, 1, 2, 1, 1, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
+    "ci": Profile(6, 6, 2, 4, 1, 6, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
+    # On a GPU only compiling takes long.
+    "gpu": Profile(10, 24, 4, None, 3, None, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
+    "nightly": Profile(1000),
+}
+NAME = os.environ.get("PYOPS_TEST_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
+PROFILE = PROFILES[NAME]
+
+
+def sample(values: Iterable[T], max_values: int | None, seed: Any) -> list[T]:
+    """At most `max_values` of the values, in order, the same ones for a seed; all of them for None."""
+    every: Sequence[T] = list(values)
+    if max_values is None or len(every) <= max_values:
+        return list(every)
+    return [every[i] for i in sorted(random.Random(str(seed)).sample(range(len(every)), max_values))]
+
+
+def varied(cases: Sequence[T], max_cases: int | None, seed: Any, parts: Callable[[T], Iterable[Any]]) -> list[T]:
+    """At most `max_cases` of the cases, in order: those with the most `parts` that no chosen case has yet."""
+    if max_cases is None or len(cases) <= max_cases:
+        return list(cases)
+    left = list(range(len(cases)))
+    random.Random(str(seed)).shuffle(left)
+    every = {i: set(parts(cases[i])) for i in left}
+    chosen, seen = list[int](), set[Any]()
+    while len(chosen) < max_cases:
+        best = max(left, key=lambda i: len(every[i] - seen))
+        left.remove(best)
+        chosen.append(best)
+        seen |= every[best]
+    return [cases[i] for i in sorted(chosen)]
+
+
+def few(values: Iterable[T], count: int) -> list[T]:
+    """`count` of a test's similar variants; all of them where the profile does not limit variants."""
+    return sample(values, None if PROFILE.variants is None else count, "few")
