@@ -46,7 +46,7 @@ MOST: dict[str, int] = {
     "copy engine": 0,
     "largest logit": 10,
     "shrink": 25,
-    "behind": 90,
+    "behind": 91,
     "beside": 156,
     "anew": 5,
     "room": 62,
