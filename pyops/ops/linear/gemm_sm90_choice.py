@@ -90,7 +90,7 @@ def config_us(config: Config, shape: Shape, device: Device, rates: cost.GemmRate
     elif isinstance(config, SwapConfig):
         launch, (loop, ends) = rates.swap_launch, _swap_us(config, shape, device.num_sms, rates)
     else:
-        launch, (loop, ends) = rates.mma_launch, _mma_us(config, shape, device.num_sms, rates)
+        launch, (loop, ends) = rates.swap_launch, _mma_us(config, shape, device.num_sms, rates)
     return launch + rates.overlapped(loop, nbytes) + ends
 
 
@@ -126,7 +126,7 @@ def _mma_us(config: MmaConfig, shape: Shape, sms: int, rates: cost.GemmRates) ->
     """Microseconds of the main loops, and of split-K's reduction through device memory."""
     blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
     per_sm = -(-blocks // sms)
-    k_tile = rates.mma_k_tile + rates.mma_row * (config.tile_m + config.tile_n)
+    k_tile = rates.mma_row * (config.tile_m + config.tile_n)
     parts = config.splits if config.splits > 1 else 0
     return per_sm * -(-shape.num_k_tiles // config.splits) * k_tile, parts * rates.mma_part
 
