@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
+from . import _at_start as _at_start
 from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError

@@ -24,7 +24,7 @@ from . import table
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
     if any(name in names for names in table.functions().values()):
-        return _function(name)
+        return _function(name, given)
     op = axes.find(name)
     values = axes.only(op, given)
     schemas = [torch_library.schema(op.declaration)]
@@ -57,13 +57,21 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     return "\n".join(lines)
 
 
-def _function(name: str) -> str:
+def _function(name: str, given: Mapping[str, Any]) -> str:
     """Signature and docstring of a public function that is not an op."""
+    for axis in given:
+        raise OpError(name, axis, "is no axis: a function of Python has no example")
     function = getattr(pyops, name)
-    parameters = ", ".join(map(str, inspect.signature(function).parameters.values()))
-    return (
-        f"{name}({parameters})\n\n{inspect.getdoc(function) or ''}\n\na function of Python, with no launch of its own"
-    )
+    found = inspect.signature(function)
+    parameters = [one.replace(annotation=_Unquoted(one.annotation)) for one in found.parameters.values()]
+    found = found.replace(parameters=parameters, return_annotation=_Unquoted(found.return_annotation))
+    return f"{name}{found}\n\n{inspect.getdoc(function) or ''}\n\na function of Python, with no launch of its own"
+
+
+class _Unquoted(str):
+    """An annotation that inspect prints as it is written."""
+
+    __repr__ = str.__str__
 
 
 def signatures(op: Op) -> list[str]:
@@ -102,7 +110,7 @@ def results(form: Declaration) -> str:
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """The source, with includes resolved, of each kernel that the op's example with these axes plans on `arch`."""
     if any(name in names for names in table.functions().values()):
-        return _function(name)
+        return _function(name, given)
     op = axes.find(name)
     values = axes.only(op, given)
     texts = (one.specialisation.text for one in axes.launches(op, values, _model(arch)))

@@ -43,7 +43,7 @@ def _imports() -> Iterator[str]:
     """What the package has besides functions and ops: the names that it imports one by one, and classes of families."""
     for node in ast.parse(Path(inspect.getfile(pyops)).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.level:
-            names = (alias.name for alias in node.names if alias.name == alias.asname)
+            names = (alias.name for alias in node.names if alias.name == alias.asname and alias.name[0] != "_")
             module = node.module or ""
             yield from (f"from .{module} import {name} as {name}" for name in names if not _is_written(name))
     for name, one in vars(pyops).items():

@@ -172,7 +172,9 @@ def _check(
             raise OpError("fused_experts", name, f"expected {rank} dimensions, got shape {tuple(tensor.shape)}")
     if activation not in ACTIVATIONS:
         raise OpError("fused_experts", "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
-    (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.shape, w1.shape
+    (num_tokens, hidden_size), (num_experts, rows, columns) = hidden_states.shape, w1.shape
+    if rows == hidden_size // per_byte != columns:
+        rows = columns  # w1 is transposed, and the error says the shape that it should have
     intermediate_size = rows // 2 if ACTIVATIONS[activation] else rows
     for name, tensor, shape in (
         ("w1", w1, (num_experts, rows, hidden_size // per_byte)),

@@ -11,9 +11,9 @@ from ..ops.activation.elementwise import gelu, relu2, silu
 from ..ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
 from ..ops.linear.packed_experts import block_size_of_packed
-from ..ops.moe.align import moe_align
 from ..ops.moe.rows import moe_sum_experts
 from ..ops.quantize import scaled_fp8_quant, scaled_int8_quant
+from .expert_products import sorted_choices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,7 @@ def fused_marlin_moe(
     block_size = _MOST_IN_FULL
     if quantised is None:
         block_size = block_size_of_packed(num_rows, num_experts, *([] if is_k_full else [_MOST_IN_FULL]))
-    lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+    lists = sorted_choices("fused_marlin_moe", topk_ids, block_size, global_num_experts, expert_map)
 
     def multiply(
         number: int, a: Tensor, weight: Tensor, of_weight: tuple[Any, ...], top_k: int, weighted: bool, n: int

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -66,7 +67,7 @@ def _source(folder: Path) -> Path:
     source.mkdir()
     for name in ("pyops", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -117,6 +118,38 @@ def test_type_checkers_find_an_editable_install(
     assert printed.count("error") == 2, f"one error, and their count: {printed}"
 
 
+def test_sdist(tmp_path: Path) -> None:
+    """It holds what the wheel is built of, and no tests, which setuptools would pick by their names."""
+    source = _source(tmp_path)
+    (source / "tests").mkdir()
+    (source / "tests" / "test_norm.py").touch()
+    code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    root = f"pyops_kernels-{pyops.__version__}"
+    with tarfile.open(source / f"{root}.tar.gz") as archive:
+        held = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    folders = {name.split("/")[0] for name in held if "/" in name}
+    assert folders == {"pyops", "kernels_cu", "pyops_kernels.egg-info"}
+    assert {f"kernels_cu/{name}" for name in kernels_cu.names()} | {"LICENSE", "README.md"} <= held
+
+
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        *("cuda13", "cuda12"),
+        *(name for name in PROJECT["project"]["optional-dependencies"] if not name.startswith("cuda")),
+    ]
+
+
+def test_pip_may_choose_the_cuda_13_that_torch_asks_for() -> None:
+    """It asks for packages that require nothing themselves: pip replaces those, but instead of a toolkit the torch."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [name for name in extras["cuda13"] if "toolkit" in name] == []
+    assert [name.partition("==")[2] for name in extras["cuda13"] if name.startswith("nvidia-")] == ["13.*", "13.*"]
+    assert [name.partition("==")[2] for name in extras["cuda12"] if "toolkit" in name] == ["12.*"]
+
+
 def test_wheel(tmp_path: Path) -> None:
     _pip(_source(tmp_path), "wheel", "-w", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
@@ -143,5 +176,8 @@ def test_wheel(tmp_path: Path) -> None:
             "=",
             "pyops.integrations.vllm.plugin:stand_in",
         ]
+        fields = set(archive.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines())
+    assert fields >= {"Name: pyops-kernels", "License-Expression: Apache-2.0", "Requires-Python: >=3.11"}
+    assert "Description-Content-Type: text/markdown" in fields
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from ..launch import backend
 from ..launch.kernel import Launch, Specialisation
 from ..system import driver
 from ..tensors.dtypes import DType
@@ -114,7 +115,14 @@ class Planner:
             driver.allow_shared(compiled.function, shared)
         return compiled
 
+    def load_on_host(self, specialisation: Specialisation) -> Compiled:
+        """Load a specialisation on the host backend, and list it in `compiled`."""
+        loaded = backend.get().load(specialisation)
+        specialisation.keep(-1, loaded)
+        self.specialisations[-1, specialisation.kernel, specialisation.key] = specialisation
+        return loaded
+
     def compiled(self) -> list[Compiled]:
-        """Every specialisation that this op has used in this process, on every device."""
+        """Every specialisation that this op has used in this process, on every device and on the host backend."""
         found = (s.loaded(index) for (index, *_), s in self.specialisations.items())
         return [compiled for compiled in found if compiled is not None]
