@@ -328,7 +328,7 @@ def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
     """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks.
 
     Args:
-        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        fa: the communicator, as `init_custom_ar` returns it.
         ipc_tensors: addresses in this process.
     """
 

@@ -114,6 +114,7 @@ def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
     """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks.
 
     Args:
+        fa: the communicator, as `init_custom_ar` returns it.
         ipc_tensors: addresses in this process.
     """
     communicator("register_buffer", fa).register(ipc_tensors)

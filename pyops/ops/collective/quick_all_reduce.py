@@ -112,11 +112,11 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
     """``out = sum of inp over ranks``, with each input and each sum quantized in blocks of 32 elements.
 
     Args:
+        fa: the handle that `init_custom_qr` returns.
         inp: float16 or bfloat16, contiguous, a multiple of 8 elements, at most the bytes given to `init_custom_qr`.
         out: as `inp`, written; may be `inp`.
         quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
         cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504.
-        fa: the handle that `init_custom_qr` returns.
 
     A quantized block with an element that is not finite becomes NaN.
     """
