@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from .custom_op import CustomOp
-from .rotary import DualChunkRotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from .rotary import MRotaryEmbedding, RotaryEmbedding
+from .rotary_dual import DualChunkRotaryEmbedding
 from .rotary_scaled import (
-    DeepseekScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
     NTKScalingRotaryEmbedding,
+)
+from .rotary_yarn import (
+    DeepseekScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
