@@ -102,6 +102,10 @@ MISSING = {
 
 def get_layer_class(name: str) -> type:
     """The layer class with the registered name ("rms_norm") or class name ("RMSNorm") `name`, else ValueError.
+
+    Examples:
+        >>> get_layer_class("rms_norm") is get_layer_class("RMSNorm") is RMSNorm
+        True
     """
     for op_name, layer in op_registry.items():
         if name in (op_name, layer.__name__):

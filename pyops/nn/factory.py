@@ -51,6 +51,14 @@ def get_rope(
 
     Raises:
         ValueError: rope_type is unknown, or a parameter is missing or out of range.
+
+    Examples:
+        >>> llama3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        ...           "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+        >>> rope = get_rope(64, 1024, rope_parameters=llama3, dtype=torch.float32)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
+        >>> query.shape, key.shape
+        (torch.Size([5, 256]), torch.Size([5, 128]))
     """
     dtype = dtype or torch.get_default_dtype()
     key = (

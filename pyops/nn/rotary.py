@@ -36,6 +36,12 @@ class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
         enforce_enable: see `CustomOp`.
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
         enable_fp32_compute: compute in float32 and round once; else every operation rounds to the dtype of x.
+
+    Examples:
+        >>> angles = torch.arange(5)[:, None] * 10000.0 ** -torch.linspace(0, 1, 8)
+        >>> q = torch.randn(2, 5, 4, 16)  # batch, seq_len, num_heads, head_size
+        >>> ApplyRotaryEmb(is_neox_style=True)(q, angles.cos(), angles.sin()).shape
+        torch.Size([2, 5, 4, 16])
     """
 
     def __init__(
@@ -86,6 +92,13 @@ class RotaryEmbeddingBase(CustomOp):
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
         dtype: dtype of the table. Calls convert the table to the dtype of the query.
         init_cache: whether the table is made now.
+
+    Examples:
+        >>> class Slower(RotaryEmbedding):
+        ...     def _compute_inv_freq(self, base):
+        ...         return super()._compute_inv_freq(base) / 2
+        >>> Slower(64, 64, 4096, 10000.0, True, torch.float32).cos_sin_cache.shape
+        torch.Size([4096, 64])
     """
 
     cos_sin_cache: Tensor
@@ -141,6 +154,11 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     the table stay as they are.
 
     Arguments are those of `RotaryEmbeddingBase`.
+
+    Examples:
+        >>> rope = RotaryEmbedding(64, 64, 4096, 10000.0, is_neox_style=True, dtype=torch.float32)
+        >>> query, key = torch.randn(5, 4 * 64), torch.randn(5, 2 * 64)
+        >>> query, key = rope(torch.arange(5), query, key)  # use what it returns: the arguments may be overwritten
     """
 
     def forward_native(
@@ -195,6 +213,11 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_interleaved: whether the pairs of the axes alternate.
         scaling_factor: the factor of YaRN; None for no YaRN.
         extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate: see `YaRNScalingRotaryEmbedding`.
+
+    Examples:
+        >>> rope = MRotaryEmbedding(64, 64, 4096, 1e6, True, torch.float32, mrope_section=[16, 8, 8])
+        >>> positions = torch.randint(100, (3, 5))  # time, height and width of five tokens
+        >>> query, key = rope(positions, torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(

@@ -33,6 +33,12 @@ class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
         chunk_size: tokens of a chunk.
         local_size: tokens of a chunk that the next chunk sees as its own. Positions count modulo ``chunk_size -
             local_size``.
+
+    Examples:
+        >>> rope = DualChunkRotaryEmbedding(64, 64, 4096, 10000.0, True, torch.float32, chunk_size=1024, local_size=128)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
+        >>> query.shape, key.shape
+        (torch.Size([5, 1280]), torch.Size([5, 128]))
     """
 
     def __init__(

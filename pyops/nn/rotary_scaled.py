@@ -31,6 +31,12 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         scaling_factors: a factor or several. The tables of several factors are concatenated;
             `scaling_factor_to_offset` gives the first row of each.
+
+    Examples:
+        >>> rope = LinearScalingRotaryEmbedding(64, 64, 2048, 10000.0, True, 4.0, torch.float32)
+        >>> rope.cos_sin_cache.shape
+        torch.Size([8192, 64])
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
@@ -64,6 +70,10 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         max_position_embeddings: positions in the table, tokens of the longest sequence.
         max_trained_positions: original context length, tokens. If it equals max_position_embeddings, the base stays.
         scaling_factor: factor of the sequence length in the formula of the base.
+
+    Examples:
+        >>> rope = DynamicNTKScalingRotaryEmbedding(64, 64, 8192, 2048, 10000.0, True, 1.0, torch.float32)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
@@ -93,6 +103,10 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         scaling_alpha: alpha in the formula.
+
+    Examples:
+        >>> rope = DynamicNTKAlphaRotaryEmbedding(64, 64, 4096, 10000.0, True, 1000.0, torch.float32)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
@@ -120,6 +134,10 @@ class NTKScalingRotaryEmbedding(RotaryEmbedding):
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         scaling_factor: divisor of the lowest frequency.
         mixed_b: exponent in the formula; None for 1.
+
+    Examples:
+        >>> rope = NTKScalingRotaryEmbedding(64, 64, 4096, 10000.0, True, 4.0, torch.float32)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
@@ -148,6 +166,10 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         scaling_factor, low_freq_factor, high_freq_factor: as in a model's configuration.
         orig_max_position: original context length, tokens.
+
+    Examples:
+        >>> rope = Llama3RotaryEmbedding(64, 64, 4096, 5e5, True, torch.float32, 8.0, 1.0, 4.0, 1024)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(

@@ -33,6 +33,12 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
         extrapolation_factor, beta_fast, beta_slow, truncate: see `pyops.ops.rotary.tables.yarn`.
         attn_factor: multiplies cosines and sines.
         apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` also multiplies cosines and sines.
+
+    Examples:
+        >>> rope = YaRNScalingRotaryEmbedding(64, 64, 1024, 10000.0, True, scaling_factor=4.0, dtype=torch.float32)
+        >>> rope.cos_sin_cache.shape
+        torch.Size([4096, 64])
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     _init_cache = True  # whether the constructor makes the table
@@ -84,6 +90,11 @@ class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
         mscale, mscale_all_dim: as in a model's configuration.
         init_cache: whether the table is made now.
         others: as in `YaRNScalingRotaryEmbedding`.
+
+    Examples:
+        >>> mscales = {"mscale": 0.707, "mscale_all_dim": 0.707}  # of DeepSeek-V2-Lite
+        >>> rope = DeepseekScalingRotaryEmbedding(64, 64, 1024, 10000.0, False, 40.0, torch.float32, **mscales)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 1 * 64))
     """
 
     def __init__(
@@ -139,6 +150,11 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbedding):
         short_mscale, long_mscale: multiply cosines and sines. None for ``sqrt(1 + log(s) / log(o))``, where o is
             original_max_position_embeddings and s is max_position_embeddings / o, or for 1 if s is at most 1.
         max_model_len: tokens of the longest sequence to serve; None for max_position_embeddings.
+
+    Examples:
+        >>> factors = torch.linspace(1, 4, 32).tolist(), torch.linspace(1, 40, 32).tolist()
+        >>> rope = Phi3LongRoPEScaledRotaryEmbedding(64, 64, 4096, 1024, 10000.0, True, torch.float32, *factors)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
