@@ -78,6 +78,13 @@ class Config:
         names: names of the parts of the model in a checkpoint.
         row_factors: factors that multiply rows of weights and biases when they are loaded: (end of a tensor's name,
             ((factor, number of rows), ...) for consecutive runs of rows).
+
+    Examples:
+        >>> llama = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
+        >>> sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+        >>> config = Config.parse(llama | sizes | {"vocab_size": 256, "max_position_embeddings": 128})
+        >>> config.head_dim, config.rope.theta
+        (16, 10000.0)
     """
 
     vocab_size: int

@@ -95,6 +95,13 @@ class Decoder:
 
     Attributes:
         slot_bytes: bytes of a slot, which holds the states of one sequence: all of its cache that is not in blocks.
+
+    Examples:
+        >>> model = Decoder(config, dtype="float32")
+        >>> for name, like in model.tensors().items():
+        ...     model.write(name, 0.1 * torch.randn_like(like))
+        >>> model.prepare()
+        >>> [tokens] = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     """
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:

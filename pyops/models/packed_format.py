@@ -38,6 +38,12 @@ class PackedQuantization(Ignoring):
         is_symmetric: a GPTQ checkpoint has zero points, but all of them are the symmetric ones.
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
         listed: ends of the names of all projections that are quantised; () where only `ignored` says which are not.
+
+    Examples:
+        >>> awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+        >>> packed = Quantization.parse(awq)  # Config.parse reads it from a config.json
+        >>> packed == PackedQuantization("awq", bits=4, group_size=128), packed.covers("model.layers.0.mlp.down_proj")
+        (True, True)
     """
 
     format: str

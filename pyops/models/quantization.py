@@ -56,6 +56,11 @@ class Quantization(Ignoring):
         activations: granularity of activation scales: "static" (one, from the checkpoint), "token" (dynamic, one per
             row) or "group" (dynamic, one per 128 contiguous elements of a row; only together with "block").
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
+
+    Examples:
+        >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in DeepSeek-V3
+        >>> Quantization.parse(fp8) == Quantization("float8_e4m3fn", weights="block", activations="group")
+        True
     """
 
     dtype: str
