@@ -39,7 +39,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit."""
+    """Whether two tensors agree in shape, dtype and every bit.
+
+    Examples:
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(bits(a), bits(b)))
 
 
@@ -57,6 +62,10 @@ def assert_close(
     element or a thousandth of them, plus the number expected to be that close to a rounding tie if `cancelled` times
     the largest value is uncertain. Scales of quantized values may differ by one 16-bit ulp in two elements or a
     five-hundredth of them.
+
+    Examples:
+        >>> x = torch.randn(1000)
+        >>> assert_close(x, x * (1 + 2**-23), ulps=1)
     """
     assert expected.shape == actual.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert expected.dtype == actual.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
