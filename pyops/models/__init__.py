@@ -56,9 +56,10 @@ from .kv_scales import write_kv_scales
 from .latent import Latent
 from .logprobs import Logprobs
 from .mixture import Mixture
+from .packed_format import PackedQuantization
 from .params import SamplingParams
 from .parts import Multipliers, Names, Norms
-from .quantization import PackedQuantization, Quantization
+from .quantization import Quantization
 from .rope import Rope
 from .state_space import StateSpace
 from .tensor_parallel import Group, ParallelDecoder

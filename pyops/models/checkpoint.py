@@ -20,7 +20,8 @@ from .gguf_file import GgufFile, is_gguf
 from .kv_cache import KV_SCALES
 from .kv_scales import check_names, checked_scale, scales_by_module, write_kv_scales
 from .mixture import STACKED
-from .quantization import PackedQuantization, Quantization, QuantizedWeights
+from .packed_format import PackedQuantization
+from .quantization import Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -17,8 +17,9 @@ from .kv_scheme import kv_cache_dtype_of, quantises_cache_alone
 from .latent import Latent
 from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
+from .packed_format import PackedQuantization
 from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
-from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -78,13 +79,6 @@ class Config:
         names: names of the parts of the model in a checkpoint.
         row_factors: factors that multiply rows of weights and biases when they are loaded: (end of a tensor's name,
             ((factor, number of rows), ...) for consecutive runs of rows).
-
-    Examples:
-        >>> llama = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
-        >>> sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-        >>> config = Config.parse(llama | sizes | {"vocab_size": 256, "max_position_embeddings": 128})
-        >>> config.head_dim, config.rope.theta
-        (16, 10000.0)
     """
 
     vocab_size: int

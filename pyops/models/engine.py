@@ -83,13 +83,8 @@ class Engine:
 
     Examples:
         >>> engine = Engine(model, max_num_seqs=8)
-        >>> first = engine.add([1, 2, 3], SamplingParams(max_tokens=8))
-        >>> second = engine.add([4, 5], SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=1))
-        >>> tokens = {first: [], second: []}
-        >>> for output in engine.run():
-        ...     tokens[output.request].append(output.token)
-        >>> len(tokens[first]), len(tokens[second])
-        (8, 4)
+        >>> requests = engine.add([1, 2, 3]), engine.add([4, 5], SamplingParams(temperature=0.8, seed=1))
+        >>> tokens = [(output.request, output.token) for output in engine.run()]
     """
 
     def __init__(

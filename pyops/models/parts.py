@@ -60,7 +60,7 @@ class Norms:
 
     Examples:
         >>> from dataclasses import replace
-        >>> model = Decoder(replace(config, norms=Norms("gemma", place="around"))).randomise(seed=0)
+        >>> model = Decoder(replace(config, norms=Norms("gemma"))).randomise(seed=0)
     """
 
     kind: str = "rms"

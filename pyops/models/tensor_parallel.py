@@ -26,8 +26,9 @@ from .decoder import Decoder, random_tensors
 from .kv_cache import KvScales
 from .mixture import STACKED
 from .norm import Norm
+from .packed_format import PackedQuantization
 from .packed_linear import check_written
-from .quantization import GgufTypes, PackedQuantization
+from .quantization import GgufTypes
 
 if TYPE_CHECKING:
     from torch import Tensor
