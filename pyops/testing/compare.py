@@ -81,7 +81,7 @@ def assert_close(
 def _assert_floats_close(expected: Tensor, actual: Tensor, ulps: int, what: str, is_scale: bool, atol: float) -> None:
     nan = expected.isnan()
     assert torch.equal(nan, actual.isnan()), (
-        f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
+        f"{what}: NaN at other positions, {_worst(expected, actual, nan != actual.isnan())}"
     )
     precision, smallest = _FLOATS[dtypes.of(expected.dtype)]
     # Infinity counts as the next value after the largest: a result that barely overflows is one unit away.
