@@ -35,6 +35,43 @@ OTHERS = {
     "vllm": ("pyops.integrations.vllm", "pyops.integrations.vllm", ()),
     "transformers": ("pyops.integrations.transformers", "pyops.integrations.transformers", ()),
 }
+# What the examples of a package's docstrings begin with: {package: code}.
+BEGINNINGS = {
+    "pyops": "import torch\nimport pyops",
+    "pyops.nn": "import torch\nimport pyops\nfrom pyops.nn import *",
+    "pyops.models": """\
+import torch
+from pyops.models import *
+
+config = Config(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+model = Decoder(config).randomise(seed=0)""",
+    "pyops.integrations.vllm": "import torch\nimport pyops\nfrom pyops.integrations.vllm import *",
+    "pyops.integrations.transformers": """\
+import torch
+import transformers
+from pyops.integrations.transformers import *
+
+config = transformers.LlamaConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+)
+model = transformers.LlamaForCausalLM(config).eval()  # or from_pretrained""",
+    "pyops.testing": "import torch\nimport pyops\nfrom pyops.testing import *",
+    "pyops.testing.strategies": """\
+import torch
+import pyops
+from hypothesis import given
+from pyops.testing import *
+from pyops.testing.strategies import *""",
+}
 
 
 def families() -> dict[str, str]:
@@ -51,7 +88,7 @@ def layers() -> dict[str, str]:
         if names := _public(path):
             title = f"# pyops.nn: {path.stem}"
             pages[path.stem] = "\n\n".join(
-                [title, _words(path), *(f"::: pyops.nn.{path.stem}.{name}" for name in names)]
+                [title, _words(path), _begin("pyops.nn"), *(f"::: pyops.nn.{path.stem}.{name}" for name in names)]
             )
     return pages
 
@@ -62,7 +99,8 @@ def others() -> dict[str, str]:
     for page, (title, package, names) in OTHERS.items():
         path = ROOT.joinpath(*package.split("."), "__init__.py")
         entries = (f"::: {package}.{name}" for name in names or _public(path))
-        pages[page] = "\n\n".join([f"# {title}", *([] if names else [_words(path)]), *entries])
+        words = [] if names else [_words(path), _begin(package)]
+        pages[page] = "\n\n".join([f"# {title}", *words, *entries])
     return pages
 
 
@@ -98,6 +136,10 @@ def _facts(op: Op) -> str:
     return "\n".join(
         ["<div class=facts markdown>", "", *(f"- **{k}** {v}" for k, v in facts.items() if v), "", "</div>"]
     )
+
+
+def _begin(package: str) -> str:
+    return f"Examples begin with:\n\n```python\n{BEGINNINGS[package]}\n```"
 
 
 def _public(path: Path) -> list[str]:

@@ -70,7 +70,13 @@ def kernels_on_cpu(default: str = "reference") -> bool:
 
 @contextmanager
 def cpu(mode: str) -> Iterator[None]:
-    """While it lasts, in every thread, PYOPS_CPU is `mode`."""
+    """While it lasts, in every thread, PYOPS_CPU is `mode`.
+
+    Examples:
+        >>> x = torch.randn(3, 100)
+        >>> with cpu("kernels"):  # not the reference
+        ...     pyops.relu2(torch.empty_like(x), x)
+    """
     global _cpu
     before, _cpu = _cpu, mode
     try:

@@ -42,6 +42,14 @@ class FusedMoEQuantConfig:
         gemm1_alpha, gemm1_beta: None, or the constants of "swigluoai": 1.702 and 1.
         gemm1_clamp_limit: with "silu", the upper bound of the gate and of the magnitude of the up projection, or None;
             with "swigluoai", None or its constant 7.
+
+    Examples:
+        >>> w1_scale, w2_scale = torch.full((8, 256, 1), 0.01), torch.full((8, 64, 1), 0.01)
+        >>> config = pyops.FusedMoEQuantConfig("float8_e4m3fn", True, w1_scale=w1_scale, w2_scale=w2_scale)
+        >>> w1, w2 = torch.randn(8, 256, 64).to(torch.float8_e4m3fn), torch.randn(8, 64, 128).to(torch.float8_e4m3fn)
+        >>> weights, ids, _ = pyops.fused_topk(torch.empty(5, 64), torch.randn(5, 8), 2, renormalize=True)
+        >>> pyops.fused_experts(torch.randn(5, 64).bfloat16(), w1, w2, weights, ids, quant_config=config).dtype
+        torch.bfloat16
     """
 
     quant_dtype: Any = None
@@ -101,6 +109,13 @@ def fused_experts(
 
     Returns:
         [num_tokens, hidden_size], new unless `inplace`.
+
+    Examples:
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> w1, w2 = torch.randn(8, 2 * 128, 64).bfloat16(), torch.randn(8, 64, 128).bfloat16()
+        >>> weights, ids, _ = pyops.fused_topk(x, logits, 2, renormalize=True)
+        >>> pyops.fused_experts(x, w1, w2, weights, ids).shape
+        torch.Size([5, 64])
     """
     out = hidden_states if inplace else new(hidden_states, tuple(hidden_states.shape))
     options = activation, apply_router_weight_on_input, global_num_experts, expert_map, quant_config
@@ -216,6 +231,12 @@ def fused_moe(
             token's experts are chosen.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None,
             for the softmax of the logits.
+
+    Examples:
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> w1, w2 = torch.randn(8, 2 * 128, 64).bfloat16(), torch.randn(8, 64, 128).bfloat16()
+        >>> pyops.fused_moe(x, w1, w2, logits, topk=2, renormalize=True).shape
+        torch.Size([5, 64])
     """
     choice = hidden_states, gating_output, topk, renormalize
     if use_grouped_topk:

@@ -113,6 +113,16 @@ def fused_marlin_moe(
 
     Returns:
         [num_tokens, hidden_size].
+
+    Examples:
+        >>> w1 = torch.randint(-(2**31), 2**31 - 1, (8, 64 // 16, 128 * 4), dtype=torch.int32)  # of 8 experts
+        >>> w2 = torch.randint(-(2**31), 2**31 - 1, (8, 128 // 16, 64 * 4 // 2), dtype=torch.int32)
+        >>> scales = torch.full((8, 1, 256), 0.01).bfloat16(), torch.full((8, 1, 64), 0.01).bfloat16()
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> weights, ids, _ = pyops.fused_topk(x, logits, 2, renormalize=True)
+        >>> uint4b8 = pyops.SCALAR_TYPES["uint4b8"].id
+        >>> pyops.fused_marlin_moe(x, w1, w2, None, None, *scales, weights, ids, uint4b8).shape
+        torch.Size([5, 64])
     """
     num_tokens, hidden_size, topk, num_experts = _check(hidden_states, w1, w2, topk_weights, topk_ids)
     quantised = None if input_dtype in (None, hidden_states.dtype) else str(input_dtype).removeprefix("torch.")

@@ -47,6 +47,16 @@ def parallel_fused_experts(
 
     Returns:
         `out`.
+
+    Examples:
+        >>> from pyops.testing import ranks
+        >>> def layer(rank):  # of two, each with 4 of the 8 experts
+        ...     parallel = pyops.ExpertParallel(None, "cpu", num_experts=8, max_tokens=16, hidden_size=64, top_k=2)
+        ...     w1, w2 = torch.randn(4, 2 * 64, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+        ...     weights, ids = torch.randn(5, 8).softmax(-1).topk(2)
+        ...     return pyops.parallel_fused_experts(parallel, torch.randn(5, 64).bfloat16(), w1, w2, weights, ids).shape
+        >>> ranks(2).run(layer)  # on GPUs, a process calls it for each, with a group of torch.distributed
+        [torch.Size([5, 64]), torch.Size([5, 64])]
     """
     if len(w1) != len(parallel.experts):
         expected = f"expected the {len(parallel.experts)} experts of this rank"

@@ -52,6 +52,13 @@ class Ranks:
     Args:
         world_size: 1 to 8.
         seconds: how long a rank waits for others before the wait is an error that names them.
+
+    Examples:
+        >>> def tokens(rank):
+        ...     parallel = pyops.ExpertParallel(None, "cpu", num_experts=8, max_tokens=16, hidden_size=64, top_k=2)
+        ...     return [*parallel.experts]
+        >>> ranks(2).run(tokens)
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
     def __init__(self, world_size: int, seconds: float = 60.0) -> None:

@@ -37,6 +37,10 @@ class Schedule:
     Attributes:
         order: ``"fifo"``; ``"reversed"``, from the last block and thread to the first; ``"greedy"``, one warp as far as
             it gets before the next; ``"shuffled"``, any thread that can run, by `seed`.
+
+    Examples:
+        >>> x = torch.randn(3, 100)
+        >>> assert_matches_reference(pyops.relu2, torch.empty_like(x), x, schedules=[Schedule("shuffled", seed=7)])
     """
 
     order: str = "fifo"
@@ -82,6 +86,11 @@ def scheduled(
 
     TMA and wgmma read writes to shared memory only after a fence_proxy_async(). With `strict_fences`, each writing
     thread must call it itself. Otherwise any thread that has seen the writes may call it.
+
+    Examples:
+        >>> x = torch.randn(3, 100)
+        >>> with cpu("kernels"), scheduled(Schedule("reversed"), seconds=10.0, warp_size=64):
+        ...     pyops.relu2(torch.empty_like(x), x)
     """
     token = _conditions.set(Conditions(schedule, seconds, warp_size, strict_fences))
     try:

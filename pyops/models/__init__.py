@@ -10,6 +10,7 @@ families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 hybrid_families       decoders with attention and layers that keep states
+packed_format         packed weights, and projections that are not quantized
 quantization          the quantization of weights, as config.json describes it
 kv_scheme             the dtype of a paged cache, as config.json describes it
 gguf_families         GGUF files: the metadata of each architecture
@@ -55,9 +56,10 @@ from .kv_scales import write_kv_scales
 from .latent import Latent
 from .logprobs import Logprobs
 from .mixture import Mixture
+from .packed_format import PackedQuantization
 from .params import SamplingParams
 from .parts import Multipliers, Names, Norms
-from .quantization import PackedQuantization, Quantization
+from .quantization import Quantization
 from .rope import Rope
 from .state_space import StateSpace
 from .tensor_parallel import Group, ParallelDecoder

@@ -35,6 +35,12 @@ def calibrate_kv_scales(
 
     Raises:
         ModelError: a prompt is refused, or a key or value is not finite.
+
+    Examples:
+        >>> scales = calibrate_kv_scales(model, [[1, 2, 3, 4], [5, 6]])
+        >>> sorted(scales)[:2]
+        ['model.layers.0.self_attn.k_scale', 'model.layers.0.self_attn.v_scale']
+        >>> engine = Engine(model, kv_cache_dtype="fp8")
     """
     if not prompts:
         raise ModelError("calibrate_kv_scales", "prompts: expected one or more, got none")

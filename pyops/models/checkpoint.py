@@ -20,7 +20,8 @@ from .gguf_file import GgufFile, is_gguf
 from .kv_cache import KV_SCALES
 from .kv_scales import check_names, checked_scale, scales_by_module, write_kv_scales
 from .mixture import STACKED
-from .quantization import PackedQuantization, Quantization, QuantizedWeights
+from .packed_format import PackedQuantization
+from .quantization import Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -83,6 +84,15 @@ def load(
             no plain float where ``config.json`` does not say that weights are quantised, a scale of an fp8 cache is no
             positive finite number, or the device has too little memory. ``config.json`` and the headers of the shards
             are checked before memory is allocated.
+
+    Examples:
+        >>> import tempfile, transformers
+        >>> sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        >>> tiny = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tiny.save_pretrained(folder)
+        ...     model = load(folder, device="cpu", dtype="float32")
+        >>> [tokens] = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     """
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:

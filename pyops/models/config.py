@@ -17,8 +17,9 @@ from .kv_scheme import kv_cache_dtype_of, quantises_cache_alone
 from .latent import Latent
 from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
+from .packed_format import PackedQuantization
 from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
-from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
 

@@ -18,9 +18,10 @@ from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import AttentionBesideStates, StateSpaceLayer
 from .norm import Norm
+from .packed_format import PackedQuantization
 from .packed_linear import check_written
 from .parts import BOTH, MLP_ALONE, Names
-from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
+from .quantization import GgufTypes, Mxfp4Experts, Quantization
 from .rope import Rope
 
 if TYPE_CHECKING:
@@ -89,12 +90,14 @@ class Decoder:
 
     Args:
         config: sizes and options.
-        dtype: name of the dtype of weights and activations, and of a cache that is not fp8; None for the dtype of
-            `config`.
+        dtype: name of the dtype of weights and activations, and of a cache that is not fp8; None for config's.
         device: device of the weights; on "meta" they take no memory.
 
     Attributes:
         slot_bytes: bytes of a slot, which holds the states of one sequence: all of its cache that is not in blocks.
+
+    Examples:
+        >>> model = Decoder(config, dtype="bfloat16").randomise(seed=0)  # or load(folder)
     """
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:

@@ -41,6 +41,12 @@ class Output(NamedTuple):
         logprobs: log-probabilities at this token, if `SamplingParams.logprobs` asks for them.
         prompt_logprobs: with the first token of a request, if `SamplingParams.prompt_logprobs` asks for them: one for
             each token of the prompt, None for the first, which has no preceding token.
+
+    Examples:
+        >>> engine = Engine(model)
+        >>> request = engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+        >>> [(output.request == request, output.finished) for output in engine.run()]
+        [(True, None), (True, 'length')]
     """
 
     request: int
@@ -74,6 +80,11 @@ class Engine:
         kv_cache_dtype: "auto" for what ``config.json`` asks for, or the model's dtype if it asks for none; "fp8" or
             "fp8_e4m3", or "fp8_e5m2", for fp8 values with the scales of the checkpoint, or those that
             `calibrate_kv_scales` or `write_kv_scales` has set, else 1; or the name of the model's dtype.
+
+    Examples:
+        >>> engine = Engine(model, max_num_seqs=8)
+        >>> requests = engine.add([1, 2, 3]), engine.add([4, 5], SamplingParams(temperature=0.8, seed=1))
+        >>> tokens = [(output.request, output.token) for output in engine.run()]
     """
 
     def __init__(
@@ -248,7 +259,12 @@ class Engine:
 
 
 def check_request(config: Config, prompt: Sequence[int], params: SamplingParams, max_seq_len: int) -> list[int]:
-    """The tokens of a prompt. ModelError if prompt and `params.max_tokens` do not fit into `max_seq_len` tokens."""
+    """The tokens of a prompt. ModelError if prompt and `params.max_tokens` do not fit into `max_seq_len` tokens.
+
+    Examples:
+        >>> check_request(config, [1, 2, 3], SamplingParams(max_tokens=8), max_seq_len=128)
+        [1, 2, 3]
+    """
     try:
         tokens = [index(token) for token in prompt]
     except TypeError:

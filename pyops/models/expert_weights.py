@@ -11,8 +11,9 @@ from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import refuse
 from .linear import Place
 from .mixture import STACKED, Mixture
+from .packed_format import PackedQuantization
 from .packed_linear import PackedLinear, packed_linear
-from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization, Quantization
+from .quantization import MX_BLOCK, Mxfp4Experts, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,8 @@ from .gguf_experts import GgufExperts
 from .linear import Place
 from .marlin_experts import MarlinExperts, serves
 from .mixture import STACKED, Mixture
-from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
+from .packed_format import PackedQuantization
+from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor

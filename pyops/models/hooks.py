@@ -20,6 +20,14 @@ class Text(NamedTuple):
         request: the number that `Engine.add` returned.
         tokens: the tokens of the prompt, then those generated so far. Hooks must not change them.
         num_prompt_tokens: how many of the tokens belong to the prompt.
+
+    Examples:
+        >>> def no_repeats(logits, texts):
+        ...     for row, text in zip(logits, texts):
+        ...         row[list(text.tokens)] = float("-inf")
+        >>> [tokens] = Engine(model, logits_hook=no_repeats).generate([[1, 2, 3]], SamplingParams(max_tokens=16))
+        >>> len({1, 2, 3, *tokens})
+        19
     """
 
     request: int
@@ -32,7 +40,14 @@ LogitsHook = Callable[["Tensor", Sequence[Text]], "Tensor | None"]
 
 
 def bias(values: Mapping[int, float]) -> LogitsHook:
-    """A hook that adds ``values[token]`` to the logit of each token; ``-inf`` forbids a token."""
+    """A hook that adds ``values[token]`` to the logit of each token; ``-inf`` forbids a token.
+
+    Examples:
+        >>> only_7_or_8 = bias({token: float("-inf") for token in range(256) if token not in (7, 8)})
+        >>> [tokens] = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, logits_hook=only_7_or_8))
+        >>> set(tokens) <= {7, 8}
+        True
+    """
     tokens, added = list(values), list(values.values())
 
     def hook(logits: Tensor, texts: Sequence[Text]) -> None:
@@ -48,6 +63,10 @@ def min_p(share: float, temperature: float = 1.0) -> LogitsHook:
         share: more than 0, at most 1.
         temperature: the temperature of the compared probabilities. Hooks see logits before
             `SamplingParams.temperature` divides them; pass the same value to compare the sampled probabilities.
+
+    Examples:
+        >>> params = SamplingParams(max_tokens=4, temperature=1.2, logits_hook=min_p(0.05, temperature=1.2))
+        >>> [tokens] = Engine(model).generate([[1, 2, 3]], params)
     """
     if not 0 < share <= 1 or not temperature > 0:
         raise ModelError("min_p", f"expected 0 < share <= 1 and temperature > 0, got {share!r} and {temperature!r}")

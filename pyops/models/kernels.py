@@ -40,6 +40,13 @@ def serving_kernels(
         device: the device that the kernels are planned for; it need not be present.
         max_model_len: `Engine`'s max_seq_len.
         max_num_seqs, max_num_batched_tokens, block_size, dtype, kv_cache_dtype: as `Engine` and `load` take them.
+
+    Examples:
+        >>> from pyops._core.system import device
+        >>> small = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}  # as of the Engine
+        >>> kernels = serving_kernels(config, device.model(), **small)
+        >>> {"rms_norm", "paged_attention_v1", "silu_and_mul"} <= {op.name for op, _ in kernels}
+        True
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

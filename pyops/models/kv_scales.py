@@ -31,6 +31,11 @@ def write_kv_scales(model: Decoder, scales: Mapping[str, Tensor | float]) -> Non
 
     Raises:
         ModelError: a name is unknown or missing, or a scale is not a positive finite number. Nothing is written.
+
+    Examples:
+        >>> names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in (0, 1) for part in "kv"]
+        >>> write_kv_scales(model, dict.fromkeys(names, 0.02))
+        >>> engine = Engine(model, kv_cache_dtype="fp8")
     """
     check_names("kv_scales", scales, model)
     by_module = scales_by_module(model)

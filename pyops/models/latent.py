@@ -20,6 +20,10 @@ class Latent:
         q_lora_rank: elements of the vector from which queries are projected; 0 to project the hidden state.
         interleaved: whether adjacent elements rotate as a pair (GPT-J style), and not elements of the two halves.
         mscale: the logits are multiplied by ``mscale ** 2 / sqrt(qk_head_dim)``.
+
+    Examples:
+        >>> Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128).qk_head_dim
+        192
     """
 
     kv_lora_rank: int

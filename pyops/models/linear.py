@@ -12,8 +12,9 @@ from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
 from .gguf_linear import BlockMatrix, GgufLinear
+from .packed_format import PackedQuantization
 from .packed_linear import PackedLinear, packed_linear
-from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, QuantizedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,6 +26,13 @@ class Logprobs(NamedTuple):
     Attributes:
         token: log-probability of the token at this position.
         top: {token: log-probability} of the likeliest tokens, the likeliest first; the request sets how many.
+
+    Examples:
+        >>> engine = Engine(model)
+        >>> request = engine.add([1, 2, 3], SamplingParams(max_tokens=1, logprobs=2))
+        >>> [output] = engine.run()
+        >>> output.logprobs.top[output.token] == output.logprobs.token  # the likeliest of two
+        True
     """
 
     token: float

@@ -16,8 +16,9 @@ from ..ops.linear.repack import TILE_COLUMNS
 from .expert_weights import expert_biases, named_biases, projections
 from .linear import Place
 from .mixture import STACKED, Mixture
+from .packed_format import PackedQuantization
 from .packed_linear import PackedLinear
-from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
+from .quantization import MX_BLOCK, Mxfp4Experts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,6 +37,13 @@ class Mixture:
             intermediate_size, hidden_size], and their downs; () where experts have tensors of their own, or is_stacked.
         router_in_float32: whether logits are float32, whatever the dtype.
         gate, up, down: names of the projections of an expert in a checkpoint; gate is "" where the activation has none.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> mixture = Mixture(8, 2, intermediate_size=32, renormalize=True, layers=(False, True))
+        >>> model = Decoder(replace(config, mixture=mixture)).randomise(seed=0)  # the first layer is dense
+        >>> sum("experts" in name for name in model.tensors())
+        24
     """
 
     num_experts: int

@@ -8,7 +8,7 @@ from .._core.system.lazy import torch
 from ..errors import ModelError
 from ..fused.packed_linear import PackedProduct
 from .config_values import refuse
-from .quantization import PackedQuantization
+from .packed_format import PackedQuantization
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -51,6 +51,12 @@ class SamplingParams:
             (`Output.logprobs`), in addition to the token itself. None for no log-probabilities.
         prompt_logprobs: the same for the tokens of the prompt (`Output.prompt_logprobs`).
         logits_hook: a `LogitsHook` of this request, called with its row of logits alone after the engine's hook.
+
+    Examples:
+        >>> params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, seed=1)
+        >>> [first], [again] = (Engine(model).generate([[1, 2, 3]], params) for _ in range(2))
+        >>> first == again
+        True
     """
 
     max_tokens: int = 16

@@ -21,6 +21,12 @@ class Names(NamedTuple):
         mlp: the MLP; "" if the projections, or the experts, are direct children of the layer.
         attention_out_norm, mlp_out_norm: norms after attention and after the MLP.
         qkv, gate_up: projections, in the order of their rows. A single name stands for one fused projection.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> model = Decoder(replace(config, names=Names(layers="transformer.h")))
+        >>> "transformer.h.0.self_attn.q_proj.weight" in model.tensors()
+        True
     """
 
     embedding: str = "model.embed_tokens"
@@ -51,6 +57,10 @@ class Norms:
         has_bias: whether layer norms, except those of query and key heads, have a bias.
         place: where a layer has its norms: "before" attention and MLP (pre-norm), "after" them, before the addition to
             the residual, or "around" them, which is both.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> model = Decoder(replace(config, norms=Norms("gemma"))).randomise(seed=0)
     """
 
     kind: str = "rms"
@@ -73,6 +83,10 @@ class Multipliers(NamedTuple):
         attention: of the attention logits; None for ``head_dim ** -0.5``.
         logits: of the output logits.
         attention_soft_cap, logits_soft_cap: c of ``c * tanh(l / c)``, which replaces a logit l; 0 for none.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> model = Decoder(replace(config, multipliers=Multipliers(logits_soft_cap=30.0))).randomise(seed=0)
     """
 
     embedding: float = 1.0

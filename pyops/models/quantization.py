@@ -12,6 +12,7 @@ from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import first, flag, refuse
 from .mixture import STACKED
+from .packed_format import Ignoring, PackedQuantization
 
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
@@ -19,20 +20,6 @@ _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
 MX_BLOCK = 32  # MX formats: values that share a power-of-two scale
 GGUF_MXFP4 = 39  # GGUF's type number of MXFP4
-
-
-class _Ignoring:
-    """The base of formats with `ignored`: regular expressions of projections that are not quantised."""
-
-    ignored: tuple[str, ...]
-
-    def covers(self, name: str) -> bool:
-        """Whether the projection that a checkpoint calls `name` is quantised."""
-        return not any(pattern.fullmatch(name) for pattern in self._patterns)
-
-    @cached_property
-    def _patterns(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.ignored]
 
 
 @dataclass(frozen=True)
@@ -60,47 +47,7 @@ class Mxfp4Experts:
 
 
 @dataclass(frozen=True)
-class PackedQuantization(_Ignoring):
-    """How the projections of a decoder are packed, those of attention and of MLPs; activations are not quantised.
-
-    Attributes:
-        format: "awq", "gptq" or "pack-quantized".
-        bits: bits of a quantized weight.
-        group_size: columns that share a scale; -1 for all.
-        has_zeros: the checkpoint has zero points; otherwise the quantization is symmetric.
-        lists_groups: the checkpoint has a ``g_idx``: the group of each column.
-        has_order: act-order: groups are not consecutive columns.
-        is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
-        is_symmetric: a GPTQ checkpoint has zero points, but all of them are the symmetric ones.
-        ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
-        listed: ends of the names of all projections that are quantised; () where only `ignored` says which are not.
-    """
-
-    format: str
-    bits: int
-    group_size: int
-    has_zeros: bool = True
-    lists_groups: bool = False
-    has_order: bool = False
-    is_v2: bool = True
-    is_symmetric: bool = False
-    ignored: tuple[str, ...] = ()
-    listed: tuple[str, ...] = ()
-
-    def covers(self, name: str) -> bool:
-        """Whether the projection that a checkpoint calls `name` is quantised."""
-        return super().covers(name) and (not self.listed or name.endswith(self.listed))
-
-    def columns_of_group(self, columns: int) -> int:
-        """Columns that share a scale in a weight with `columns`; ModelError if groups do not divide them."""
-        size = columns if self.group_size == -1 else self.group_size
-        if columns % size:
-            raise _refuse("group_size", f"a number that divides {columns}", size)
-        return size
-
-
-@dataclass(frozen=True)
-class Quantization(_Ignoring):
+class Quantization(Ignoring):
     """How the projections of a decoder are quantised, those of attention and of MLPs.
 
     Attributes:
@@ -109,6 +56,11 @@ class Quantization(_Ignoring):
         activations: granularity of activation scales: "static" (one, from the checkpoint), "token" (dynamic, one per
             row) or "group" (dynamic, one per 128 contiguous elements of a row; only together with "block").
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
+
+    Examples:
+        >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in DeepSeek-V3
+        >>> Quantization.parse(fp8) == Quantization("float8_e4m3fn", weights="block", activations="group")
+        True
     """
 
     dtype: str

@@ -41,6 +41,11 @@ class Rope:
             queries; 0 for none.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
+
+    Examples:
+        >>> rope = Rope.parse({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}})
+        >>> rope.kind, rope.factor, rope.cos_sin(head_dim=64, num_positions=128).shape
+        ('linear', 4.0, torch.Size([128, 64]))
     """
 
     theta: float = 10000.0

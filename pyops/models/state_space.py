@@ -33,6 +33,12 @@ class StateSpace:
         is_by_group: whether a "delta_rule" checkpoint has one projection with rows sorted by group, and not separate
             tensors for all queries, keys, values and gates.
         has_norm: whether "mamba2" normalises its gated output.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> mamba2 = StateSpace("mamba2", 128, state_size=16, conv_kernel=4, num_heads=8, head_dim=16, n_groups=1)
+        >>> hybrid = replace(config, layer_types=("mamba2", "attention"), state_space=mamba2)
+        >>> [tokens] = Engine(Decoder(hybrid).randomise(seed=0)).generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     """
 
     kind: str

@@ -26,8 +26,9 @@ from .decoder import Decoder, random_tensors
 from .kv_cache import KvScales
 from .mixture import STACKED
 from .norm import Norm
+from .packed_format import PackedQuantization
 from .packed_linear import check_written
-from .quantization import GgufTypes, PackedQuantization
+from .quantization import GgufTypes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +46,14 @@ class Group:
         device: of this process's weights.
         ranks: numbers of the processes.
         timeout: how long a collective waits for a process before it raises.
+
+    Examples:
+        >>> store = torch.distributed.HashStore()  # under torchrun, init_process_group needs none
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> group = Group(device="cpu")  # then load(folder, group=group)
+        >>> group.rank, group.world_size
+        (0, 1)
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, device: Any = "cpu", ranks: list[int] | None = None, timeout: timedelta = TIMEOUT) -> None:
@@ -186,6 +195,13 @@ class ParallelDecoder(Decoder):
 
     Raises:
         ModelError: the config cannot be divided (`divided`), or the blocks of quantised weights are not.
+
+    Examples:
+        >>> store = torch.distributed.HashStore()  # under torchrun, init_process_group needs none
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = ParallelDecoder(config, Group()).randomise(seed=0)
+        >>> [tokens] = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4))  # in every process
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:

@@ -5,7 +5,9 @@ activation norm norm_gated           activations, norms
 quant routing                        fp8 quantization, routing to experts
 experts mixture                      experts' weights and the methods that apply them, mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
-rotary_scaled merged embedding       rotary embedding of long sequences, merged projections, token embeddings
+rotary_dual                          rotary embedding for dual chunk attention
+rotary_scaled rotary_yarn            rotary embedding of long sequences
+merged embedding                     merged projections, token embeddings
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, the base of Mamba mixers, the mixers
@@ -41,7 +43,9 @@ from . import (
     parallel,
     quant,
     rotary,
+    rotary_dual,
     rotary_scaled,
+    rotary_yarn,
     routing,
     shortconv,
 )
@@ -65,7 +69,9 @@ from .parallel import *
 from .quant import *
 from .quant import _DecodeConcatQuantFP8
 from .rotary import *
+from .rotary_dual import *
 from .rotary_scaled import *
+from .rotary_yarn import *
 from .routing import *
 from .shortconv import *
 
@@ -95,7 +101,12 @@ MISSING = {
 
 
 def get_layer_class(name: str) -> type:
-    """The layer class with the registered name ("rms_norm") or class name ("RMSNorm") `name`, else ValueError."""
+    """The layer class with the registered name ("rms_norm") or class name ("RMSNorm") `name`, else ValueError.
+
+    Examples:
+        >>> get_layer_class("rms_norm") is get_layer_class("RMSNorm") is RMSNorm
+        True
+    """
     for op_name, layer in op_registry.items():
         if name in (op_name, layer.__name__):
             return layer
@@ -134,7 +145,9 @@ for _module in (
     parallel,
     quant,
     rotary,
+    rotary_dual,
     rotary_scaled,
+    rotary_yarn,
     routing,
     shortconv,
 ):

@@ -78,6 +78,10 @@ class SiluAndMul(_Gated, op=silu_and_mul):
 
     Args:
         compile_native: see `CustomOp`.
+
+    Examples:
+        >>> SiluAndMul()(torch.tensor([[1.0, -1.0, 2.0, 3.0]]))  # gates, then ups
+        tensor([[ 1.4621, -0.8068]])
     """
 
     def __init__(self, *, compile_native: bool = True) -> None:
@@ -86,7 +90,12 @@ class SiluAndMul(_Gated, op=silu_and_mul):
 
 @CustomOp.register("mul_and_silu")
 class MulAndSilu(_Gated, op=mul_and_silu):
-    """The first half times silu of the second half, see `pyops.mul_and_silu`."""
+    """The first half times silu of the second half, see `pyops.mul_and_silu`.
+
+    Examples:
+        >>> MulAndSilu()(torch.tensor([[2.0, 3.0, 1.0, -1.0]]))  # ups, then gates
+        tensor([[ 1.4621, -0.8068]])
+    """
 
 
 @CustomOp.register("gelu_and_mul")
@@ -95,6 +104,10 @@ class GeluAndMul(_Gated, op=gelu_and_mul):
 
     Args:
         approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
+
+    Examples:
+        >>> GeluAndMul(approximate="tanh")(torch.tensor([[1.0, -1.0, 2.0, 3.0]]))  # gates, then ups
+        tensor([[ 1.6824, -0.4764]])
     """
 
     def __init__(self, approximate: str = "none") -> None:
@@ -114,6 +127,11 @@ class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
     Args:
         activation_sparsity: the fraction of a normally distributed row that becomes zero, above 0 and below 1.
         approximate: "none" or "tanh", as in `GeluAndMul`.
+
+    Examples:
+        >>> out = GeluAndMulSparse(0.95, approximate="tanh")(torch.randn(16, 2 * 1000))
+        >>> f"{(out == 0.0).float().mean():.2f}"  # the share of zeros
+        '0.95'
     """
 
     def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
@@ -143,6 +161,10 @@ class FatreluAndMul(_Gated, op=fatrelu_and_mul):
 
     Args:
         threshold: a gate must exceed it to pass.
+
+    Examples:
+        >>> FatreluAndMul(threshold=0.5)(torch.tensor([[0.2, 0.8, 3.0, 4.0]]))  # gates, then ups
+        tensor([[0.0000, 3.2000]])
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -160,6 +182,10 @@ class SwigluOAIAndMul(_Gated, op=swigluoai_and_mul):
     Args:
         alpha: slope of the sigmoid.
         limit: largest gate and largest magnitude of the other factor.
+
+    Examples:
+        >>> SwigluOAIAndMul()(torch.tensor([[1.0, 2.0, 9.0, -9.0]]))  # gate, up, gate, up
+        tensor([[  2.5374, -41.9997]])
     """
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
@@ -177,6 +203,10 @@ class SiluAndMulWithClamp(_Gated, op=silu_and_mul_with_clamp):
     Args:
         swiglu_limit: upper bound of the gate, and of the magnitude of the up projection.
         compile_native: see `CustomOp`.
+
+    Examples:
+        >>> SiluAndMulWithClamp(swiglu_limit=7.0)(torch.tensor([[1.0, 9.0, 2.0, -9.0]]))  # gates, then ups
+        tensor([[  1.4621, -48.9554]])
     """
 
     def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
@@ -193,6 +223,10 @@ class SwigluStepAndMul(_Gated, op=swiglustep_and_mul):
 
     Args:
         limit: upper bound of the activated gate, and of the magnitude of the up projection.
+
+    Examples:
+        >>> SwigluStepAndMul(limit=7.0)(torch.tensor([[1.0, 9.0, 2.0, -9.0]]))  # gates, then ups
+        tensor([[  1.4621, -49.0000]])
     """
 
     def __init__(self, limit: float = 7.0) -> None:
@@ -207,7 +241,12 @@ class SwigluStepAndMul(_Gated, op=swiglustep_and_mul):
 
 @CustomOp.register("gelu")
 class GELU(_Activation, op=gelu):
-    """GELU by the error function, see `pyops.gelu`."""
+    """GELU by the error function, see `pyops.gelu`.
+
+    Examples:
+        >>> x = torch.randn(5, 64)
+        >>> torch.testing.assert_close(GELU()(x), torch.nn.GELU()(x))
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,22 +254,42 @@ class GELU(_Activation, op=gelu):
 
 @CustomOp.register("gelu_new")
 class NewGELU(_Activation, op=gelu_new):
-    """GELU by the hyperbolic tangent as GPT-2 writes it, see `pyops.gelu_new`."""
+    """GELU by the hyperbolic tangent as GPT-2 writes it, see `pyops.gelu_new`.
+
+    Examples:
+        >>> x = torch.randn(5, 64)
+        >>> torch.testing.assert_close(NewGELU()(x), torch.nn.GELU(approximate="tanh")(x))
+    """
 
 
 @CustomOp.register("gelu_fast")
 class FastGELU(_Activation, op=gelu_fast):
-    """GELU by the hyperbolic tangent with the cube factored out, see `pyops.gelu_fast`."""
+    """GELU by the hyperbolic tangent with the cube factored out, see `pyops.gelu_fast`.
+
+    Examples:
+        >>> x = torch.randn(5, 64)
+        >>> torch.testing.assert_close(FastGELU()(x), torch.nn.GELU(approximate="tanh")(x))
+    """
 
 
 @CustomOp.register("quick_gelu")
 class QuickGELU(_Activation, op=gelu_quick):
-    """GELU by the logistic function, see `pyops.gelu_quick`."""
+    """GELU by the logistic function, see `pyops.gelu_quick`.
+
+    Examples:
+        >>> x = torch.randn(5, 64)
+        >>> torch.testing.assert_close(QuickGELU()(x), x * torch.sigmoid(1.702 * x))
+    """
 
 
 @CustomOp.register("relu2")
 class ReLUSquaredActivation(_Activation, op=relu2):
-    """Squared ReLU, see `pyops.relu2`."""
+    """Squared ReLU, see `pyops.relu2`.
+
+    Examples:
+        >>> ReLUSquaredActivation()(torch.tensor([-1.0, 2.0, 3.0]))
+        tensor([0., 4., 9.])
+    """
 
 
 @CustomOp.register("xielu")
@@ -243,6 +302,11 @@ class XIELU(_Activation, op=xielu):
         beta: slope at zero; eps: where the exponential side starts. Both are buffers, so a checkpoint may set them.
         dtype: dtype of the parameters. A call rounds them to the dtype of its input.
         with_vector_loads: accepted because vLLM has it; accesses are always as wide as alignment allows.
+
+    Examples:
+        >>> act = XIELU(dtype=torch.float32).requires_grad_(False)  # its parameters come from a checkpoint
+        >>> act(torch.tensor([-1.0, 0.0, 1.0])).shape
+        torch.Size([3])
     """
 
     def __init__(

@@ -37,6 +37,15 @@ class MMEncoderAttention(CustomOp):
         num_kv_heads: key heads, and value heads, a divisor of num_heads; None for num_heads.
         prefix: the name of the layer in its model.
         multimodal_config: not read; vLLM had it before 0.16.
+
+    Examples:
+        >>> attention = MMEncoderAttention(num_heads=4, head_size=16)
+        >>> query, key, value = torch.randn(3, 1, 10, 64)
+        >>> attention(query, key, value).shape
+        torch.Size([1, 10, 64])
+        >>> cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)  # two images, of 4 and of 6 patches
+        >>> attention(query, key, value, cu_seqlens).shape
+        torch.Size([1, 10, 64])
     """
 
     def __init__(

@@ -117,6 +117,13 @@ class Conv2dLayer(_ConvLayer):
         bias: whether there is a bias.
         padding_mode: "zeros".
         params_dtype: dtype of the parameters `weight` and `bias`; None for torch's default.
+
+    Examples:
+        >>> embed = Conv2dLayer(3, 64, kernel_size=16, stride=16)  # patches of a vision encoder
+        >>> embed.load_state_dict(torch.nn.Conv2d(3, 64, kernel_size=16, stride=16).state_dict())
+        <All keys matched successfully>
+        >>> embed(torch.randn(1, 3, 224, 224)).shape
+        torch.Size([1, 64, 14, 14])
     """
 
     num_dim = 2
@@ -124,6 +131,14 @@ class Conv2dLayer(_ConvLayer):
 
 @CustomOp.register("conv3d")
 class Conv3dLayer(_ConvLayer):
-    """3D convolution of [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`."""
+    """3D convolution of [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`.
+
+    Examples:
+        >>> embed = Conv3dLayer(3, 64, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=False)
+        >>> embed.load_state_dict({"weight": torch.randn(64, 3, 2, 14, 14)})
+        <All keys matched successfully>
+        >>> embed(torch.randn(1, 3, 2, 28, 28)).shape
+        torch.Size([1, 64, 1, 2, 2])
+    """
 
     num_dim = 3

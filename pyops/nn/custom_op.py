@@ -144,6 +144,12 @@ def set_custom_ops(
     """Within this context, new instances use this configuration, in every thread; see `CompilationConfig`.
 
     An instance stays on or off for its lifetime. When the context ends, entries that had no effect cause warnings.
+
+    Examples:
+        >>> with set_custom_ops("all,-silu_and_mul") as config:
+        ...     layers = RMSNorm(64), SiluAndMul()
+        >>> config.disabled_custom_ops
+        Counter({'silu_and_mul': 1})
     """
     global _config
     entries = [custom_ops] if isinstance(custom_ops, str) else list(custom_ops)
@@ -251,6 +257,14 @@ class CustomOp(_Replaceable):
     Args:
         enforce_enable: switch this instance on, whatever the configuration says.
         compile_native: compile `forward_native` if the op is off and the configuration compiles the model.
+
+    Examples:
+        >>> @CustomOp.register("square")
+        ... class Square(CustomOp):
+        ...     def forward_native(self, x):  # forward_cuda would call a kernel
+        ...         return x * x
+        >>> Square()(torch.tensor([1.0, 3.0]))
+        tensor([1., 9.])
     """
 
     differentiable: ClassVar[bool] = False

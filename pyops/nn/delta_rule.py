@@ -33,6 +33,13 @@ class ChunkGatedDeltaRule(OpLayer, op=gated_delta_rule):
     bfloat16 or None, the final one float32 and None unless `output_final_state`. The outputs are a new tensor like v,
     or the first elements of `core_attn_out` if that is given, a contiguous tensor of the dtype of v. `chunk_indices`
     and `chunk_offsets` have no effect, because the kernel computes its chunks itself.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 100, heads, 32) for heads in (2, 2, 4))
+        >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)  # log decays, and how much a key is overwritten
+        >>> o, state = ChunkGatedDeltaRule()(q, k, v, g, beta, None, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 32]))
     """
 
     def __init__(self) -> None:
@@ -152,6 +159,14 @@ class QwenGatedDeltaNetAttention(_DeltaMixer):
         prefix: the name of the layer in its model.
         gqa_interleaved_layout: whether rows of in_proj_qkvz and in_proj_ba are sorted by key head (q, k, and the v and
             z of the head's value heads), as in checkpoints of Qwen3-Next; otherwise all q come first, then k, v and z.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+        >>> sizes = {"hidden_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        >>> config = SimpleNamespace(hidden_act="silu", rms_norm_eps=1e-6, **heads, **sizes)  # or Qwen3NextConfig
+        >>> QwenGatedDeltaNetAttention(config, vllm_config=None)(torch.randn(5, 64)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "", gqa_interleaved_layout: bool = False) -> None:
@@ -198,6 +213,14 @@ class OlmoHybridGatedDeltaNetAttention(_DeltaMixer):
         config: as in `QwenGatedDeltaNetAttention`, optionally with linear_allow_neg_eigval; linear_use_gate must not be
             False.
         vllm_config, prefix: as in `QwenGatedDeltaNetAttention`.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+        >>> sizes = {"hidden_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        >>> config = SimpleNamespace(hidden_act="silu", **heads, **sizes)
+        >>> OlmoHybridGatedDeltaNetAttention(config, vllm_config=None)(torch.randn(5, 64)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "") -> None:

@@ -64,6 +64,14 @@ class VocabParallelEmbedding(CustomOp):
         padding_size: both vocabularies are padded to a multiple of it.
         quant_config: None; tables are not quantised here.
         prefix: the name of the layer in its model.
+
+    Examples:
+        >>> embedding = VocabParallelEmbedding(1000, 64)
+        >>> embedding.weight.shape  # padded to a multiple of 64
+        torch.Size([1024, 64])
+        >>> embedding.weight.weight_loader(embedding.weight, torch.randn(1000, 64))  # from a checkpoint
+        >>> embedding(torch.tensor([1, 2, 3])).shape
+        torch.Size([3, 64])
     """
 
     def __init__(
@@ -160,6 +168,12 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     This layer is not called; `LogitsProcessor` computes ``hidden_states W^T + b`` with its parameters: `weight` and,
     with `bias` True, `bias` [rows of this rank].
+
+    Examples:
+        >>> head = ParallelLMHead(1000, 64)
+        >>> head.weight.weight_loader(head.weight, torch.randn(1000, 64))  # from a checkpoint
+        >>> LogitsProcessor(1000)(head, torch.randn(3, 64)).shape
+        torch.Size([3, 1000])
     """
 
     def __init__(

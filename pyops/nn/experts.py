@@ -127,6 +127,12 @@ class UnquantizedFusedMoEMethod(CustomOp):
 
     Args:
         moe: accepted because vLLM has it; the layer's attributes are used instead.
+
+    Examples:
+        >>> moe = FusedMoE(num_experts=8, top_k=2, hidden_size=64, intermediate_size=128)
+        >>> topk_weights, topk_ids = torch.randn(5, 8).softmax(-1).topk(2)
+        >>> UnquantizedFusedMoEMethod()(moe, torch.randn(5, 64), topk_weights, topk_ids.int()).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, moe: Any = None) -> None:
@@ -171,6 +177,12 @@ class FusedMoEModularMethod(CustomOp):
         old_quant_method: the method that serves if the layer is off.
         experts: a function with the signature of `pyops.fused_experts`. It may dispatch tokens to other devices and
             combine the results.
+
+    Examples:
+        >>> moe = FusedMoE(num_experts=8, top_k=2, hidden_size=64, intermediate_size=128)
+        >>> moe.quant_method = FusedMoEModularMethod(experts=pyops.fused_experts)
+        >>> moe(torch.randn(5, 64), torch.randn(5, 8)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, old_quant_method: CustomOp | None = None, experts: Callable[..., Tensor] | None = None) -> None:

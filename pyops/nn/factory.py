@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from .custom_op import CustomOp
-from .rotary import DualChunkRotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from .rotary import MRotaryEmbedding, RotaryEmbedding
+from .rotary_dual import DualChunkRotaryEmbedding
 from .rotary_scaled import (
-    DeepseekScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
     NTKScalingRotaryEmbedding,
+)
+from .rotary_yarn import (
+    DeepseekScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
@@ -48,6 +51,14 @@ def get_rope(
 
     Raises:
         ValueError: rope_type is unknown, or a parameter is missing or out of range.
+
+    Examples:
+        >>> llama3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        ...           "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+        >>> rope = get_rope(64, 1024, rope_parameters=llama3, dtype=torch.float32)
+        >>> query, key = rope(torch.arange(5), torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
+        >>> query.shape, key.shape
+        (torch.Size([5, 256]), torch.Size([5, 128]))
     """
     dtype = dtype or torch.get_default_dtype()
     key = (

@@ -161,7 +161,12 @@ def expanded_attention(
 
 @dataclass
 class MLAModules:
-    """The modules of a `MultiHeadLatentAttentionWrapper`, by vLLM's names. A projection may return (output, bias)."""
+    """The modules of a `MultiHeadLatentAttentionWrapper`, by vLLM's names. A projection may return (output, bias).
+
+    Examples:
+        >>> q, kv_a, kv_b, o = map(torch.nn.Linear, (64, 64, 32, 64), (96, 40, 128, 64))
+        >>> modules = MLAModules(RMSNorm(32), kv_b, rotary_emb=None, o_proj=o, q_proj=q, kv_a_proj_with_mqa=kv_a)
+    """
 
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Module
@@ -205,6 +210,16 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
         cache_config, quant_config: accepted because vLLM has them.
         prefix: the name of the layer in its model.
         skip_topk: accepted because vLLM has it, for layers that reuse another layer's indexer result.
+
+    Examples:
+        >>> q, kv_a, kv_b, o = map(torch.nn.Linear, (64, 64, 32, 64), (96, 40, 128, 64))
+        >>> modules = MLAModules(RMSNorm(32), kv_b, rotary_emb=None, o_proj=o, q_proj=q, kv_a_proj_with_mqa=kv_a)
+        >>> attention = MultiHeadLatentAttentionWrapper(64, 4, 24**-0.5, 16, 8, 16, None, 32, modules)
+        >>> table, lens, starts = map(torch.IntTensor, ([[2]], [5], [0, 5]))  # a prompt of 5 tokens, in block 2
+        >>> batch = {"block_table": table, "seq_lens": lens, "query_start_loc": starts}
+        >>> cache, slots = torch.zeros(4, 16, 32 + 8), torch.arange(32, 37)
+        >>> with torch.no_grad():
+        ...     out = attention(torch.arange(5), torch.randn(5, 64), kv_cache=cache, slot_mapping=slots, **batch)
     """
 
     def __init__(

@@ -131,6 +131,13 @@ class ReplicatedLinear(_Linear):
     Args:
         input_size, output_size: columns and rows of the weight.
         others: see the module.
+
+    Examples:
+        >>> layer = ReplicatedLinear(64, 32, bias=False, return_bias=False)
+        >>> layer.load_state_dict(torch.nn.Linear(64, 32, bias=False).state_dict())
+        <All keys matched successfully>
+        >>> layer(torch.randn(5, 64)).shape
+        torch.Size([5, 32])
     """
 
     def __init__(
@@ -171,6 +178,13 @@ class ColumnParallelLinear(_Linear):
         input_size, output_size: columns and rows of the whole weight.
         gather_output: whether the outputs are all-gathered.
         others: see the module.
+
+    Examples:
+        >>> up = ColumnParallelLinear(64, 256, bias=False)
+        >>> up.weight.weight_loader(up.weight, torch.randn(256, 64))  # the whole tensor of a checkpoint
+        >>> output, bias = up(torch.randn(5, 64))
+        >>> output.shape, bias
+        (torch.Size([5, 256]), None)
     """
 
     def __init__(
@@ -228,6 +242,11 @@ class RowParallelLinear(_Linear):
             it.
         reduce_results: whether the results are all-reduced. If not, each rank returns its partial sum without the bias.
         others: see the module.
+
+    Examples:
+        >>> down = RowParallelLinear(256, 64, bias=False)
+        >>> down.weight.weight_loader(down.weight, torch.randn(64, 256))  # the whole tensor of a checkpoint
+        >>> output, bias = down(torch.randn(5, 256))
     """
 
     def __init__(
@@ -292,6 +311,12 @@ class GateLinear(ReplicatedLinear):
         params_dtype: dtype of the parameters; None for torch's default.
         force_fp32_compute: whether parameters are float32 and inputs are converted to float32.
         prefix: the name of the layer in its model.
+
+    Examples:
+        >>> gate = GateLinear(64, 8, out_dtype=torch.float32, params_dtype=torch.bfloat16)
+        >>> logits, _ = gate(torch.randn(5, 64).bfloat16())
+        >>> logits.shape, logits.dtype
+        (torch.Size([5, 8]), torch.float32)
     """
 
     def __init__(

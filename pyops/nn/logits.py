@@ -31,6 +31,13 @@ class LogitsProcessor(CustomOp):
         scale: multiplies the logits, after the cap.
         logits_as_input: whether `hidden_states` are already the logits.
         soft_cap: bound of the magnitude of logits; None for no cap.
+
+    Examples:
+        >>> head, processor = ParallelLMHead(1000, 64), LogitsProcessor(1000, soft_cap=30.0)
+        >>> head.weight.weight_loader(head.weight, torch.randn(1000, 64))
+        >>> logits = processor(head, torch.randn(3, 64))
+        >>> logits.shape, bool((logits.abs() <= 30.0).all())
+        (torch.Size([3, 1000]), True)
     """
 
     def __init__(

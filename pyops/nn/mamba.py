@@ -56,6 +56,14 @@ class MambaMixer(Mixer):
         activation: of the convolution, "silu".
         is_lora_enabled, model_config, cache_config: accepted because vLLM has them; caches are arguments of `forward`.
         prefix: the name of the layer in its model.
+
+    Examples:
+        >>> mixer = MambaMixer(64, 16, 4, 128, time_step_rank=4, use_conv_bias=True, use_bias=False, use_rms_norm=False)
+        >>> states = torch.zeros(4, 128, 3), torch.zeros(4, 128, 16)  # in four slots
+        >>> slots = torch.tensor([2], dtype=torch.int32)  # of one sequence
+        >>> prompt = mixer(torch.randn(5, 64), *states, state_indices_tensor=slots)
+        >>> mixer(torch.randn(1, 64), *states, state_indices_tensor=slots, num_decodes=1).shape
+        torch.Size([1, 64])
     """
 
     def __init__(

@@ -118,6 +118,13 @@ class MambaMixer2(_HeadMixer):
         model_config, cache_config: accepted because vLLM has them; caches are arguments of `forward`.
         quant_config: None; weights are not quantised here.
         prefix: the name of the layer in its model.
+
+    Examples:
+        >>> mixer = MambaMixer2(64, 16, 4, 128, use_conv_bias=True, use_bias=False, num_heads=8, head_dim=16)
+        >>> states = torch.zeros(4, 128 + 2 * 16, 3), torch.zeros(4, 8, 16, 16)  # in four slots
+        >>> prompt = mixer(torch.randn(5, 64), *states)
+        >>> mixer(torch.randn(1, 64), *states, num_decodes=1).shape
+        torch.Size([1, 64])
     """
 
     def __init__(
@@ -201,6 +208,14 @@ class Plamo2MambaMixer(_HeadMixer):
             not read.
         prefix: the name of the layer in its model.
         kwargs: accepted because vLLM has them.
+
+    Examples:
+        >>> from types import SimpleNamespace as Some
+        >>> heads = {"mamba_num_heads": 8, "hidden_size_per_head": 16, "mamba_d_state": 16, "mamba_d_conv": 4}
+        >>> config = Some(hidden_size=64, rms_norm_eps=1e-6, mamba_chunk_size=256, **heads)
+        >>> vllm_config = Some(model_config=Some(hf_config=config), cache_config=None, quant_config=None)
+        >>> Plamo2MambaMixer(vllm_config)(torch.randn(5, 64)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, vllm_config: Any, *, prefix: str = "", **kwargs: Any) -> None:

@@ -23,6 +23,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         input_size: columns of each weight.
         output_sizes: rows of each weight.
         others: as in `ColumnParallelLinear`.
+
+    Examples:
+        >>> gate_up = MergedColumnParallelLinear(64, [256, 256], bias=False)
+        >>> for shard in (0, 1):  # gate_proj and up_proj of a checkpoint
+        ...     gate_up.weight.weight_loader(gate_up.weight, torch.randn(256, 64), shard)
+        >>> SiluAndMul()(gate_up(torch.randn(5, 64))[0]).shape
+        torch.Size([5, 256])
     """
 
     def __init__(
@@ -99,6 +106,12 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         total_num_kv_heads: key heads, and value heads, on all ranks; None for total_num_heads.
         v_head_size: elements of a value head; None for head_size.
         others: as in `ColumnParallelLinear`.
+
+    Examples:
+        >>> qkv_proj = QKVParallelLinear(64, head_size=16, total_num_heads=4, total_num_kv_heads=2, bias=False)
+        >>> for shard, heads in (("q", 4), ("k", 2), ("v", 2)):  # q_proj, k_proj and v_proj of a checkpoint
+        ...     qkv_proj.weight.weight_loader(qkv_proj.weight, torch.randn(heads * 16, 64), shard)
+        >>> q, k, v = qkv_proj(torch.randn(5, 64))[0].split([64, 32, 32], -1)
     """
 
     def __init__(

@@ -103,6 +103,15 @@ class FusedMoE(ExpertWeights):
         quant_config, dp_size, pcp_size, enable_eplb, num_redundant_experts, is_sequence_parallel, shared_expert_gate,
             zero_expert_type: only the defaults (1 for sizes) are supported.
         reduce_results: whether results are all-reduced.
+
+    Examples:
+        >>> moe = FusedMoE(num_experts=8, top_k=2, hidden_size=64, intermediate_size=128)
+        >>> gate_proj, up_proj, down_proj = torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
+        >>> moe.weight_loader(moe.w13_weight, gate_proj, "gate_proj.weight", "w1", 0)  # and others
+        >>> moe.weight_loader(moe.w13_weight, up_proj, "up_proj.weight", "w3", 0)
+        >>> moe.weight_loader(moe.w2_weight, down_proj, "down_proj.weight", "w2", 0)
+        >>> moe(torch.randn(5, 64), torch.randn(5, 8)).shape  # hidden states and router logits
+        torch.Size([5, 64])
     """
 
     def __init__(
@@ -245,6 +254,12 @@ class TransformersFusedMoE(FusedMoE):
 
     ``forward(hidden_states, topk_ids, topk_weights)`` takes [num_tokens, hidden_size], and the expert ids and router
     weights, both [num_tokens, top_k]. Arguments are those of `FusedMoE`.
+
+    Examples:
+        >>> moe = TransformersFusedMoE(num_experts=8, top_k=2, hidden_size=64, intermediate_size=128)
+        >>> topk_weights, topk_ids = torch.randn(5, 8).softmax(-1).topk(2)
+        >>> moe(torch.randn(5, 64), topk_ids, topk_weights).shape
+        torch.Size([5, 64])
     """
 
     def forward_native(  # type: ignore[override]

@@ -33,6 +33,13 @@ class RMSNorm(CustomOp):
         var_hidden_size: the mean is over the first var_hidden_size elements of a row; None for all.
         has_weight: whether `weight` [hidden_size] is a parameter. If not, it is all ones and not in the state dict.
         dtype: dtype of the weight, which must be that of x; None for torch's default.
+
+    Examples:
+        >>> norm = RMSNorm(64, eps=1e-5)
+        >>> x, residual = torch.randn(2, 5, 64)
+        >>> torch.testing.assert_close(norm(x), torch.nn.RMSNorm(64, eps=1e-5)(x))
+        >>> with torch.no_grad():
+        ...     x, residual = norm(x, residual)  # use what it returns: the arguments may be overwritten
     """
 
     def __init__(
@@ -100,6 +107,12 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
     Args:
         hidden_size: elements of a row. The parameter `weight` [hidden_size] begins as zeros, of torch's default dtype.
         eps: added to the mean of squares.
+
+    Examples:
+        >>> norm = GemmaRMSNorm(64)  # the weight of a checkpoint is added to 1
+        >>> x, residual = torch.randn(2, 5, 64)
+        >>> torch.testing.assert_close(norm(x), torch.nn.RMSNorm(64, eps=1e-6)(x))
+        >>> x, residual = norm(x, residual)
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:

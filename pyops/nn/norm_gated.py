@@ -40,6 +40,12 @@ class RMSNormGated(OpLayer, op=rms_norm_gated):
         norm_before_gate: gate the normalised row, not the input.
         device, dtype: device and dtype of the weight.
         activation: of the gate, "swish", "silu" or "sigmoid".
+
+    Examples:
+        >>> norm = RMSNormGated(64, eps=1e-6, norm_before_gate=True)
+        >>> x, z = torch.randn(2, 5, 64)
+        >>> expected = torch.nn.RMSNorm(64, eps=1e-6)(x) * torch.nn.functional.silu(z)
+        >>> torch.testing.assert_close(norm(x, z), expected)
     """
 
     def __init__(
@@ -81,6 +87,12 @@ class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
         full_n_groups: groups of such a row.
         use_rms_norm: whether there is a norm, with the parameter `weight` [full_hidden_size / ranks], initially ones.
         eps: added to the mean of squares.
+
+    Examples:
+        >>> norm = Mixer2RMSNormGated(64, 2, eps=1e-5)  # two groups of 32
+        >>> x, gate = torch.randn(2, 5, 64)
+        >>> norm(x, gate).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, full_hidden_size: int, full_n_groups: int, use_rms_norm: bool = True, eps: float = 1e-6) -> None:
@@ -144,6 +156,12 @@ class FusedRMSNormGated(OpLayer, op=rms_norm_gated):
         eps: added to the mean of squares.
         activation: of the gate, "swish", "silu" or "sigmoid".
         device, dtype: device and dtype of the weight.
+
+    Examples:
+        >>> norm = FusedRMSNormGated(64, activation="sigmoid")
+        >>> x, g, residual = torch.randn(3, 5, 64)
+        >>> torch.testing.assert_close(norm(x, g), torch.nn.RMSNorm(64, eps=1e-5)(x) * torch.sigmoid(g))
+        >>> x, residual = norm(x, g, residual, prenorm=True)
     """
 
     def __init__(
@@ -198,6 +216,12 @@ class MiniMaxText01RMSNormTP(OpLayer, op=rms_norm_gated):
         weight_shard_world_size, weight_shard_rank: number of shards of the parameter `weight`, initially ones, and
             the index of this rank's shard, if several ranks hold the same heads. None for the world size and the
             rank.
+
+    Examples:
+        >>> q_norm, k_norm = MiniMaxText01RMSNormTP(64), MiniMaxText01RMSNormTP(32)
+        >>> q, k = MiniMaxText01RMSNormTP.forward_qk(q_norm, k_norm, torch.randn(5, 64), torch.randn(5, 32))
+        >>> q.shape, k.shape
+        (torch.Size([5, 64]), torch.Size([5, 32]))
     """
 
     def __init__(

@@ -23,7 +23,12 @@ class _Shape(NamedTuple):
 
 
 class GroupShape(_Shape):
-    """The rows and columns of a block that shares a scale; -1 means all."""
+    """The rows and columns of a block that shares a scale; -1 means all.
+
+    Examples:
+        >>> GroupShape.PER_TOKEN, GroupShape(1, 128).is_per_group()
+        (GroupShape(row=1, col=-1), True)
+    """
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -76,6 +81,14 @@ class QuantFP8(CustomOp):
         ValueError: a scale is given though `static` is False, or missing though it is True; `scale_ub` is given for
             scales other than dynamic per-token ones, or has more than one element; `group_shape` does not support
             dynamic scales.
+
+    Examples:
+        >>> quant = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+        >>> x = torch.randn(5, 64)
+        >>> values, scale = quant(x)
+        >>> scale.shape
+        torch.Size([5, 1])
+        >>> torch.testing.assert_close(values.float() * scale, x, rtol=2**-4, atol=1e-3)
     """
 
     def __init__(

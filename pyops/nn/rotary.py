@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.rotary import (
-    apply_rotary_emb,
-    dual_chunk_rotary_embedding,
-    multimodal_rotary_embedding,
-    rotary_embedding,
-)
+from ..ops.rotary import apply_rotary_emb, multimodal_rotary_embedding, rotary_embedding
 from ..ops.rotary import tables as rope_tables
 from ..ops.rotary.embedding import inside
 from .base import OpLayer
@@ -23,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApplyRotaryEmb",
-    "DualChunkRotaryEmbedding",
     "MRotaryEmbedding",
     "RotaryEmbedding",
     "RotaryEmbeddingBase",
@@ -42,6 +36,12 @@ class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
         enforce_enable: see `CustomOp`.
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
         enable_fp32_compute: compute in float32 and round once; else every operation rounds to the dtype of x.
+
+    Examples:
+        >>> angles = torch.arange(5)[:, None] * 10000.0 ** -torch.linspace(0, 1, 8)
+        >>> q = torch.randn(2, 5, 4, 16)  # batch, seq_len, num_heads, head_size
+        >>> ApplyRotaryEmb(is_neox_style=True)(q, angles.cos(), angles.sin()).shape
+        torch.Size([2, 5, 4, 16])
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def _applied(op: Callable[..., None], x: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
-def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
+def table_like(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
     """The table `name` of `module` in the dtype and on the device of x. The module keeps the converted table."""
     table: Tensor = getattr(module, name)
     if table.dtype != x.dtype or table.device != x.device:
@@ -92,6 +92,13 @@ class RotaryEmbeddingBase(CustomOp):
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
         dtype: dtype of the table. Calls convert the table to the dtype of the query.
         init_cache: whether the table is made now.
+
+    Examples:
+        >>> class Slower(RotaryEmbedding):
+        ...     def _compute_inv_freq(self, base):
+        ...         return super()._compute_inv_freq(base) / 2
+        >>> Slower(64, 64, 4096, 10000.0, True, torch.float32).cos_sin_cache.shape
+        torch.Size([4096, 64])
     """
 
     cos_sin_cache: Tensor
@@ -147,13 +154,18 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     the table stay as they are.
 
     Arguments are those of `RotaryEmbeddingBase`.
+
+    Examples:
+        >>> rope = RotaryEmbedding(64, 64, 4096, 10000.0, is_neox_style=True, dtype=torch.float32)
+        >>> query, key = torch.randn(5, 4 * 64), torch.randn(5, 2 * 64)
+        >>> query, key = rope(torch.arange(5), query, key)  # use what it returns: the arguments may be overwritten
     """
 
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         positions = positions if offsets is None else positions + offsets
-        table = _table(self, "cos_sin_cache", query)
+        table = table_like(self, "cos_sin_cache", query)
         in_table = inside(positions, table)
         cos, sin = self._angles(positions.where(in_table, 0).long(), table)
         turns = self._by_token(in_table)[:, None, None]
@@ -170,7 +182,7 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         positions = positions if offsets is None else positions + offsets
-        self._turn(positions, query, key, _table(self, "cos_sin_cache", query))
+        self._turn(positions, query, key, table_like(self, "cos_sin_cache", query))
         return query, key
 
     def _token_dims(self, positions: Tensor) -> int:
@@ -201,6 +213,11 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_interleaved: whether the pairs of the axes alternate.
         scaling_factor: the factor of YaRN; None for no YaRN.
         extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate: see `YaRNScalingRotaryEmbedding`.
+
+    Examples:
+        >>> rope = MRotaryEmbedding(64, 64, 4096, 1e6, True, torch.float32, mrope_section=[16, 8, 8])
+        >>> positions = torch.randint(100, (3, 5))  # time, height and width of five tokens
+        >>> query, key = rope(positions, torch.randn(5, 4 * 64), torch.randn(5, 2 * 64))
     """
 
     def __init__(
@@ -271,64 +288,3 @@ class MRotaryEmbedding(RotaryEmbedding):
         multimodal_rotary_embedding(
             positions, query, key, self.head_size, table, style, time, height, width, interleaved
         )
-
-
-@CustomOp.register("dual_chunk_rotary_embedding")
-class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
-    """Rotary embedding for dual chunk attention, see `pyops.dual_chunk_rotary_embedding`.
-
-    ``forward(positions, query, key, offsets=None)`` takes positions [num_tokens], int32 or int64, query [num_tokens,
-    num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16, and key the same with
-    num_kv_heads. It returns new tensors: the queries rotated in five ways, [num_tokens, 5 * num_heads * head_size], and
-    the keys, [num_tokens, num_kv_heads * head_size].
-
-    Args:
-        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        chunk_size: tokens of a chunk.
-        local_size: tokens of a chunk that the next chunk sees as its own. Positions count modulo ``chunk_size -
-            local_size``.
-    """
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        chunk_size: int,
-        local_size: int,
-    ) -> None:
-        super().__init__()
-        if not 0 <= local_size < chunk_size:
-            raise ValueError(
-                f"DualChunkRotaryEmbedding: local_size: expected 0 up to chunk_size={chunk_size}, got {local_size}"
-            )
-        self.head_size, self.rotary_dim, self.base = head_size, rotary_dim, base
-        self.max_position_embeddings, self.is_neox_style, self.dtype = max_position_embeddings, is_neox_style, dtype
-        self.chunk_size, self.local_size = chunk_size, local_size
-        chunk_len = chunk_size - local_size
-        frequencies = rope_tables.frequencies(rotary_dim, base)
-        position = torch.arange(max(max_position_embeddings, chunk_len), dtype=torch.int64)
-        own, beyond = position[:chunk_len], position[:chunk_len] + chunk_len
-        for name, turned_as in (
-            ("k", position[:max_position_embeddings] % chunk_len),
-            ("q", own),
-            ("qc", beyond.clamp(max=chunk_size)),
-            ("qc_no_clamp", beyond),
-            ("q_inter", own + chunk_size),
-        ):
-            table = rope_tables.cos_sin(turned_as.float()[:, None] * frequencies).to(dtype)
-            self.register_buffer(f"cos_sin_{name}_cache", table, persistent=False)
-
-    def compute(
-        self, op: Callable[..., None], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        positions = positions if offsets is None else positions + offsets
-        queries = query.new_empty(query.shape[0], 5 * query.shape[1:].numel())
-        keys = torch.empty_like(key, memory_format=torch.contiguous_format)
-        names = ("k", "q", "qc", "qc_no_clamp", "q_inter")
-        tables = [_table(self, f"cos_sin_{name}_cache", query) for name in names]
-        op(queries, keys, positions, query, key, self.head_size, *tables, self.is_neox_style)
-        return queries, keys.flatten(1)

@@ -41,6 +41,12 @@ class GroupedTopk(OpLayer, op=_grouped_topk):
         scoring_func: "softmax" or "sigmoid".
         routed_scaling_factor: multiplies the weights, after they are renormalised.
         num_fused_shared_experts: not supported above 0.
+
+    Examples:
+        >>> router = GroupedTopk(topk=2, renormalize=True, num_expert_group=4, topk_group=2, scoring_func="sigmoid")
+        >>> weights, experts = router(torch.randn(5, 64), torch.randn(5, 16), e_score_correction_bias=torch.zeros(16))
+        >>> weights.shape, experts.dtype
+        (torch.Size([5, 2]), torch.int32)
     """
 
     def __init__(
@@ -112,7 +118,14 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`pyops.fused_grouped_topk` with the order of arguments that vLLM's function `grouped_topk` has."""
+    """`pyops.fused_grouped_topk` with the order of arguments that vLLM's function `grouped_topk` has.
+
+    Examples:
+        >>> hidden_states, logits = torch.randn(5, 64), torch.randn(5, 16)
+        >>> weights, experts = grouped_topk(hidden_states, logits, 2, True, num_expert_group=4, topk_group=2)
+        >>> weights.shape, experts.dtype
+        (torch.Size([5, 2]), torch.int32)
+    """
     groups = num_expert_group, topk_group
     choice = topk, renormalize, e_score_correction_bias
     return fused_grouped_topk(hidden_states, gating_output, *choice, *groups, scoring_func, routed_scaling_factor)

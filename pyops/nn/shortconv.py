@@ -47,6 +47,16 @@ class ShortConv(CustomOp):
         layer_idx: the number of the layer in its model.
         model_config, cache_config: accepted because vLLM has them; caches are arguments of `forward` here.
         prefix: the name of the layer in its model.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(conv_L_cache=3, conv_bias=False)  # or transformers.Lfm2Config
+        >>> conv, conv_state = ShortConv(config, dim=64, layer_idx=0), torch.zeros(4, 64, 2)
+        >>> slots = torch.tensor([3])  # of one sequence, which continues from slot 3 after its prompt
+        >>> prompt = conv(torch.randn(5, 64), conv_state, state_indices_tensor=slots)
+        >>> there = torch.tensor([True])
+        >>> conv(torch.randn(1, 64), conv_state, state_indices_tensor=slots, has_initial_states=there).shape
+        torch.Size([1, 64])
     """
 
     def __init__(

@@ -44,6 +44,10 @@ def assert_matches_reference(
         KernelFault: the host backend found an error; a note names the schedule.
         OpError: the op refuses the call.
         MissingDependencyError: there is no C++ compiler.
+
+    Examples:
+        >>> x = torch.randn(3, 1000)
+        >>> assert_matches_reference(pyops.relu2, torch.empty_like(x), x, schedules=SCHEDULES[:2])
     """
     op, values = _arguments(op, args, by_name)
     if not schedules or not warp_sizes:

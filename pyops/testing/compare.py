@@ -39,7 +39,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit."""
+    """Whether two tensors agree in shape, dtype and every bit.
+
+    Examples:
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(bits(a), bits(b)))
 
 
@@ -57,6 +62,10 @@ def assert_close(
     element or a thousandth of them, plus the number expected to be that close to a rounding tie if `cancelled` times
     the largest value is uncertain. Scales of quantized values may differ by one 16-bit ulp in two elements or a
     five-hundredth of them.
+
+    Examples:
+        >>> x = torch.randn(1000)
+        >>> assert_close(x, x * (1 + 2**-23), ulps=1)
     """
     assert expected.shape == actual.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert expected.dtype == actual.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
@@ -72,7 +81,7 @@ def assert_close(
 def _assert_floats_close(expected: Tensor, actual: Tensor, ulps: int, what: str, is_scale: bool, atol: float) -> None:
     nan = expected.isnan()
     assert torch.equal(nan, actual.isnan()), (
-        f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
+        f"{what}: NaN at other positions, {_worst(expected, actual, nan != actual.isnan())}"
     )
     precision, smallest = _FLOATS[dtypes.of(expected.dtype)]
     # Infinity counts as the next value after the largest: a result that barely overflows is one unit away.

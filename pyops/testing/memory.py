@@ -24,6 +24,11 @@ class Layout(NamedTuple):
         offset: elements from an aligned address to the first one.
         gap: elements from the end of a row to the next row.
         lone: stride of every dimension of size 1, which never affects an address; None for the usual stride.
+
+    Examples:
+        >>> x = Layout(offset=1, gap=3).place(torch.randn(4, 8))  # misaligned, with gaps between rows
+        >>> x.stride(), x.storage_offset()
+        ((11, 1), 1)
     """
 
     offset: int = 0
@@ -53,6 +58,12 @@ class Canaries:
 
     Attributes:
         tensor: the copy.
+
+    Examples:
+        >>> held = Canaries(torch.empty(3, 100))
+        >>> with cpu("kernels"):
+        ...     pyops.relu2(held.tensor, torch.randn(3, 100))
+        >>> held.check("out")
     """
 
     tensor: Tensor
@@ -93,6 +104,12 @@ def canaries(value: Tensor) -> Canaries:
 
     Raises:
         TypeError: `value` is not a torch tensor.
+
+    Examples:
+        >>> held = canaries(torch.empty(3, 100))
+        >>> with cpu("kernels"):
+        ...     pyops.relu2(held.tensor, torch.randn(3, 100))
+        >>> held.check("out")
     """
     if library_of(value) != "torch":
         raise TypeError(f"expected a torch tensor, got {type(value).__name__}")

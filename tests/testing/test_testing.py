@@ -64,7 +64,7 @@ def test_one_wrong_element_among_many(dtype: torch.dtype) -> None:
     with pytest.raises(AssertionError, match=r"1 of 4096 elements, the first at \(17, 3\)"):
         assert_close(x, y, 1)
     y[17, 3] = float("nan")
-    with pytest.raises(AssertionError, match="NaN at other places"):
+    with pytest.raises(AssertionError, match="NaN at other positions"):
         assert_close(x, y, 1)
 
 

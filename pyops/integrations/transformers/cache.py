@@ -316,6 +316,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         config: the config of the model.
         max_cache_len: most tokens of a row of the batch. All memory is allocated at once, and decode steps can be
             compiled. None: the cache grows, and decode steps cannot be compiled.
+
+    Examples:
+        >>> cache = PagedCache(config, max_cache_len=64)  # for generate(prompt, past_key_values=cache)
+        >>> keys, values = cache.update(torch.randn(1, 4, 7, 16), torch.randn(1, 4, 7, 16), layer_idx=0)
     """
 
     def __init__(self, config: Any, max_cache_len: int | None = None) -> None:

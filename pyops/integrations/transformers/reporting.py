@@ -28,6 +28,11 @@ class Report:
 
     Attributes:
         entries: one for each module with its own weights or with a forward defined by transformers, in model order.
+
+    Examples:
+        >>> found = report(accelerate(model))
+        >>> found.ops["LlamaMLP"], [*found.left_alone]
+        ('silu_and_mul', [])
     """
 
     def __init__(self, entries: list[Entry]) -> None:

@@ -26,6 +26,12 @@ class Registration:
     Attributes:
         names: the names of these ops, ``("_C::rms_norm", ...)``; empty after `undo`.
         left: ``{name: reason}`` of the ops that `override`, asked for all ops, left to vLLM.
+
+    Examples:
+        >>> registration = register("0.22")
+        >>> "_C::rms_norm" in registration.names
+        True
+        >>> registration.undo()  # or use it as a context
     """
 
     def __init__(self) -> None:
@@ -116,6 +122,12 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
 
         Raises:
             OpError: the version is unknown. Nothing is registered.
+
+    Examples:
+        >>> x, weight = torch.randn(5, 64), torch.rand(64)
+        >>> with register("0.22"):  # without `with`, the ops stay defined
+        ...     torch.ops._C.rms_norm(out := torch.empty_like(x), x, weight, 1e-6)
+        >>> torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
     """
     check_version("register", vllm)
     every = table(vllm).values()
@@ -153,6 +165,11 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
         Raises:
             OpError: a name is not an op of vLLM, this library or torch lacks it, or the imported vLLM has another
                 schema. Nothing is replaced. Without names: there is nothing to replace.
+
+    Examples:
+        >>> x, weight = torch.randn(5, 64), torch.rand(64)
+        >>> with register("0.22"), override("rms_norm"):  # with vLLM, import vllm._custom_ops and leave out register
+        ...     torch.ops._C.rms_norm(out := torch.empty_like(x), x, weight, 1e-6)
     """
     versions = [table(vllm) for vllm in VERSIONS]
     for name in names:

@@ -33,6 +33,11 @@ class Entry:
             passes them to such a function, or ``"missing"``.
         kernel: the function or adapter; it takes the arguments of the schema by position. None if missing.
         ours: the function's name, or the adapter's docstring; "" if missing.
+
+    Examples:
+        >>> entry = table("0.22")["rms_norm"]
+        >>> entry.namespace, entry.state, entry.ours
+        ('_C', 'served', 'rms_norm')
     """
 
     namespace: str
@@ -57,6 +62,13 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
 
     Raises:
         OpError: another version.
+
+    Examples:
+        >>> {entry.state for entry in table("0.22").values()} <= {"served", "adapted", "missing"}
+        True
+        >>> entry = table("0.22")["silu_and_mul"]
+        >>> entry.schema
+        'silu_and_mul(Tensor! result, Tensor input) -> ()'
     """
     check_version("table", vllm)
     found = _entries(SCHEMAS, "0.16")

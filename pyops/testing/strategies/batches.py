@@ -20,6 +20,12 @@ class RaggedBatch:
     Attributes:
         seq_lens: [num_seqs] int32.
         offsets: [num_seqs + 1] int32: sequence i has rows offsets[i] to offsets[i + 1] (exclusive).
+
+    Examples:
+        >>> @given(batch=ragged_batches(max_seqs=3))
+        ... def test(batch):
+        ...     assert batch.offsets[-1] == batch.num_tokens == batch.seq_lens.sum()
+        >>> test()
     """
 
     seq_lens: Tensor
@@ -42,7 +48,15 @@ def _lengths(longest: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -> RaggedBatch:
-    """Batches of 1 to `max_seqs` sequences with 0, 1, about 2^n or `max_seq_len` tokens."""
+    """Batches of 1 to `max_seqs` sequences with 0, 1, about 2^n or `max_seq_len` tokens.
+
+    Examples:
+        >>> @given(batch=ragged_batches(max_seqs=3, max_seq_len=100))
+        ... def test(batch):
+        ...     x = torch.randn(batch.num_tokens, 64)  # sequence i is x[offsets[i] : offsets[i + 1]]
+        ...     assert len(x.split(batch.seq_lens.tolist())) == len(batch.seq_lens)
+        >>> test()
+    """
     lengths = draw(st.lists(_lengths(max_seq_len), min_size=1, max_size=max_seqs), label="lengths")
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
@@ -67,6 +81,14 @@ class PagedCache:
         seq_lens: [num_seqs] int32.
         layout: of the caches.
         block_size: slots of a block; num_blocks: of the cache.
+
+    Examples:
+        >>> @given(cache=paged_caches("float32", layout="flash", max_seqs=2, max_seq_len=20))
+        ... def test(cache):
+        ...     for sequence, length in enumerate(cache.seq_lens):
+        ...         keys, values = cache.tokens(sequence)
+        ...         assert len(keys) == len(values) == length
+        >>> test()
     """
 
     key_cache: Tensor
@@ -117,6 +139,12 @@ def paged_caches(
     Sequences may end within a block or at its end, may be empty, and may share blocks; blocks are in random order.
     Unused entries of a row of the block table are negative, beyond the last block, the largest integer, or blocks of
     other sequences. With `broken`, used entries may be invalid, too, for ops that skip tokens without a block.
+
+    Examples:
+        >>> @given(cache=paged_caches("float16", layout="packed", head_size=64, max_seqs=2))
+        ... def test(cache):
+        ...     assert cache.key_cache.shape[-1] == 8  # 16 bytes
+        >>> test()
     """
     layout = layout or draw(st.sampled_from(["flash", "packed"]), label="layout")
     if layout not in ("flash", "packed"):

@@ -29,18 +29,39 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def shapes(dims: int = 2, *, rows: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of `dims` dimensions: rows of up to 1025 elements, and 1 to 9 along every other dimension."""
+    """Shapes of `dims` dimensions: rows of up to 1025 elements, and 1 to 9 along every other dimension.
+
+    Examples:
+        >>> @given(shape=shapes(3))
+        ... def test(shape):
+        ...     assert torch.empty(shape).ndim == 3
+        >>> test()
+    """
     return st.tuples(*[rows if rows is not None else st.integers(1, 9)] * (dims - 1), _SIZES)
 
 
 def layouts() -> st.SearchStrategy[Layout]:
-    """Layouts that start up to 7 elements after an aligned address, with gaps of up to 9 elements between rows."""
+    """Layouts that start up to 7 elements after an aligned address, with gaps of up to 9 elements between rows.
+
+    Examples:
+        >>> @given(layout=layouts())
+        ... def test(layout):
+        ...     assert 0 <= layout.offset <= 7
+        >>> test()
+    """
     return st.builds(Layout, st.integers(0, 7), st.integers(0, 9), st.sampled_from([None, None, 0, 1, 3]))
 
 
 @st.composite
 def contents(draw: st.DrawFn, shape: Sequence[int], dtype: str = "float32", kinds: Sequence[str] = CONTENTS) -> Tensor:
-    """Contiguous CPU tensors of a float type, filled in one of `kinds`: see `pyops.testing.filled`."""
+    """Contiguous CPU tensors of a float type, filled in one of `kinds`: see `pyops.testing.filled`.
+
+    Examples:
+        >>> @given(x=contents((3, 100), "float16", kinds=["nan", "inf"]))
+        ... def test(x):
+        ...     assert not x.isfinite().all()
+        >>> test()
+    """
     kind, seed = draw(st.sampled_from(kinds), label="contents"), draw(seeds(), label="seed")
     drawn = torch.randn(tuple(shape), generator=generator(seed), dtype=torch.float32, device="cpu")
     return filled(drawn.to(getattr(torch, dtype)), kind)
@@ -63,6 +84,12 @@ def tensors(
             them; one of the first three unless given.
         kinds: of the contents.
         expanded: whether a dimension before the last may be expanded (stride 0). Not for outputs.
+
+    Examples:
+        >>> @given(input=tensors((3, 100), "float32"))
+        ... def test_relu2(input):
+        ...     assert_matches_reference(pyops.relu2, torch.empty_like(input), input, schedules=SCHEDULES[:1])
+        >>> test_relu2()
     """
     sizes = _drawn(draw, shapes() if shape is None else shape)
     name = _drawn(draw, st.sampled_from(DTYPES) if dtype is None else dtype)

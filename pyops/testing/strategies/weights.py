@@ -32,6 +32,13 @@ class QuantisedWeight:
         format: one of those names.
         group_size: rows of K that share a scale.
         values: float32 [K, N]: ``(quant - zero point) * scale``.
+
+    Examples:
+        >>> @given(quantised=quantised_weights(["fp8"], max_k=64, max_n=64))
+        ... def test(quantised):
+        ...     scales = quantised.scales.repeat_interleave(quantised.group_size, 0)
+        ...     torch.testing.assert_close(quantised.values, quantised.weight.float() * scales)
+        >>> test()
     """
 
     weight: Tensor
@@ -64,6 +71,12 @@ def quantised_weights(
 
     K is a multiple of the group size (of 32 for a single group), N of 32; both are at least 32 and bounded by the
     arguments. Quants and zero points cover their whole range; scales are 1e-4 to 1e2, and 0 for some columns.
+
+    Examples:
+        >>> @given(quantised=quantised_weights(["awq"], group_sizes=(32,), max_k=64, max_n=64))
+        ... def test(quantised):
+        ...     assert quantised.weight.shape[1] * 8 == quantised.values.shape[1]  # eight columns to a word
+        >>> test()
     """
     name = draw(st.sampled_from(formats), label="format")
     if name not in FORMATS:
