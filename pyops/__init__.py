@@ -104,13 +104,16 @@ from .ops.sampling.penalties import *
 from .ops.sampling.probabilities import *
 from .ops.sampling.rejection import *
 from .ops.sampling.top_k import *
+from .snippet import example_text as example_text
 
 __version__ = "0.1.0"
 
 registry: _Mapping[str, Op] = _MappingProxyType(_registry)
 
 # Modules that the package is made of, which are no part of its face, and what `from __future__` leaves.
-_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "example", "host", "offline", "ops", "tuning"))
+_INTERNAL = frozenset(
+    ("annotations", "axes", "cli", "compile_ahead", "example", "host", "offline", "ops", "snippet", "tuning")
+)
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ from .errors import ModelError as ModelError
 from .fused.experts import FusedMoEQuantConfig as FusedMoEQuantConfig
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
+from .snippet import example_text as example_text
 from .ops.collective.expert_parallel import DispatchedRows as DispatchedRows
 from .ops.collective.expert_parallel import ExpertParallel as ExpertParallel
 from .ops.collective.process_group import CustomAllReduce as CustomAllReduce
@@ -783,6 +784,13 @@ def fused_experts(
 
     Returns:
         [num_tokens, hidden_size], new unless `inplace`.
+
+    Examples:
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> w1, w2 = torch.randn(8, 2 * 128, 64).bfloat16(), torch.randn(8, 64, 128).bfloat16()
+        >>> weights, ids, _ = pyops.fused_topk(x, logits, 2, renormalize=True)
+        >>> pyops.fused_experts(x, w1, w2, weights, ids).shape
+        torch.Size([5, 64])
     """
 
 def fused_grouped_topk(
@@ -908,6 +916,16 @@ def fused_marlin_moe(
 
     Returns:
         [num_tokens, hidden_size].
+
+    Examples:
+        >>> w1 = torch.randint(-(2**31), 2**31 - 1, (8, 64 // 16, 128 * 4), dtype=torch.int32)  # of 8 experts
+        >>> w2 = torch.randint(-(2**31), 2**31 - 1, (8, 128 // 16, 64 * 4 // 2), dtype=torch.int32)
+        >>> scales = torch.full((8, 1, 256), 0.01).bfloat16(), torch.full((8, 1, 64), 0.01).bfloat16()
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> weights, ids, _ = pyops.fused_topk(x, logits, 2, renormalize=True)
+        >>> uint4b8 = pyops.SCALAR_TYPES["uint4b8"].id
+        >>> pyops.fused_marlin_moe(x, w1, w2, None, None, *scales, weights, ids, uint4b8).shape
+        torch.Size([5, 64])
     """
 
 def fused_moe(
@@ -951,6 +969,12 @@ def fused_moe(
         expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
             it; or None.
         quant_config: scales and biases; None for neither.
+
+    Examples:
+        >>> x, logits = torch.randn(5, 64).bfloat16(), torch.randn(5, 8)
+        >>> w1, w2 = torch.randn(8, 2 * 128, 64).bfloat16(), torch.randn(8, 64, 128).bfloat16()
+        >>> pyops.fused_moe(x, w1, w2, logits, topk=2, renormalize=True).shape
+        torch.Size([5, 64])
     """
 
 def fused_topk(
@@ -1072,6 +1096,16 @@ def parallel_fused_experts(
 
     Returns:
         `out`.
+
+    Examples:
+        >>> from pyops.testing import ranks
+        >>> def layer(rank):  # of two, each with 4 of the 8 experts
+        ...     parallel = pyops.ExpertParallel(None, "cpu", num_experts=8, max_tokens=16, hidden_size=64, top_k=2)
+        ...     w1, w2 = torch.randn(4, 2 * 64, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+        ...     weights, ids = torch.randn(5, 8).softmax(-1).topk(2)
+        ...     return pyops.parallel_fused_experts(parallel, torch.randn(5, 64).bfloat16(), w1, w2, weights, ids).shape
+        >>> ranks(2).run(layer)  # on GPUs, a process calls it for each, with a group of torch.distributed
+        [torch.Size([5, 64]), torch.Size([5, 64])]
     """
 
 def mixer2_gated_rms_norm(

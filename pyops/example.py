@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,20 @@ class TorchMaker:
     def transposed(self, matrix: Any) -> Any:
         """The transpose of a matrix, a column-major view."""
         return matrix.t()
+
+    def ordered(self, tensor: Any, descending: bool = False) -> Any:
+        """The tensor with its last dimension sorted."""
+        return tensor.sort(descending=descending).values
+
+    def masked(self, tensor: Any, width: int, columns: Sequence[int], mask: int) -> Any:
+        """The integer tensor itself: of each `width` elements, those at `columns` keep only the bits of `mask`."""
+        tensor.view(-1, width)[:, list(columns)] &= mask
+        return tensor
+
+    def strewn(self, tensor: Any, step: int, values: Any) -> Any:
+        """The tensor itself, with `values` in every `step`-th element."""
+        tensor[::step] = values
+        return tensor
 
     def values(self, values: Any, dtype: str) -> Any:
         """A tensor of these values, a list or nested lists."""
@@ -85,6 +100,15 @@ class ArgMaker:
 
     def transposed(self, matrix: TensorArg) -> TensorArg:
         return replace(matrix, shape=matrix.shape[::-1], strides=matrix.strides[::-1])
+
+    def ordered(self, tensor: TensorArg, descending: bool = False) -> TensorArg:
+        return tensor
+
+    def masked(self, tensor: TensorArg, width: int, columns: Sequence[int], mask: int) -> TensorArg:
+        return tensor
+
+    def strewn(self, tensor: TensorArg, step: int, values: TensorArg) -> TensorArg:
+        return tensor
 
     def values(self, values: Any, dtype: str) -> TensorArg:
         return self.empty(*numpy.shape(values), dtype=dtype)

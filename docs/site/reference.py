@@ -25,7 +25,7 @@ OTHERS = {
     "runtime": (
         "Declaring and compiling",
         "pyops",
-        ("op", "Op", "Kernel", "check", "warmup", "Compiled", "Wrapper", "ScalarType", "SCALAR_TYPES"),
+        ("op", "Op", "Kernel", "check", "warmup", "example_text", "Compiled", "Wrapper", "ScalarType", "SCALAR_TYPES"),
     ),
     "experts": ("Configurations of experts", "pyops", ("FusedMoEQuantConfig",)),
     "collective": ("Collectives of processes", "pyops", ("CustomAllReduce", "ExpertParallel", "DispatchedRows")),
@@ -116,7 +116,7 @@ def _family(name: str, ops: list[Op]) -> str:
     if (ROOT / RESULTS / f"{name}.md").exists():
         parts.append(f"Measured on an H200: [times and errors](../{RESULTS}/{name}.md).")
     for op in ops:
-        parts += [f"::: pyops.{op.name}", _facts(op)]
+        parts += [f"::: pyops.{op.name}", f"**Example**\n\n```python\n{pyops.example_text(op.name)}\n```", _facts(op)]
     return "\n\n".join([*parts, *(f"::: pyops.{one}" for one in table.functions().get(name, []))])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from . import table
 
 
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
-    """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
+    """Signature, torch schema, docstring, example with its axes, and the launches that it plans on `arch`."""
     if any(name in names for names in table.functions().values()):
         return _function(name, given)
     op = axes.find(name)
@@ -36,6 +37,7 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     lines += [inspect.getdoc(op.reference) or "", ""]
     if more := of_new(op):
         lines += [docstring.named("Args of new alone", more), ""]
+    lines += ["Example:", textwrap.indent(pyops.example_text(name, **values), " " * 4), ""]
     lines.append("axes of its example")
     for axis_name, axis in axes.of(op).items():
         default = values.get(axis_name, axis.default)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def test_family_is_the_package_that_declares_an_op(
 
 def test_listed_functions_are_public_and_no_ops() -> None:
     of_pyops = {name for name in dir(pyops) if inspect.isfunction(getattr(pyops, name)) and name[0] != "_"}
-    assert {*FUNCTIONS} == of_pyops - {*pyops.registry} - {"op", "warmup"}
+    assert {*FUNCTIONS} == of_pyops - {*pyops.registry} - {"op", "warmup", "example_text"}
     assert {"fused_experts", "fused_marlin_moe", "fused_moe"} < {*table.functions()["moe"]}
     assert {"gptq_marlin_gemm", "machete_gemm", "machete_supported_schedules"} < {*table.functions()["linear"]}
 
@@ -95,6 +96,7 @@ def test_show_and_source_of_every_op(name: str, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert shown.startswith(f"{name}(")
     assert f"torch.ops.pyops.{name}(" in shown
+    assert "\nExample:\n" + textwrap.indent(pyops.example_text(name), " " * 4) in shown
     for one in axes.launches(pyops.registry[name], {}, device.model()):
         assert str(one.specialisation) in shown
         assert main(["source", name]) == 0

@@ -175,9 +175,8 @@ def test_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_readme_examples_print_the_documented_output() -> None:
-    """In separate processes, because ops list all kernels of their process."""
+    """In a separate process, because ops list all kernels of their process."""
     assert_prints("import torch\nimport pyops", "cuda ['norm/", "cpu ", torch.cuda.is_available())
-    cupy = pytest.importorskip("cupy")
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_every_op_is_in_the_reference_once(site: ModuleType) -> None:
     assert len(documented) == len(set(documented))
     own = {name for name, op in pyops.registry.items() if op.reference.__module__.startswith("pyops.")}
     functions = {name for name, value in vars(pyops).items() if inspect.isfunction(value) and name[0] != "_"}
-    assert {name.removeprefix("pyops.") for name in documented} == own | functions - {"op", "warmup"}
+    assert {name.removeprefix("pyops.") for name in documented} == own | functions - {"op", "warmup", "example_text"}
 
 
 def test_every_layer_is_in_the_reference(site: ModuleType) -> None:
@@ -67,6 +67,7 @@ def test_every_other_name_is_in_the_reference(site: ModuleType) -> None:
 def test_reference_page_adds_to_the_docstring(site: ModuleType) -> None:
     (norm,) = (page.text for page in site.generated() if page.uri == "reference/ops/norm.md")
     entry = norm[norm.index("::: pyops.rms_norm\n") :].split("\n::: ")[0]
+    assert f"```python\n{pyops.example_text('rms_norm')}\n```\n" in entry
     assert "- **Element types** float32, float16, bfloat16\n" in entry
     assert "- **Kernels** [rms_norm.cu](../kernels_cu/norm/rms_norm.cu)\n" in entry
     assert "`torch.ops.pyops.rms_norm(Tensor(a0!) out, " in entry

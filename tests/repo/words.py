@@ -39,7 +39,7 @@ MOST: dict[str, int] = {
     "multiprocessor": 0,
     "of which": 8,
     "whose": 33,
-    "place": 1065,
+    "place": 1064,
     "join": 65,
     "codes": 1409,
     "turn": 314,

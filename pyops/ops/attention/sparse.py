@@ -256,20 +256,14 @@ def example_convert_vertical_slash_indexes_mergehead(
     )
     block_count, column_count = (make.empty(2, num_heads, rows, dtype="int32") for _ in range(2))
     lengths = (context_size, context_size * 2 // 3)
-
-    def indices(size: int) -> list[list[list[int]]]:
-        """[sequence][head][size], ascending."""
-        return [
-            [sorted((i * i * 97 + 31 * i * head) % max(1, length) for i in range(size)) for head in range(num_heads)]
-            for length in lengths
-        ]
-
-    slashes = [[head[::-1] for head in sequence] for sequence in indices(num_slashes)]
+    verticals, slashes = (
+        make.randint(0, max(1, lengths[1]), 2, num_heads, size, dtype="int32") for size in (num_verticals, num_slashes)
+    )
     counts = [make.values([size, size // 2, 1], dtype="int32") for size in (num_verticals, num_slashes)]
     return (
         *(make.values(list(lengths), dtype="int32") for _ in range(2)),
-        make.values(indices(num_verticals), dtype="int32"),
-        make.values(slashes, dtype="int32"),
+        make.ordered(verticals),
+        make.ordered(slashes, descending=True),
         *(counts if with_counts else (None, None)),
         *(context_size, block_size, block_size, causal),
         *(block_count, block_offset, column_count, column_index),

@@ -51,9 +51,7 @@ def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:
     """A random weight of this shape (the last size in elements), with scales below 1 / 128, as in real weights."""
     format = ggml_formats.FORMATS[quant_type]
     weight = make.randint(0, 256, *sizes[:-1], sizes[-1] // format.length * format.nbytes, dtype="uint8")
-    if not isinstance(weight, TensorArg):
-        weight.view(-1, format.nbytes)[:, list(format.exponents)] &= 0x9F
-    return weight
+    return make.masked(weight, format.nbytes, format.exponents, 0x9F)
 
 
 def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type: int) -> tuple[Any, ...]:

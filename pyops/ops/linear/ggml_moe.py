@@ -134,9 +134,7 @@ def example_ggml_moe_a8(
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k
     places = make.full(4 * blocks, value=blocks, dtype="int32")
-    order = make.permutation(blocks, blocks, dtype="int32")
-    if not isinstance(places, TensorArg):
-        places[::4] = order
+    places = make.strewn(places, 4, make.permutation(blocks, blocks, dtype="int32"))
     return (
         x,
         random_weight(make, quant_type, num_experts, row, k),

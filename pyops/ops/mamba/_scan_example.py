@@ -37,7 +37,7 @@ def example_selective_scan_fwd(
     return (
         rows(dim),
         rows(dim, scale=0.1, shift=0.5),
-        make.values([[-0.25 * (n + 1 + c % 3) for n in range(state_size)] for c in range(dim)], dtype="float32"),
+        make.randn(dim, state_size, dtype="float32", scale=0.25, shift=-2.0),
         rows(groups, state_size),
         rows(groups, state_size),
         make.randn(dim, dtype="float32") if with_options else None,

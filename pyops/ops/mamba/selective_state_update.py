@@ -314,7 +314,6 @@ def example_selective_state_update(
     starts = [*range(0, num_tokens, columns - 1), num_tokens]
     batch = len(starts) - 1 if with_drafts else num_tokens
     num_slots = columns * batch + 1
-    decays = [[-0.1 * (1 + (n + p) % 16) for n in range(state_size)] for p in range(head_size)]
 
     def of_groups() -> Any:
         return make.randn(num_tokens, *((groups,) if with_heads else ()), state_size, dtype=dtype)
@@ -323,7 +322,7 @@ def example_selective_state_update(
         make.randn(num_slots, *rows, state_size, dtype=dtype if with_heads else "float32"),
         make.randn(num_tokens, *rows, dtype=dtype),
         make.randn(num_tokens, *rows, dtype=dtype, scale=0.1, shift=0.5),
-        make.values([decays] * heads if with_heads else decays, dtype="float32"),
+        make.randn(*rows, state_size, dtype="float32", scale=0.1, shift=-0.8),
         of_groups(),
         of_groups(),
         make.randn(*rows, dtype="float32") if with_options else None,

@@ -283,5 +283,5 @@ def example_get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     make: Any, *, num_tokens: int = 16, swap_ab: bool = False
 ) -> tuple[Any, ...]:
     num_experts, n, k = 128, 1024, 4096
-    offsets = make.values([expert * num_tokens // num_experts for expert in range(num_experts + 1)], dtype="int64")
+    offsets = make.ordered(make.randint(0, num_tokens + 1, num_experts + 1))
     return offsets, *example_tables(make, num_experts, n, k, swap_ab), n, k, swap_ab

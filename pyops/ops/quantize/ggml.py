@@ -77,6 +77,5 @@ def example_ggml_dequantize(
     format = ggml_formats.FORMATS[quant_type]
     row_blocks = hidden_size // format.length
     weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")
-    if not isinstance(weight, TensorArg):
-        weight.view(num_tokens * row_blocks, format.nbytes)[:, list(format.exponents)] &= 0x9F
+    weight = make.masked(weight, format.nbytes, format.exponents, 0x9F)
     return weight, quant_type, num_tokens, hidden_size, None, make.empty(num_tokens, hidden_size, dtype=dtype)
