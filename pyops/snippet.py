@@ -15,6 +15,7 @@ from . import axes
 from ._core.op.declaration import Parameter
 from ._core.op.op import Op
 from ._core.system import device
+from ._core.tensors import tensor
 from ._core.tensors.tensor import TensorArg
 from .example import ArgMaker
 from .ops._shared.scalar_type import SCALAR_TYPES
@@ -131,11 +132,12 @@ def example_text(op: Any, **values: Any) -> str:
     drawn = found.example(TextMaker(found.name), **chosen)
     given = dict(zip((p.name for p in found.parameters), drawn, strict=True))
     parts, made = [], dict[str, Drawn]()
-    allocated = _allocated(found, given)
+    allocated, chosen_alone = _allocated(found, given)
     if allocated:
         others = [p for p in found.parameters if p not in allocated]
         function = found.name if found.declaration.returned else f"{found.name}.new"
-        call = _called(f"{', '.join(p.name for p in allocated)} = pyops.{function}", others, given)
+        function = f"{', '.join(p.name for p in allocated)} = pyops.{function}"
+        call = _called(function, others, given, [f"{name}=torch.{dtype}" for name, dtype in chosen_alone.items()])
         parts.append("\n".join([*_made(others, given, made), call]))
     if not (allocated and found.declaration.returned):
         call = _called(f"pyops.{found.name}", found.parameters, given)
@@ -144,15 +146,26 @@ def example_text(op: Any, **values: Any) -> str:
     return _HEAD + "\n\n".join(parts)
 
 
-def _allocated(op: Op, given: Mapping[str, Any]) -> Sequence[Parameter]:
-    """The outputs that the op can allocate, in the order in which it returns them; none if it would make others."""
-    if op.form is None:
-        return ()
-    names = [p.name for p in op.form.declaration.returned]
-    own = [p for p in op.parameters if p.name in names]
-    results = op.results(*(value.arg if isinstance(value, Drawn) else value for value in given.values()))
-    wanted = [(given[p.name].arg.shape, given[p.name].arg.dtype) for p in own]
-    return own if [(tuple(one.shape), one.dtype) for one in results] == wanted else ()
+def _allocated(op: Op, given: Mapping[str, Any]) -> tuple[Sequence[Parameter], dict[str, Any]]:
+    """(the outputs that the op can allocate, in the order in which it returns them; arguments of `new` alone with which
+    they look as in the example). No outputs if `new` would make others."""
+    form = op.form.declaration if op.form else None
+    alone = [p for p in form.parameters if p.name not in given] if form else []
+    if form is None or not all(p.has_default for p in alone):
+        return (), {}
+    own = [next(p for p in op.parameters if p.name == one.name) for one in form.returned]
+    described = {name: one.arg if isinstance(one, Drawn) else one for name, one in given.items()}
+    described |= {p.name: None for p in own} | {p.name: p.default for p in alone}
+    wanted = [(given[p.name].arg.shape, given[p.name].arg.dtype, given[p.name].arg.strides) for p in own]
+    kinds = [p.name for p in alone if p.kind == "dtype"]
+    for chosen in ({}, *({name: dtype.name} for name in kinds for _, dtype, _ in wanted)):
+        values = described | chosen
+        found = op.results(*(values[p.name] for p in form.parameters))
+        leader = described[form.leader].device
+        new = [tensor.describe_new(op.name, "", one.shape, one.dtype, leader, *one[2:]) for one in found]
+        if [(one.shape, one.dtype, one.strides) for one in new] == wanted:
+            return own, chosen
+    return (), {}
 
 
 def _made(parameters: Iterable[Parameter], given: Mapping[str, Any], made: dict[str, Drawn]) -> list[str]:
@@ -165,8 +178,11 @@ def _made(parameters: Iterable[Parameter], given: Mapping[str, Any], made: dict[
     return lines
 
 
-def _called(function: str, parameters: Iterable[Parameter], given: Mapping[str, Any]) -> str:
-    """A call without the arguments that equal their default. From the first of these, None or bool on, by name."""
+def _called(function: str, parameters: Iterable[Parameter], given: Mapping[str, Any], more: Iterable[str] = ()) -> str:
+    """A call without the arguments that equal their default. From the first of these, None or bool on, by name.
+
+    `more` follows the other arguments.
+    """
     parts, by_name = list[str](), False
     for p in parameters:
         value = given[p.name]
@@ -175,6 +191,7 @@ def _called(function: str, parameters: Iterable[Parameter], given: Mapping[str, 
             continue
         by_name = by_name or p.by_name or value is None or isinstance(value, bool)
         parts.append(f"{p.name}={_argument(p, value)}" if by_name else _argument(p, value))
+    parts += more
     line = f"{function}({', '.join(parts)})"
     if len(line) <= _WIDTH:
         return line
