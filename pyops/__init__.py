@@ -1,8 +1,8 @@
 """GPU operators for LLM inference, compiled at first use from source strings.
 
-Every op is a function of this module: it takes torch tensors or cupy arrays, writes its outputs in place and returns
-None. Some ops have a form that allocates the outputs and returns them: `silu_and_mul_nvfp4_quant.new(input, scale)`.
-`registry` maps names to ops.
+Every op is a function of this module: it takes torch tensors or cupy arrays, writes the outputs that it is given and
+returns None. Its form `new` takes the other arguments, allocates the outputs and returns them:
+`y = rms_norm.new(x, weight, 1e-6)`. Only ops that write in place have no such form. `registry` maps names to ops.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
+from . import _at_start as _at_start
 from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, axes
+from ._core import config
 from ._core.errors import CompileError, MissingDependencyError, OpError, SwitchError
 from .cli import progress
 from .errors import ModelError
@@ -25,7 +26,12 @@ from .errors import ModelError
 def _list(options: argparse.Namespace) -> bool:
     from .cli import table
 
-    print(table.page() if options.markdown else table.text())
+    if options.stub:
+        from .cli import stub
+
+        print(stub.text())
+    else:
+        print(table.page() if options.markdown else table.text())
     return True
 
 
@@ -51,7 +57,7 @@ def _warmup(options: argparse.Namespace) -> bool:
 
     names = [word for word in options.words if "=" not in word]
     index, wanted = compile_ahead.plan(names, axes.parse(word for word in options.words if "=" in word))
-    if index is None:
+    if index is None and not config.kernels_on_cpu():
         print("no device: ops run by their reference, and there is nothing to compile", file=sys.stderr)
         return True
     held = compile_ahead.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
@@ -127,13 +133,17 @@ def parser() -> argparse.ArgumentParser:
 
     listing = command("list", _list, "All ops: what each does and the element types it takes.")
     listing.add_argument("--markdown", action="store_true", help="as the page docs/ops.md")
+    listing.add_argument("--stub", action="store_true", help="as the stub pyops/__init__.pyi")
     showing = command("show", _show, "One op: signature, torch schema, docstring, and what its example plans.")
     printing = command("source", _source, "The source text that is compiled for an op's example, or for a kernel file.")
-    for one in (showing, printing):
-        one.add_argument(
-            "op", help="name of an op" + (", or a kernel file such as norm/rms_norm.cu" * (one is printing))
-        )
-        one.add_argument("axes", nargs="*", metavar="key=value", help="axes of the example, arch=sm_90; or constants")
+    name, axis = "name of an op or a function that `list` prints", "an axis of the op's example, or arch=sm_90"
+    for one, op, values in (
+        (showing, name, axis),
+        (printing, f"{name}, or a kernel file such as norm/rms_norm.cu", f"{axis}; a constant of the kernel file"),
+    ):
+        one.add_argument("op", help=op)
+        # Without a default, argparse would say that an axis is required where the op is missing.
+        one.add_argument("axes", nargs="*", default=[], metavar="key=value", help=values)
     warming = command("warmup", _warmup, "Compile and load kernels on the current device; all ops without a name.")
     warming.add_argument(
         "words", nargs="*", metavar="OP or key=value[,value...]", help="ops, and axes of their examples"
@@ -147,7 +157,10 @@ def parser() -> argparse.ArgumentParser:
     )
     writing.epilog = f"Families: {_FAMILIES} docs/models.md says what of each."
     writing.add_argument(
-        "--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json; or FILE.gguf"
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="folder with config.json, safetensors, tokenizer.json; FILE.gguf; or OWNER/NAME of the Hugging Face Hub",
     )
     writing.add_argument("--prompt", required=True, action="append", help="what the text begins with; may be repeated")
     writing.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
@@ -159,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
     writing.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e4m3 or fp8_e5m2 for a cache of codes")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
-    command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
+    command("demo", _demo, "Text from random weights by the kernels, on the GPU or the CPU, checked against PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
     covering.add_argument("--vllm", choices=("0.16", "0.22"), default="0.16", help="version (default 0.16)")
     covering.add_argument("--refusals", action="store_true", help="what ops refuse that vLLM 0.22 takes")
@@ -171,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     130 for one that was interrupted, as shells have it.
     """
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(arguments)
         return 0 if options.run(options) else 1
     except (OpError, MissingDependencyError, ModelError, CompileError, SwitchError) as error:
         print(error, file=sys.stderr)
@@ -185,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> int:
     """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # pyops/_at_start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_missing_streams()
     try:
         status = main()

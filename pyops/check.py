@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ._core.errors import OpError
 from ._core.tensors import dtypes
 from ._core.tensors.dtypes import DType
@@ -35,6 +37,14 @@ def same_shape(arg: TensorArg | None, other: TensorArg) -> None:
 def refuse(arg: TensorArg, argument: str, message: str) -> OpError:
     """The error for a scalar argument of the call that `arg` belongs to."""
     return OpError(arg.op, argument, message)
+
+
+def chosen(arg: TensorArg, argument: str, name: Any, default: DType) -> DType:
+    """The element type that `argument` of the call names, which `arg` belongs to; the default where it is None."""
+    found = default if name is None else dtypes.of(name)
+    if found is None:
+        raise refuse(arg, argument, dtypes.unsupported(name))
+    return found
 
 
 def shape(arg: TensorArg | None, dtype_: DType | None = None, /, **sizes_: int) -> None:

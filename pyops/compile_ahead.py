@@ -33,7 +33,7 @@ def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
             example offers is made ready. With no `names`, an axis applies to the ops whose example has it.
 
     Returns:
-        What this process now holds for them on the device; empty without one.
+        What this process now holds for them; nothing where ops run by their reference.
 
     Raises:
         OpError: no such op, or no example of a named op has such an axis or value.
@@ -48,15 +48,7 @@ def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
         wanted = serving_kernels(model, device.host() if index is None else device.get(index), **values)
     else:
         index, wanted = plan(names, values)
-    if index is None:
-        if config.kernels_on_cpu():
-            from .host import run
-
-            with log.waiting(f"compiling {len(wanted)} kernels for the CPU"):
-                for _, specialisation in wanted:
-                    run.load(specialisation)
-        return []
-    return load(wanted, index)
+    return [] if index is None and not config.kernels_on_cpu() else load(wanted, index)
 
 
 def current_device() -> int | None:
@@ -89,17 +81,21 @@ def specialisations(
 
 
 def load(
-    wanted: Sequence[tuple[Op, Specialisation]], index: int, done: Callable[[int], None] | None = None
+    wanted: Sequence[tuple[Op, Specialisation]], index: int | None, done: Callable[[int], None] | None = None
 ) -> list[Compiled]:
-    """Load them on the device `index` in parallel (NVRTC lets other threads run).
+    """Load them on the device `index`, or for the CPU, in parallel: compilers let other threads of the process run.
 
     `done` is called with the number of kernels that are ready; without it, a wait of more than a second is logged.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     wait = nullcontext() if done else log.waiting(f"compiling {len(wanted)} kernels")
+
+    def load_one(op: Op, specialisation: Specialisation) -> Compiled:
+        return op.load_on_host(specialisation) if index is None else op.load(index, specialisation)
+
     with wait, ThreadPoolExecutor(os.cpu_count(), initializer=log.quiet) as pool:
-        futures = [pool.submit(op.load, index, specialisation) for op, specialisation in wanted]
+        futures = [pool.submit(load_one, *one) for one in wanted]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()
             if done:

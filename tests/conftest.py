@@ -1,4 +1,4 @@
-"""Hypothesis profiles, skips without a device, and the summary of the specialisations."""
+"""Hypothesis profiles, skips without a device, and the option ``--specialisations``."""
 
 from __future__ import annotations
 
@@ -187,9 +187,22 @@ def _noted(reporter: pytest.TerminalReporter, key: str, when: str) -> list[Any]:
     return [value for noted in properties for name, value in noted if name == key]
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect again when it ends. Triton, if it is installed, would print what is left as leaks."""
+    gc.unfreeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--specialisations", action="store_true", help="list what was compiled offline, and what never ran"
+    )
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how many specialisations were compiled offline and the slowest, which ran on the host, and which never
     did."""
+    if not terminalreporter.config.option.specialisations:
+        return
     compiles = _noted(terminalreporter, "offline_compile", "call")
     if compiles:
         total = sum(seconds for seconds, *_ in compiles)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
 from typing import Any
 
 import griffe
 
 import pyops
-
-_NAMES = r"[\w*]+(?:,\s+[\w*]+)*"
-_OTHERS = r"\s+(?:The )?others(?=: )"
+from pyops._core.op import docstring
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of all objects before they are parsed."""
+    """Rewrites the docstrings of all objects before they are parsed.
+
+    The stub is left out: it says for type checkers what the reference says of the functions themselves.
+    """
+
+    def on_module_members(self, *, mod: griffe.Module, **kwargs: Any) -> None:
+        if str(mod.filepath).endswith(".pyi"):
+            mod.members.clear()
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
@@ -44,25 +48,9 @@ def _sections(text: str, parameters: Sequence[str]) -> Iterator[str]:
     for section in re.split(r"\n(?=\w+:\n    \S)", text):
         if re.match(r"(Args|Attributes):\n", section):
             heading, _, body = section.partition("\n")
-            entries = [part for entry in re.split(r"\n(?=    \S)", body) for part in _parts(entry)]
-            named = {p for names, _ in entries for p in _meant(names, parameters) if names != ["*"]}
-            others = [p for p in parameters if p not in named]
             yield heading
-            for names, words in entries:
-                for name in others if names == ["*"] else _meant(names, parameters):
-                    yield f"    {name}: {words}"
+            for name, words in docstring.entries(body, parameters):
+                yield f"    {name}: {words}"
             yield ""
         else:
             yield section
-
-
-def _meant(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
-    """The names, and for a pattern the parameters that it fits."""
-    return [one for name in names for one in ([p for p in parameters if fnmatch(p, name)] if "*" in name else [name])]
-
-
-def _parts(entry: str) -> Iterator[tuple[list[str], str]]:
-    """(names, words) of each part of ``a, b: words; c: words``. The others are ``*``."""
-    for part in re.split(rf";\s+(?={_NAMES}: )", re.sub(_OTHERS, "*", entry)):
-        names, _, words = part.strip().partition(": ")
-        yield re.split(r",\s+", names), words

@@ -16,7 +16,7 @@ from pyops import axes
 from pyops._core.op import torch_library
 from pyops._core.op.op import Op
 from pyops._core.system import device
-from pyops.cli import table
+from pyops.cli import show, table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results/nvidia-h200"
@@ -87,7 +87,10 @@ def _facts(op: Op) -> str:
     files = dict.fromkeys(one.specialisation.kernel.file for one in axes.launches(op, {}, device.model()))
     kernels = ", ".join(f"[{file.rpartition('/')[2]}](../kernels_cu/{file})" for file in files)
     schema = torch_library.returning_schema if op.declaration.returned else torch_library.schema
+    _, *new = show.signatures(op)
+    more = (f"`{name}`: {text.removesuffix('.')}" for name, text in show.of_new(op).items())
     facts = {
+        "New outputs": "; ".join([*(f"`pyops.{one}`" for one in new), *more]),
         "Element types": "; ".join(table.element_types(op)),
         "Kernels": kernels,
         "In torch": f"`torch.ops.pyops.{schema(op.declaration)}`",

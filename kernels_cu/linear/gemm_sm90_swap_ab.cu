@@ -14,6 +14,9 @@
 // row of a and b. One producer thread per CTA runs up to STAGES k-tiles ahead. Two consumer warpgroups each take half
 // of the tile's rows of b or, if these are at most 64, every other k-tile.
 //
+// GATED: b has 2 N rows, gates and then ups. The tensor map interleaves them, 8 gates and 8 ups of the same columns of
+// out, so that a lane's fragment has both.
+//
 // Cluster split-K: the CTAs of a cluster share a tile, each with a part of K. Partial accumulators of CTAs, and of
 // warpgroups that alternate k-tiles, are sent to one CTA per fragment, which reduces them (cluster_reduce.cuh). A
 // lane's fragment is two rows and two columns of out.
@@ -21,11 +24,11 @@
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
-//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
 //     TILE_M        rows of a tile: a multiple of 16
-//     TILE_N        columns of a tile: a multiple of 8, at most 256
+//     TILE_N        rows of b of a tile: a multiple of 8, GATED of 16, at most 256
 //     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
 //     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
 // If accumulators are reduced across CTAs or warpgroups, there are as many clusters as tiles.
@@ -48,7 +51,7 @@ constexpr int PARTS = SPLITS * TURNS;  // partial accumulators per element of ou
 // Promotions per k-tile, and WGMMAs along K between two promotions.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
-static_assert(!GATED);
+static_assert(!GATED || (SCALE_BLOCK == 0 && TILE_N % 16 == 0));
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
 static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
 
@@ -56,7 +59,8 @@ using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of a_box_rows x TILE_K, swizzled
-                  const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled
+                  const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled; GATED:
+                                                            // [N / 8, 2, 8, K] by the strides of [2, N / 8, 8, K]
                   out_t* out,                               // [M, N]
                   const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
                   const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
@@ -81,7 +85,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
     start_cluster<SPLITS>();
 
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
-    const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
+    const int tiles = rows * int(((GATED ? 2 * n : n) + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
@@ -92,7 +96,12 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), int(a_box_rows) * ROW_BYTES + B_BYTES);
-                tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, tile / rows * TILE_N);
+                const int column = tile / rows * TILE_N;
+                if constexpr (GATED) {
+                    tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, 0, 0, column / 16);
+                } else {
+                    tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, column);
+                }
                 tma_load(to, &a_map, ring.full(), step * TILE_K, tile % rows * TILE_M);
             }
         }
@@ -201,11 +210,15 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
             const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8));
             const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int64_t m_at = row + j % 2, n_at = first_column + column + j / 2 * 8;
-                if (m_at >= m || n_at >= n || column + j / 2 * 8 >= TILE_N) continue;
-                const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
-                out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
+            for (int j = 0; j < (GATED ? 2 : 4); ++j) {
+                const int within = GATED ? column / 16 * 8 + column % 16 : column + j / 2 * 8;
+                const int64_t m_at = row + j % 2, n_at = (GATED ? first_column / 2 : first_column) + within;
+                if (m_at >= m || n_at >= n || (GATED ? 2 * within : within) >= TILE_N) continue;
+                float x = ACTIVATION<out_t>(epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]));
+                if constexpr (GATED) {
+                    x *= epilogue.value(epilogue.row(m_at), epilogue.column(n + n_at), own.sums[2 + j]);
+                }
+                out[m_at * out_stride + n_at] = from_float<out_t>(x);
             }
         };
 #pragma unroll

@@ -57,9 +57,12 @@ def vllm() -> tuple[str, ...]:
 _cpu: str | None = None
 
 
-def kernels_on_cpu() -> bool:
-    """PYOPS_CPU=kernels: run CPU tensors and numpy arrays by the kernels, on the host backend, not by the reference."""
-    mode = _cpu or os.environ.get("PYOPS_CPU") or "reference"
+def kernels_on_cpu(default: str = "reference") -> bool:
+    """PYOPS_CPU=kernels: run CPU tensors and numpy arrays by the kernels, on the host backend, not by the reference.
+
+    `default` is the mode where PYOPS_CPU is not set.
+    """
+    mode = _cpu or os.environ.get("PYOPS_CPU") or default
     if mode not in ("kernels", "reference"):
         raise SwitchError(f'PYOPS_CPU: expected "kernels" or "reference", got "{mode}"')
     return mode == "kernels"

@@ -49,18 +49,26 @@ def ready(kernel: str, constants: str, target: str, how: str) -> None:
 @contextmanager
 def waiting(for_what: str) -> Iterator[None]:
     """Report `for_what` if the block takes longer than a second, while it goes on. Waits within it are not reported."""
+    timer = threading.Timer(PATIENCE, compiling.warning, ("%s ...", for_what))
+    timer.daemon = True
     if getattr(_thread, "reports", True):
-        timer = threading.Timer(PATIENCE, compiling.warning, ("%s ...", for_what))
-        timer.daemon = True
         timer.start()
-        _thread.reports = False
-        try:
+    try:
+        with quietly():
             yield
-        finally:
-            timer.cancel()
-            _thread.reports = True
-    else:
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Report no wait of this thread until the block ends: whoever waits is told of it otherwise."""
+    before = getattr(_thread, "reports", True)
+    _thread.reports = False
+    try:
         yield
+    finally:
+        _thread.reports = before
 
 
 def quiet() -> None:

@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy
 
-from .. import axes, offline
+from .. import __version__, axes, offline
 from .._core import config
-from .._core.errors import MissingDependencyError, pip_line
+from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
 from .._core.op.op import registry
 from .._core.system import device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
@@ -87,6 +88,16 @@ def _package(name: str, extra: Callable[[], str]) -> Callable[[], Finding]:
             return Finding(name, False, "not installed", pip_line(extra()))
 
     return probe
+
+
+def _pyops() -> Finding:
+    """This package, or what the distribution pyops, another project's, has left of it: both have a folder pyops."""
+    try:
+        other = metadata.version("pyops")
+    except metadata.PackageNotFoundError:
+        return Finding("pyops", True, __version__)
+    value = f"the distribution pyops {other} is installed, another project's, which overwrites or hides this module"
+    return Finding("pyops", False, value, f"pip uninstall pyops {DISTRIBUTION}, then {pip_line('torch')}")
 
 
 def _driver() -> Finding:
@@ -198,7 +209,7 @@ def _run(name: str, module: Any) -> Finding:
 # The probes in the order of the report. The cache folder comes before CuPy, because CuPy's import may change it.
 _PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
-    "pyops": _package("pyops", lambda: "torch"),
+    "pyops": _pyops,
     "numpy": _package("numpy", lambda: "torch"),
     "torch": _package("torch", lambda: "torch"),
     "cache": _cache,

@@ -12,7 +12,8 @@ import pyops
 from .. import axes, tuning
 from .._core.errors import OpError
 from .._core.launch.tensor_map import TensorMap
-from .._core.op import torch_library, wrapper
+from .._core.op import docstring, torch_library
+from .._core.op.declaration import Declaration
 from .._core.op.op import Op
 from .._core.system import device
 from .._core.tensors import dtypes
@@ -23,14 +24,18 @@ from . import table
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
     if any(name in names for names in table.functions().values()):
-        return _function(name)
+        return _function(name, given)
     op = axes.find(name)
     values = axes.only(op, given)
     schemas = [torch_library.schema(op.declaration)]
     if op.declaration.returned:
         schemas.insert(0, torch_library.returning_schema(op.declaration))
-    lines = [signature(op), *(f"torch.ops.pyops.{schema}" for schema in schemas), ""]
+    elif op.form is not None:
+        schemas.append(torch_library.returning_schema(op.form.declaration, ".new"))
+    lines = [*signatures(op), *(f"torch.ops.pyops.{schema}" for schema in schemas), ""]
     lines += [inspect.getdoc(op.reference) or "", ""]
+    if more := of_new(op):
+        lines += [docstring.named("Args of new alone", more), ""]
     lines.append("axes of its example")
     for axis_name, axis in axes.of(op).items():
         default = values.get(axis_name, axis.default)
@@ -52,31 +57,60 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     return "\n".join(lines)
 
 
-def _function(name: str) -> str:
+def _function(name: str, given: Mapping[str, Any]) -> str:
     """Signature and docstring of a public function that is not an op."""
+    for axis in given:
+        raise OpError(name, axis, "is no axis: a function of Python has no example")
     function = getattr(pyops, name)
-    parameters = ", ".join(map(str, inspect.signature(function).parameters.values()))
-    return (
-        f"{name}({parameters})\n\n{inspect.getdoc(function) or ''}\n\na function of Python, with no launch of its own"
-    )
+    found = inspect.signature(function)
+    parameters = [one.replace(annotation=_Unquoted(one.annotation)) for one in found.parameters.values()]
+    found = found.replace(parameters=parameters, return_annotation=_Unquoted(found.return_annotation))
+    return f"{name}{found}\n\n{inspect.getdoc(function) or ''}\n\na function of Python, with no launch of its own"
 
 
-def signature(op: Op) -> str:
-    """``rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None``"""
-    parts = [
-        f"{p.name}: {p.kind}{' | None' if p.optional or p.returned else ''}"
-        + (f" = {p.default!r}" if p.has_default else "")
-        for p in op.parameters
-    ]
-    returns = ", ".join("Tensor" for _ in op.declaration.returned)
-    returns = f"tuple[{returns}]" if len(op.declaration.returned) > 1 else returns or "None"
-    return f"{op.name}({wrapper.listed(op.declaration, parts)}) -> {returns}"
+class _Unquoted(str):
+    """An annotation that inspect prints as it is written."""
+
+    __repr__ = str.__str__
+
+
+def signatures(op: Op) -> list[str]:
+    """``rms_norm(out: Tensor, input: Tensor, ...) -> None`` and ``rms_norm.new(input: Tensor, ...) -> Tensor``."""
+    forms = {op.name: op.declaration}
+    if op.form is not None and not op.declaration.returned:
+        forms[f"{op.name}.new"] = op.form.declaration
+    return [f"{name}({', '.join(parameters(form, op))}) -> {results(form)}" for name, form in forms.items()]
+
+
+def of_new(op: Op) -> dict[str, str]:
+    """The texts of the parameters that the form `new` has and the op has not."""
+    own = {p.name for p in op.parameters}
+    found = docstring.parse(op.form.new).parameters if op.form is not None else {}
+    return {name: text for name, text in found.items() if name not in own}
+
+
+def parameters(form: Declaration, op: Op) -> list[str]:
+    """The parameters of a form of the op. Those that `new` returns are its parameters only if the op itself returns."""
+    parts = []
+    for p in form.parameters:
+        if not p.returned or op.declaration.returned:
+            kind = "torch.dtype" if p.kind == "dtype" else p.kind
+            kind += " | float" if p.number else " | None" if p.optional or p.returned else ""
+            parts.append(f"{p.name}: {kind}" + (f" = {p.default!r}" if p.has_default else ""))
+    by_name = parts[form.positional :]
+    return [*parts[: form.positional], *(("*", *by_name) if by_name else ())]
+
+
+def results(form: Declaration) -> str:
+    """``None``, ``Tensor``, or a tuple of them."""
+    tensors = ", ".join("Tensor" for _ in form.returned)
+    return f"tuple[{tensors}]" if len(form.returned) > 1 else tensors or "None"
 
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """The source, with includes resolved, of each kernel that the op's example with these axes plans on `arch`."""
     if any(name in names for names in table.functions().values()):
-        return _function(name)
+        return _function(name, given)
     op = axes.find(name)
     values = axes.only(op, given)
     texts = (one.specialisation.text for one in axes.launches(op, values, _model(arch)))

@@ -74,8 +74,10 @@ def page() -> str:
         "# Ops",
         "",
         f"{counted} ops, each a function of `pyops` and of `torch.ops.pyops`. Element types of `dtype` stand alone,",
-        "others are named. `python -m pyops show OP` prints signature and docstring. Functions of `pyops` that stand",
-        "on ops follow those of their family. This page is the output of `python -m pyops list --markdown`.",
+        "others are named. `pyops.OP.new` takes the arguments without the outputs, and returns new ones; an op that",
+        "writes in place has no such form. `python -m pyops show OP` prints signatures and docstring. Functions of",
+        "`pyops` that stand on ops follow those of their family. This page is the output of `python -m pyops list",
+        "--markdown`.",
     ]
     for name in sorted({*of_ops, *others}):
         lines += ["", f"## {name}"]

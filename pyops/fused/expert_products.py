@@ -22,7 +22,7 @@ from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "scale_is_of_all"]
+__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "scale_is_of_all", "sorted_choices"]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
@@ -73,7 +73,7 @@ def multiply_experts(
     num_rows, num_experts = of_choices.shape[0], w1.shape[0]
     block_size = block_size_of(config, num_rows, num_experts)
     if lists is None:
-        lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+        lists = sorted_choices("fused_experts", topk_ids, block_size, global_num_experts, expert_map)
     w1_zp, w2_zp = zeros_of(config)
 
     def multiply(
@@ -101,6 +101,16 @@ def multiply_experts(
     if limit is not None:
         silu_and_mul_with_clamp(between, first, limit)
     multiply(2, of_choices, between, of_w2, weights[1], 1, "none")
+
+
+def sorted_choices(
+    function: str, topk_ids: Tensor, block_size: int, global_num_experts: int, expert_map: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices of tokens by `moe_align`, without those of experts that are not here. Errors name `function`."""
+    try:
+        return moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+    except OpError as error:
+        raise error.within(function, {"num_experts": "global_num_experts"}) from None
 
 
 def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:

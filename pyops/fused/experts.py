@@ -172,7 +172,9 @@ def _check(
             raise OpError("fused_experts", name, f"expected {rank} dimensions, got shape {tuple(tensor.shape)}")
     if activation not in ACTIVATIONS:
         raise OpError("fused_experts", "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
-    (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.shape, w1.shape
+    (num_tokens, hidden_size), (num_experts, rows, columns) = hidden_states.shape, w1.shape
+    if rows == hidden_size // per_byte != columns:
+        rows = columns  # w1 is transposed, and the error says the shape that it should have
     intermediate_size = rows // 2 if ACTIVATIONS[activation] else rows
     for name, tensor, shape in (
         ("w1", w1, (num_experts, rows, hidden_size // per_byte)),
@@ -209,8 +211,9 @@ def fused_moe(
         gating_output: [num_tokens, global_num_experts], the router logits.
         topk: experts per token.
         renormalize: whether the weights of a token are divided by their sum.
-        use_grouped_topk: whether experts are chosen by `fused_grouped_topk`, from the `topk_group` best of
-            `num_expert_group` groups.
+        use_grouped_topk: whether experts are chosen by `fused_grouped_topk`.
+        num_expert_group, topk_group: how many groups of experts there are, and from how many of them, the best ones, a
+            token's experts are chosen.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None,
             for the softmax of the logits.
     """

@@ -11,9 +11,9 @@ from ..ops.activation.elementwise import gelu, relu2, silu
 from ..ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
 from ..ops.linear.packed_experts import block_size_of_packed
-from ..ops.moe.align import moe_align
 from ..ops.moe.rows import moe_sum_experts
 from ..ops.quantize import scaled_fp8_quant, scaled_int8_quant
+from .expert_products import sorted_choices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,8 @@ def fused_marlin_moe(
             "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
         bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: the
-            arguments of `moe_wna16_marlin_gemm` for w1 and w2; sort_indices1 and sort_indices2 are its perm.
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        sort_indices1, sort_indices2: perm of `moe_wna16_marlin_gemm`.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether router weights scale the first GEMM; then topk is 1.
@@ -96,8 +97,8 @@ def fused_marlin_moe(
         activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul" or
             "relu2_no_mul".
         activation_func: a function ``(activation, out, input)`` that replaces the activation; it has no gate if the
-            name ends in "_no_mul". moe_sum: a function ``(input, out)`` that replaces the sum over each token's
-            experts.
+            name ends in "_no_mul".
+        moe_sum: a function ``(input, out)`` that replaces the sum over each token's experts.
         expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
             it; or None.
         input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs per row, with weights for 8-bit
@@ -138,7 +139,7 @@ def fused_marlin_moe(
     block_size = _MOST_IN_FULL
     if quantised is None:
         block_size = block_size_of_packed(num_rows, num_experts, *([] if is_k_full else [_MOST_IN_FULL]))
-    lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+    lists = sorted_choices("fused_marlin_moe", topk_ids, block_size, global_num_experts, expert_map)
 
     def multiply(
         number: int, a: Tensor, weight: Tensor, of_weight: tuple[Any, ...], top_k: int, weighted: bool, n: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import os
@@ -68,8 +67,10 @@ def unit(text: str, entry: str, warp_size: int = 32) -> Unit:
     )
 
 
-def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
-    """Path of the shared object of `code`, compiled unless the cache folder holds it undamaged; see `Kind`.
+def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str) -> tuple[str, str]:
+    """(path of the shared object of `code`, its origin: ``"compiled"`` or ``"disk"``); see `Kind`.
+
+    It is compiled unless the cache folder holds it undamaged.
 
     If several processes need it, one compiles and the others wait. If the cache folder cannot be written, a folder of
     this process replaces it.
@@ -79,12 +80,11 @@ def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, const
     name = _name(chain, flags, code, libraries)
     for place in filter(None, (_kept(), _stand_in)):
         if folders.read_sealed(os.path.join(place, name)) is not None:  # loading a damaged one would kill the process
-            return os.path.join(place, name)
+            return os.path.join(place, name), "disk"
     while True:
         path = os.path.join(folder(), name)
         try:
-            _make(chain, flags, kind, code, libraries, path, kernel, constants)
-            return path
+            return path, _make(chain, flags, kind, code, libraries, path, kernel, constants)
         except OSError as error:
             _leave(error)
 
@@ -112,12 +112,15 @@ def _make(
     path: str,
     kernel: str,
     constants: str,
-) -> None:
-    """Compile a unit to `path`. Raises OSError if its folder cannot be written, also if the compiler reports that."""
+) -> str:
+    """Compile a unit to `path`; returns its origin, ``"disk"`` if another process has compiled it meanwhile.
+
+    Raises OSError if the folder cannot be written, also if the compiler reports that.
+    """
     started = time.perf_counter()
     with log.waiting(f"compiling {kernel} for the CPU"), folders.worked_in(path + folders.SUFFIX) as scratch:
         if folders.read_sealed(path) is not None:  # compiled by the process that was waited for
-            return
+            return "disk"
         built = os.path.join(scratch, "built.so")
         link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
         try:
@@ -131,6 +134,7 @@ def _make(
         folders.write_sealed(built, content)
         os.replace(built, path)
     log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
+    return "compiled"
 
 
 def _compile(
@@ -185,11 +189,3 @@ def _leave(error: OSError) -> None:
         raise error
     _stand_in = folders.of_process("pyops-host-")
     warnings.warn(f"kernel cache {_kept()}: {error}; kernels are cached in {_stand_in}", stacklevel=2)
-
-
-def load_library(
-    kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str
-) -> tuple[str, ctypes.CDLL]:
-    """(path, the loaded library)."""
-    path = build(kind, code, libraries, kernel, constants)
-    return path, ctypes.CDLL(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .._core import locks
+from .._core import locks, log
 from .._core.errors import KernelFault, called
 from .._core.launch.kernel import Specialisation
 from .._core.text import source
-from .build import Unit, build, load_library, unit
+from .._core.text.compiler import Compiled, told
+from .build import Unit, build, unit
 from .interruptible import interruptible
 from .lines import places
 from .ranges import Range
@@ -137,16 +139,13 @@ class _Fault(ctypes.Structure):  # state.h
 
 
 @dataclass(frozen=True)
-class HostFunction:
-    """A kernel that is loaded into this process."""
+class HostFunction(Compiled):
+    """A kernel for the CPU that is loaded into this process."""
 
-    kernel: str
-    constants: str
     library: str
     lines: Callable[[], str] = field(repr=False)  # gives the path of the same library with lines of the source
     warp_size: int
     cluster: int  # blocks
-    entry: int = field(repr=False)
     run: Any = field(repr=False)
 
     def launch(
@@ -190,7 +189,7 @@ class HostFunction:
         )
         first = of_ranks[0] if of_ranks else parameters
         with _one_launch:
-            raised = interruptible(lambda: self.run(self.entry, first, ctypes.byref(launch)))
+            raised = interruptible(lambda: self.run(self.function, first, ctypes.byref(launch)))
             fault = _Fault.from_buffer_copy(raised.contents) if raised else None
         if fault is not None:
             raise self._error(fault, ranges)
@@ -267,14 +266,37 @@ def _load(specialisation: Specialisation, text: str, warp_size: int) -> HostFunc
     kernel, constants = specialisation.kernel.file, str(specialisation)
     entry, clocked = specialisation.kernel.signature.entry, _ASYNCHRONOUS in text
     run = _runtime(clocked)
-    path, library = load_library("kernel", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)
+    started = time.perf_counter()
+    code, libraries = unit(text, entry, warp_size), (_runtime_path(clocked),)
+    path, origin = build("kernel", code, libraries, kernel, constants)
+    library = ctypes.CDLL(path)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
     assert address is not None
 
     def lines() -> str:
-        return build("lines", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)
+        return build("lines", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)[0]
 
-    return HostFunction(kernel, constants, path, lines, warp_size, library.pyops_host_cluster(), address, run)
+    loaded = HostFunction(
+        kernel,
+        constants,
+        -1,
+        "host",
+        (time.perf_counter() - started) * 1e3,
+        origin,
+        registers=0,
+        shared_bytes=0,
+        local_bytes=0,
+        function=address,
+        keep_alive=library,
+        library=path,
+        lines=lines,
+        warp_size=warp_size,
+        cluster=library.pyops_host_cluster(),
+        run=run,
+    )
+    if origin == "disk":  # what has been compiled was logged then
+        log.ready(kernel, constants, "host", told(loaded))
+    return loaded
 
 
 @cache
@@ -291,7 +313,7 @@ def _runtime(clocked: bool) -> Any:
 
 def _runtime_path(clocked: bool) -> str:
     """The path of that library, for linking kernels to it. It is compiled again if its folder has been deleted."""
-    return build("runtime", _runtime_code(clocked), (), "host/runtime.cpp", "")
+    return build("runtime", _runtime_code(clocked), (), "host/runtime.cpp", "")[0]
 
 
 @cache

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +21,13 @@ import torch
 import pyops
 from pyops import axes, compile_ahead, tuning
 from pyops.__main__ import main, parser
+from pyops._core import log
+from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.text import compiler
 from pyops._core.text.compiler import Compiled
-from pyops.cli import demo, doctor, show, table
+from pyops.cli import demo, doctor, progress, show, table
+from pyops.host.toolchain import toolchains
 from pyops.integrations import vllm
 from pyops.models import attention
 
@@ -105,6 +114,21 @@ def test_show_knows_the_functions_that_list_prints(name: str, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert out.startswith(f"{name}(")
     assert inspect.getdoc(getattr(pyops, name)) in out
+    assert main(["show", name, "hidden_size=3"]) == 2
+    assert capsys.readouterr().err.startswith(f"{name}: hidden_size: is no axis")
+
+
+def test_show_prints_the_signature_of_a_function_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "all_reduce"]) == 0
+    expected = "all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None"
+    assert capsys.readouterr().out.splitlines()[0] == expected
+
+
+@pytest.mark.parametrize("command", ["show", "source"])
+def test_only_the_op_is_required(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f" {command}: error: the following arguments are required: op\n")
 
 
 def test_show_prints_the_config_that_was_chosen(
@@ -272,8 +296,21 @@ def test_warmup_loads_all_that_a_first_call_needs(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (1232,), weight, 1e-6))
 
 
+def test_warmup_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.count():
+        pytest.skip("a device")
+    assert main(["warmup", "relu2", "dtype=float16"]) == 0
+    assert capsys.readouterr().err.startswith("no device: ops run by their reference")
+    held = Compiled("relu2.cu", "scalar_t=float16", -1, "host", 1.0, "disk", 0, 0, 0, 0, None)
+    monkeypatch.setattr(Op, "load_on_host", lambda *_: held)
+    monkeypatch.setenv("PYOPS_CPU", "kernels")
+    assert main(["warmup", "relu2", "dtype=float16"]) == 0
+    assert capsys.readouterr().out == "     1 ms  disk        0 registers  relu2.cu scalar_t=float16\n"
+
+
 @pytest.mark.gpu
-def test_warmup_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warmup_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["warmup", "rms_norm", "fused_add_rms_norm", "hidden_size=1232,1240"]) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2 * 2 * 3
@@ -299,6 +336,39 @@ def test_doctor_names_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(tmp_path) in finding.value
     assert "CUPY_CACHE_DIR" in finding.mend
     assert f"CUPY_CACHE_DIR={tmp_path}" in doctor._switches().value
+
+
+def _with_the_other_project(folder: Path) -> Path:
+    """A folder of packages where the distribution pyops is installed."""
+    (folder / "pyops-0.0.2.dist-info").mkdir(parents=True)
+    (folder / "pyops-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pyops\nVersion: 0.0.2\n")
+    return folder
+
+
+def test_doctor_names_the_other_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._pyops() == doctor.Finding("pyops", True, pyops.__version__)
+    monkeypatch.syspath_prepend(_with_the_other_project(tmp_path))
+    finding = doctor._pyops()
+    assert finding.ok is False
+    assert "the distribution pyops 0.0.2 is installed, another project's" in finding.value
+    assert finding.mend.startswith("pip uninstall pyops pyops-kernels, then pip install ")
+
+
+@pytest.mark.slow
+def test_doctor_runs_where_the_other_project_was_installed_on_top(tmp_path: Path) -> None:
+    """Its ``__init__.py`` is where ours was, and every other file of ours is left."""
+    (_with_the_other_project(tmp_path) / "pyops").mkdir()
+    for path in (ROOT / "pyops").iterdir():
+        if path.name != "__init__.py":
+            (tmp_path / "pyops" / path.name).symlink_to(path)
+    (tmp_path / "pyops" / "__init__.py").touch()
+    (tmp_path / "pyops" / "__version__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "pyops", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"^pyops +no +the distribution pyops 0\.0\.2 is installed", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("Ops cannot run here.\n")
 
 
 def test_doctor_survives_failures_of_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,16 +399,115 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._reference().ok is False
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo on the CPU that takes seconds."""
+    one_layer = {"num_hidden_layers": 1, "layer_types": (), "sliding_windows": ()}
+    monkeypatch.setattr(demo, "_SMALL", dataclasses.replace(demo._SMALL, **one_layer))
+    monkeypatch.setitem(demo._MAX_TOKENS, "cpu", 4)
+
+
+def demonstrated(capsys: pytest.CaptureFixture[str]) -> str:
+    """What the demo prints, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("brief")
 def test_demo_checks_its_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo"]) == 0
-    printed = capsys.readouterr().out
+    printed = demonstrated(capsys)
     assert "The quick brown fox | " in printed
-    assert "144 tokens, the first after " in printed
-    assert printed.endswith(": a match\n")
+    assert re.search(r" (12|144) tokens, the first after ", printed)
+    assert printed.endswith(": a match")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
     monkeypatch.setitem(attention._GATED, "silu", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().out.endswith(": NO MATCH\n")
+    assert demonstrated(capsys).endswith(": NO MATCH")
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_demo_runs_kernels_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    RMS_NORM.specialisations.clear()
+    assert main(["demo"]) == 0
+    printed = demonstrated(capsys)
+    assert "on the CPU, by the kernels (torch" in printed
+    assert re.search(r"- \d+ kernels have run on the CPU: .*norm/rms_norm\.cu", printed)
+    assert [one.arch for one in RMS_NORM.compiled()] == ["host"]
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("switch", [{"PYOPS_CPU": "reference"}, {"PYOPS_REFERENCE": "1"}, {}])
+def test_demo_by_references_says_so(
+    switch: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a switch, or without a C++ compiler."""
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    for name, value in switch.items():
+        monkeypatch.setenv(name, value)
+    if not switch:
+        monkeypatch.setattr(demo, "toolchains", dict)
+    assert main(["demo"]) == 0
+    printed = demonstrated(capsys)
+    assert "on the CPU, by the PyTorch references (torch" in printed
+    assert "- No kernel has run, only the ops' references in PyTorch. " in printed
+    assert ("[cpu]" in printed) == (not switch)
+
+
+@pytest.mark.usefixtures("brief")
+def test_demo_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def status(text: str) -> Iterator[Callable[[str], None]]:
+        said.append(text)
+        yield said.append
+
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    monkeypatch.setenv("PYOPS_CPU", "reference")
+    monkeypatch.setattr(progress, "status", status)
+    assert main(["demo"]) == 0
+    assert said[:2] == ["importing torch", "drawing the weights"]
+    assert said[2].startswith("the first of 12 tokens")
+    *tokens, last = said[3:]
+    assert tokens == [f"{count} of 12 tokens" for count in range(1, 13)]
+    assert last.startswith("comparing")
+
+
+def test_a_status_moves_while_a_call_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a terminal. A compile that takes long is not logged in the middle of it."""
+    assert progress._PERIOD < 2
+    monkeypatch.setattr(progress, "_PERIOD", 1e-3)
+    monkeypatch.setattr(log, "PATIENCE", 1e-3)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    def work() -> None:
+        with progress.status("one") as say, log.waiting("compiling"):
+            for text in ("one", "two"):
+                say(text)
+                drawn = ""
+                while drawn.count(f"{progress._ERASE}{text}, ") < 3:
+                    drawn += capsys.readouterr().err
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert capsys.readouterr().err.endswith(progress._ERASE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pyops status"]
+    assert not caplog.records
+    with log.waiting("compiling"):  # what takes long is logged again
+        while not caplog.records:
+            pass
+
+
+def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.status("one") as say:
+        say("two")
+        progress.show(1, 1, "1/1")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("version", vllm.VERSIONS)

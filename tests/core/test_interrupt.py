@@ -64,6 +64,45 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().err == "interrupted\n"
 
 
+# Ctrl-C at the moment when a module is looked for.
+AT_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == os.environ["INTERRUPTED"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+SCRIPT = "import sys\nfrom pyops.__main__ import script\nsys.exit(script())\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "status", "told"),
+    [
+        (["-m", "pyops", "list"], "numpy", -signal.SIGINT, ""),
+        (["-Bm", "pyops", "list"], "pyops.cli", -signal.SIGINT, ""),
+        (["-m", "pyops", "list"], "pyops.cli.table", 130, "interrupted\n"),
+        (["{folder}/pyops", "list"], "pyops.fused", -signal.SIGINT, ""),
+        # programs of their own
+        (["-c", "import pyops"], "pyops.fused", -signal.SIGINT, "KeyboardInterrupt\n"),
+        (["-m", "other", "pyops"], "pyops.fused", -signal.SIGINT, "KeyboardInterrupt\n"),
+    ],
+)
+def test_an_import_that_is_interrupted(tmp_path: Path, words: list[str], module: str, status: int, told: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    (tmp_path / "pyops").write_text(SCRIPT)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("import pyops\n")
+    path = os.pathsep.join((str(tmp_path), str(Path(pyops.__file__).parents[1])))
+    environment = {**os.environ, "PYTHONPATH": path, "INTERRUPTED": module}
+    command = [sys.executable, *(word.format(folder=tmp_path) for word in words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[-len(told) :] if told else done.stderr) == (status, told)
+    assert ("Traceback" in done.stderr) == told.startswith("KeyboardInterrupt")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("words", [["list"], ["doctor", "--json"], ["source", "rms_norm"]])
 @pytest.mark.slow

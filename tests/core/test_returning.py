@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -168,10 +169,105 @@ def test_form_of_an_op_that_is_given_outputs_by_position(centred: Any) -> None:
     )
     assert str(torch.ops.pyops.centred.default._schema).startswith("pyops::centred(Tensor(a0!) codes, Tensor x, ")
     assert pyops.permute_cols.new is pyops.permute_cols
-    assert not hasattr(pyops.rms_norm, "new")
     new = pyops.scaled_fp4_quant.new
-    assert (new.__name__, new.__doc__) == ("new", pyops.scaled_fp4_quant.__doc__)
+    assert new.__name__ == "new"
     assert pickle.loads(pickle.dumps(new)) is new
+
+
+@pytest.fixture
+def cast() -> Any:
+    @pyops.op(out="out", partial="seen", ulps=0)
+    def cast(out: Tensor, x: Tensor, seen: Tensor, first: int = 0) -> None:
+        """`x` in another element type.
+
+        Args:
+            out: [...], written; rows of one stride. May be `x`.
+            x: [...], float32.
+            seen: [rows] int32, contiguous, written from `first` on: ones.
+            first: a row.
+        """
+        out.copy_(x)
+        seen[first:] = 1
+
+    @cast.result
+    def result_cast(x: TensorArg, *, rows: int, dtype: torch.dtype | None = None) -> tuple[Result, Result]:
+        """
+        Args:
+            rows: of `seen`.
+            dtype: of `out`; None for float16.
+        """
+        kind = check.chosen(x, "dtype", dtype, dtypes.float16)
+        return Result(x.shape, kind, column_stride=8), Result((rows,), dtypes.int32)
+
+    @cast.plan
+    def plan_cast(out: TensorArg, x: TensorArg, seen: TensorArg) -> list[Launch]:
+        check.same_shape(out, x)
+        check.sizes(seen, rows=None)
+        return []
+
+    return cast
+
+
+@pytest.fixture
+def new_memory_is_filled() -> Iterator[None]:
+    """torch fills what it allocates with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_filled")
+def test_parameters_of_the_form_alone(cast: Any) -> None:
+    """Keyword-only parameters of the result function; columns may be contiguous; partial outputs begin as zeros."""
+    import inspect
+
+    x = torch.arange(6.0).view(2, 3)
+    assert str(inspect.signature(cast.new)) == (
+        "(x: 'Tensor', first: 'int' = 0, *, rows: 'int', dtype: 'torch.dtype | None' = None) -> 'tuple[Tensor, Tensor]'"
+    )
+    for library in (torch.Tensor.clone, torch.Tensor.numpy):
+        out, seen = cast.new(library(x), 3, rows=5)
+        assert str(out.dtype).removeprefix("torch.") == "float16"
+        assert out.tolist() == x.tolist()
+        assert seen.tolist() == [0, 0, 0, 1, 1]
+    out, _ = cast.new(x, rows=1, dtype=torch.float32)
+    assert (out.dtype, out.stride()) == (torch.float32, (1, 8))
+    with pytest.raises(pyops.OpError, match=r"^cast: dtype: dtype torch.complex64 is not supported"):
+        cast.new(x, rows=1, dtype=torch.complex64)
+    compiled = torch.compile(lambda x: cast.new(x, 1, rows=x.shape[0]), fullgraph=True, backend="aot_eager")
+    assert [one.tolist() for one in compiled(x)] == [x.tolist(), [0, 1]]
+    assert compiled(x)[0].stride() == (1, 8)
+
+
+def test_docstring_of_the_form(cast: Any) -> None:
+    assert cast.new.__doc__ == (
+        "`x` in another element type.\n\n"
+        "Args:\n    x: [...], float32.\n    first: a row.\n    rows: of `seen`.\n"
+        "    dtype: of `out`; None for float16.\n\n"
+        "Returns:\n    out: [...].\n"
+        "    seen: [rows] int32, written from `first` on: ones. Zeros where the op leaves it as it is."
+    )
+
+
+def test_outputs_that_may_be_inputs_are_like_them() -> None:
+    """Without a result function."""
+    x = torch.randn(3, 8)
+    assert torch.equal(pyops.rms_norm.new(x, None, 1e-6), pyops.gemma_rms_norm.new(x, torch.zeros(8), 1e-6))
+
+
+def test_an_op_without_the_form_says_why() -> None:
+    with pytest.raises(
+        pyops.OpError, match=r"^fused_add_rms_norm: new: there is no such form: the op writes input and residual in pl"
+    ):
+        pyops.fused_add_rms_norm.new(torch.ones(1, 8), torch.ones(1, 8), None, 1e-6)
+
+    @pyops.op(out=("a", "b", "c"))
+    def unknown(a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> None: ...
+
+    with pytest.raises(
+        pyops.OpError, match=r"^unknown: new: there .*: what a, b and c would be does not follow from the other arg"
+    ):
+        unknown.new(torch.ones(1))
 
 
 def test_compiled_form(centred: Any) -> None:

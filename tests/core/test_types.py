@@ -31,6 +31,15 @@ def normed(x: Tensor) -> Tensor:
     return out
 
 
+def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+    y: Tensor = pyops.rms_norm.new(x, x[0], epsilon=1e-6)
+    weights, ids, _ = pyops.topk_softmax.new(y, renormalize=True, topk=2)
+    quants, scale = pyops.dynamic_scaled_fp8_quant.new(weights, quant_dtype=torch.float8_e4m3fn)
+    pyops.static_scaled_fp8_quant(quants, x, scale)
+    columns: Tensor = pyops.permute_cols(x, ids, out=x)
+    return pyops.scaled_fp8_quant(columns, scale)
+
+
 ops: Mapping[str, Op] = pyops.registry
 held: Op = pyops.rms_norm.op
 names: list[str] = [one.kernel for one in warmup("rms_norm")]
@@ -59,6 +68,13 @@ pyops.rms_norm(x, x, None, 1e-6, 3)
 pyops.rms_norm(x, x, None, eps=1e-6)
 pyops.rms_nrom(x, x, None, 1e-6)
 pyops.softcap(x, x)
+pyops.rms_norm.new(x, None)
+pyops.rms_norm.new(x, x, None, 1e-6)
+pyops.fused_add_rms_norm.new(x, x, None, 1e-6)
+pyops.topk_softmax.new(x)
+pyops.topk_softmax.new(x, topk=2)[3]
+pyops.scaled_fp8_quant(x)[2]
+pyops.permute_cols(x)
 pyops.registry["rms_norm"] = pyops.rms_norm.op
 pyops.warmup(3)
 pyops.op(output="out")
@@ -66,6 +82,7 @@ pyops.op(output="out")
 COMMANDS = {
     "mypy": [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file=mypy.ini"],
     "pyright": [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
+    "basedpyright": [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable],
 }
 
 
@@ -95,9 +112,11 @@ def test_users_script_is_checked(checker: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_op_is_typed(tmp_path: Path) -> None:
+def test_every_name_is_seen(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    lines = ["import pyops", *(f"pyops.{name}" for name in pyops.registry)]
+    names = [name for name in dir(pyops) if name[0] != "_" and type(getattr(pyops, name)) is not type(pyops)]
+    assert set(names) > set(pyops.registry)
+    lines = ["import pyops", *(f"pyops.{name}" for name in names)]
     assert errors("mypy", "\n".join(lines) + "\n", tmp_path) == set()
 
 

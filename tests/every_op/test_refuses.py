@@ -22,7 +22,7 @@ from pyops._core.op.declaration import Parameter
 from pyops._core.op.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests.support import axes
-from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, refusal
+from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, inputs_of_form, refusal
 
 NUM_TOKENS = 7
 # A call that is always refused is planned in the same way whether a reference or a kernel would run.
@@ -331,7 +331,7 @@ def _allocates(op: Op, call: dict[str, Any]) -> bool:
         with suppress(pyops.OpError):
             op.form.new(**call)
         return True
-    assert refused.argument in {p.name for p in op.parameters}
+    assert refused.argument in {p.name for p in (*op.parameters, *op.form.declaration.parameters)}
     assert not allocated.count, refused
     with pytest.raises(pyops.OpError):
         op.form.new(**call)
@@ -342,8 +342,7 @@ def _allocates(op: Op, call: dict[str, Any]) -> bool:
 def test_refused_call_allocates_nothing(op: Op, p: Parameter) -> None:
     """With any replacement for an argument."""
     assert op.form is not None
-    args = dict(zip((one.name for one in op.parameters), _args(op), strict=True))
-    inputs = {one.name: args[one.name] for one in op.form.declaration.parameters if not one.returned}
+    inputs = inputs_of_form(op, _args(op))
     calls = [inputs | {p.name: value} for value in _of_another_look(inputs[p.name])]
     assert _allocates(op, inputs)
     taken = [_allocates(op, call) for call in calls]

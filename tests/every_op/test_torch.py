@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from pyops._core.op.torch_library import Form
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests.support import axes
-from tests.support.calls import DEVICES, KERNELS, example
+from tests.support.calls import DEVICES, KERNELS, example, inputs_of_form
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 # The opcheck tests of ops that only write. opcheck's last test compiles for dynamic sizes, which the fake of such an
@@ -38,8 +38,19 @@ FORMS = [param for param in OPS if pyops.registry[param.id].form]
 def _form(op: Op, device: str = "cpu") -> tuple[Form, tuple[Any, ...]]:
     """The form that allocates outputs, and its arguments."""
     assert op.form is not None
-    values = dict(zip((p.name for p in op.parameters), _args(op, device), strict=True))
-    return op.form, tuple(values[p.name] for p in op.form.declaration.parameters if not p.returned)
+    return op.form, tuple(inputs_of_form(op, _args(op, device)).values())
+
+
+def _call(form: Form, function: Callable[..., Any], inputs: Sequence[Any]) -> partial[Any]:
+    """A call of a function with the parameters of `new`, given a value for each of them."""
+    positional = form.declaration.positional
+    names = (p.name for p in form.declaration.parameters[positional:])
+    return partial(function, *inputs[:positional], **dict(zip(names, inputs[positional:], strict=False)))
+
+
+def _new(form: Form, inputs: Sequence[Any], function: Callable[..., Any] | None = None) -> Sequence[Any]:
+    """What `new`, or another function with its parameters, returns for a value of each parameter."""
+    return _listed(_call(form, function or form.new, inputs)())
 
 
 def _listed(results: Any) -> Sequence[Any]:
@@ -145,14 +156,18 @@ def test_opcheck_of_returned_tensors(op: Op, device: str) -> None:
     """And `new` returns the results of the writing form, compiled or not."""
     form, inputs = _form(op, device)
     packet = getattr(torch.ops.pyops, op.name)
-    torch.library.opcheck(packet.default if op.declaration.returned else packet.new, inputs)
+    call = _call(form, packet.default if op.declaration.returned else packet.new, inputs)
+    torch.library.opcheck(call.func, call.args, call.keywords)
     copies = clones(inputs)
-    results = _listed(form.new(*copies))
+    results = _new(form, copies)
     torch._dynamo.reset()
     compiled = clones(inputs)
-    found = _listed(torch.compile(form.new, fullgraph=True, backend="aot_eager")(*compiled))
+    found = _new(form, compiled, torch.compile(form.new, fullgraph=True, backend="aot_eager"))
     assert all(map(same_bits, results, found))
     outputs = {p.name: torch.empty_like(one) for p, one in zip(form.declaration.returned, results, strict=True)}
+    for p in form.declaration.returned:
+        if p.partial:
+            outputs[p.name].zero_()
     given = dict(zip((p.name for p in form.declaration.parameters), clones(inputs), strict=False))
     op(*({**given, **outputs}[p.name] for p in op.parameters))
     assert all(map(same_bits, results, outputs.values()))
@@ -163,14 +178,22 @@ def test_opcheck_of_returned_tensors(op: Op, device: str) -> None:
 @pytest.mark.parametrize("op", FORMS)
 def test_returned_sizes_without_data(op: Op) -> None:
     form, inputs = _form(op)
-    right = _listed(form.allocate(*inputs))
+    right = _new(form, inputs, form.allocate)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in inputs]
-        for found in (form.new(*fakes), form.allocate(*fakes)):
-            for one, other in zip(_listed(found), right, strict=True):
+        for found in (_new(form, fakes), _new(form, fakes, form.allocate)):
+            for one, other in zip(found, right, strict=True):
                 assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
     metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in inputs]
-    assert [one.shape for one in _listed(form.new(*metas))] == [one.shape for one in right]
+    assert [one.shape for one in _new(form, metas)] == [one.shape for one in right]
+
+
+@pytest.mark.parametrize("op", [param for param in OPS if param not in FORMS])
+def test_only_what_is_in_place_has_no_form(op: Op) -> None:
+    """And says so."""
+    assert not [p.name for p in op.tensors if p.role == "out" or p.partial]
+    with pytest.raises(pyops.OpError, match=f"^{op.name}: new: there is no such form: the op writes .* in place$"):
+        op.wrapper.new()
 
 
 @pytest.mark.parametrize("device", KERNELS)

@@ -16,9 +16,10 @@ import numpy
 import pytest
 
 import pyops
-from pyops import offline
+from pyops import axes, offline
 from pyops._core.launch import launch
 from pyops._core.launch.kernel import Kernel
+from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
 from pyops.host import run as host
@@ -498,6 +499,28 @@ def test_threads_wait_for_each_other(run_on_host: Run) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(launch, arrays))
     assert all((array == 1000).all() for array in arrays)
+
+
+def test_an_op_lists_the_kernels_that_it_has_run() -> None:
+    op = pyops.registry["relu2"]
+    x = numpy.full((3, 1352), 2, numpy.float16)
+    out = numpy.empty_like(x)
+
+    def launched() -> set[str]:
+        return {one.constants for one in op.compiled() if (one.arch, one.device) == ("host", -1)}
+
+    op.specialisations.clear()
+    with pyops.testing.cpu("reference"):
+        pyops.relu2(out, x)
+    assert not launched()
+    with pyops.testing.cpu("kernels"):
+        pyops.relu2(out, x)
+        (one,) = axes.launches(op, {"dtype": "float16", "hidden_size": 1352}, device.model())
+        assert launched() == {str(one.specialisation)}
+        (held,) = pyops.warmup("relu2", dtype="float16", hidden_size=1352)
+    assert held in op.compiled()
+    assert held.origin in ("compiled", "disk")
+    assert held.milliseconds > 0
 
 
 def test_compile_error_names_the_kernels_own_line(run_on_host: Run) -> None:

@@ -359,7 +359,7 @@ def test_warmed_up_model_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyP
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
     model = Decoder(TINIES[kind]).randomise(3, scale=2.0)
     with testing.cpu("kernels"):
-        assert pyops.warmup(model=TINIES[kind], max_model_len=64, **limits) == []
+        assert pyops.warmup(model=TINIES[kind], max_model_len=64, **limits)
         monkeypatch.setenv("PYOPS_JIT", "error")
         Engine(model, max_seq_len=64, **limits).generate(prompts, SamplingParams(max_tokens=6))
 

@@ -143,7 +143,7 @@ def test_warmed_up_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
     model = Decoder(config).randomise(3, scale=2.0)
     with testing.cpu("kernels"):
-        assert pyops.warmup(model=config, max_model_len=64, **limits) == []
+        assert pyops.warmup(model=config, max_model_len=64, **limits)
         monkeypatch.setenv("PYOPS_JIT", "error")
         engine = Engine(model, num_blocks=14, max_seq_len=64, **limits)
         engine.generate(prompts, SamplingParams(max_tokens=6))

@@ -342,7 +342,7 @@ def test_warmup_compiles_all_kernels(quantization: PackedQuantization, monkeypat
             tensor.fill_(0.02)
     limits = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     with testing.cpu("kernels"):
-        assert pyops.warmup(model=config, max_model_len=16, **limits) == []
+        assert pyops.warmup(model=config, max_model_len=16, **limits)
         monkeypatch.setenv("PYOPS_JIT", "error")
         texts = Engine(model, max_seq_len=16, **limits).generate(
             [[1, 2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=3)

@@ -275,7 +275,7 @@ def test_warmup_compiles_all_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return Engine(load(tmp_path), max_seq_len=16, **limits).generate(prompts, SamplingParams(max_tokens=3))
 
     with testing.cpu("kernels"):
-        assert pyops.warmup(model=tmp_path, max_model_len=16, **limits) == []
+        assert pyops.warmup(model=tmp_path, max_model_len=16, **limits)
         monkeypatch.setenv("PYOPS_JIT", "error")
         found = texts()
     monkeypatch.delenv("PYOPS_JIT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -22,7 +23,7 @@ from benchmarks.engine import report as engine
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
-from pyops.cli import coverage, table
+from pyops.cli import coverage, stub, table
 from pyops.host.toolchain import toolchains
 from pyops.testing import strategies
 
@@ -52,6 +53,22 @@ def page(name: str) -> str:
 
 def test_page_of_ops_is_up_to_date() -> None:
     assert page("ops.md") == table.page() + "\n", "python -m pyops list --markdown > docs/ops.md"
+
+
+def test_the_stub_is_fresh() -> None:
+    fresh = stub.text() + "\n"
+    assert (ROOT / "pyops/__init__.pyi").read_text() == fresh, "python -m pyops list --stub > pyops/__init__.pyi"
+
+
+def test_every_parameter_has_a_text() -> None:
+    """Of every function of the stub: editors show it with the parameter."""
+    tree = ast.parse((ROOT / "pyops/__init__.pyi").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 2 * len(pyops.registry)
+    for function in functions:
+        names = [one.arg for one in (*function.args.args, *function.args.kwonlyargs) if one.arg != "self"]
+        texts = re.findall(r"^    (\w+): \S", (ast.get_docstring(function) or "").partition("Args:\n")[2], re.MULTILINE)
+        assert texts[: len(names)] == names, f"{ast.unparse(function.args)}: {set(names) - set(texts)} have no text"
 
 
 def test_readme_is_short() -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -33,7 +34,7 @@ def test_package_data_covers_every_source() -> None:
     assert packed == {file for file in folder.glob("*/*") if file.is_file() and file.suffix != ".pyc"}
     kernels = sorted(file.relative_to(folder).as_posix() for file in packed if file.suffix in (".cu", ".cuh"))
     assert kernels == kernels_cu.names()
-    assert package_data["pyops"] == ["py.typed", "tuning/*.json"]
+    assert package_data["pyops"] == ["py.typed", "*.pyi", "tuning/*.json"]
     assert (ROOT / "pyops/py.typed").exists()
 
 
@@ -66,7 +67,7 @@ def _source(folder: Path) -> Path:
     source.mkdir()
     for name in ("pyops", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -109,12 +110,44 @@ def test_type_checkers_find_an_editable_install(
     except (ImportError, subprocess.SubprocessError):
         pytest.skip(f"{checker} does not run here")
     script = tmp_path / "script.py"
-    script.write_text("import pyops\nreveal_type(pyops.rms_norm)\npyops.no_such_op\n")
+    script.write_text("import pyops\nreveal_type(pyops.rms_norm.__call__)\npyops.no_such_op\n")
     command = [sys.executable, "-m", checker, option, editable, script.name]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
     assert re.search(r"script.py:2:.*out: .*, input: .*, weight: .*, epsilon: float", printed), printed
     assert re.search(f"script.py:3:.*{refusal}", printed), printed
     assert printed.count("error") == 2, f"one error, and their count: {printed}"
+
+
+def test_sdist(tmp_path: Path) -> None:
+    """It holds what the wheel is built of, and no tests, which setuptools would pick by their names."""
+    source = _source(tmp_path)
+    (source / "tests").mkdir()
+    (source / "tests" / "test_norm.py").touch()
+    code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    root = f"pyops_kernels-{pyops.__version__}"
+    with tarfile.open(source / f"{root}.tar.gz") as archive:
+        held = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    folders = {name.split("/")[0] for name in held if "/" in name}
+    assert folders == {"pyops", "kernels_cu", "pyops_kernels.egg-info"}
+    assert {f"kernels_cu/{name}" for name in kernels_cu.names()} | {"LICENSE", "README.md"} <= held
+
+
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        *("cuda13", "cuda12"),
+        *(name for name in PROJECT["project"]["optional-dependencies"] if not name.startswith("cuda")),
+    ]
+
+
+def test_pip_may_choose_the_cuda_13_that_torch_asks_for() -> None:
+    """It asks for packages that require nothing themselves: pip replaces those, but instead of a toolkit the torch."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [name for name in extras["cuda13"] if "toolkit" in name] == []
+    assert [name.partition("==")[2] for name in extras["cuda13"] if name.startswith("nvidia-")] == ["13.*", "13.*"]
+    assert [name.partition("==")[2] for name in extras["cuda12"] if "toolkit" in name] == ["12.*"]
 
 
 def test_wheel(tmp_path: Path) -> None:
@@ -143,5 +176,8 @@ def test_wheel(tmp_path: Path) -> None:
             "=",
             "pyops.integrations.vllm.plugin:stand_in",
         ]
+        fields = set(archive.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines())
+    assert fields >= {"Name: pyops-kernels", "License-Expression: Apache-2.0", "Requires-Python: >=3.11"}
+    assert "Description-Content-Type: text/markdown" in fields
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}

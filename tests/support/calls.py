@@ -36,6 +36,22 @@ def example(op: Op, device: str = "cpu", seed: int = 0, **axes: Any) -> list[Any
     return list(op.example(TorchMaker(device, seed), **axes))
 
 
+# {parameter of a form alone: its value, from the outputs of an example}
+_FROM_OUTPUTS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "topk": lambda outputs: outputs["topk_ids"].shape[-1],
+    "max_spec_len": lambda outputs: outputs["output_token_ids"].shape[-1] - 1,
+}
+
+
+def inputs_of_form(op: Op, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of the op's form that allocates outputs, by name and in order, from those of the op."""
+    assert op.form is not None
+    values = dict(zip((p.name for p in op.parameters), args, strict=True))
+    given = [p for p in op.form.declaration.parameters if not p.returned]
+    values |= {p.name: _FROM_OUTPUTS[p.name](values) for p in given if p.name in _FROM_OUTPUTS.keys() - values}
+    return {p.name: values.get(p.name, p.default) for p in given}
+
+
 def run_accepted(op: Op, args: Sequence[Any], layouts: dict[str, Layout]) -> dict[str, torch.Tensor]:
     """The results of a call with these layouts. An op may refuse gaps between rows, by name; it may not refuse an
     offset.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ..text.compiler import Compiled
 from .kernel import Launch, Specialisation
 from .layout import Runtime
 
@@ -17,6 +18,9 @@ class Backend(Protocol):
 
     def loaded(self, specialisation: Specialisation) -> bool:
         """Whether this process already holds the kernel for the CPU."""
+
+    def load(self, specialisation: Specialisation) -> Compiled:
+        """The kernel compiled for the CPU, at most once per process. Its device is -1."""
 
     def run_launches(
         self,

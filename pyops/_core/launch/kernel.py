@@ -98,7 +98,7 @@ class Specialisation:
         return source.describe(self.constants)
 
     def loaded(self, device: int) -> Compiled | None:
-        """The compiled kernel if this process already holds it for the device."""
+        """The compiled kernel if this process already holds it for the device; for the CPU, that is -1."""
         return self.kernel._loaded.get((device, self.key))
 
     def load(self, device: int) -> Compiled:
@@ -108,8 +108,12 @@ class Specialisation:
             kernel = self.kernel
             with self.needing_files():
                 found = compiler.load(device, self.text, kernel.signature.entry, kernel.file, str(self), kernel.options)
-            kernel._loaded[device, self.key] = found
+            self.keep(device, found)
         return found
+
+    def keep(self, device: int, found: Compiled) -> None:
+        """Have `loaded` return a kernel that was loaded for the device."""
+        self.kernel._loaded[device, self.key] = found
 
     @contextmanager
     def needing_files(self) -> Iterator[None]:

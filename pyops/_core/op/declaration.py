@@ -26,6 +26,7 @@ class Parameter:
         number: a tensor of one float32, for which a caller may also give a Python number.
         by_name: keyword-only.
         returned: an output that the op allocates and returns unless the caller gives it.
+        partial: written in part; what is not written stays.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Parameter:
     number: bool = False
     by_name: bool = False
     returned: bool = False
+    partial: bool = False
 
     @property
     def written(self) -> bool:
@@ -152,6 +154,7 @@ def declare(
     *,
     out: Sequence[str],
     inout: Sequence[str],
+    partial: Sequence[str],
     returns: Sequence[str],
     in_place: Mapping[str, str],
     keyed: Sequence[str],
@@ -160,10 +163,17 @@ def declare(
     atol: float | Callable[..., float],
 ) -> Declaration:
     """The declaration of `reference` under the options of `@op`. Raises TypeError where the two disagree."""
-    roles = dict.fromkeys((*out, *returns), "out") | dict.fromkeys(inout, "inout")
+    roles = dict.fromkeys((*out, *returns), "out") | dict.fromkeys((*inout, *partial), "inout")
     is_keyed = dict.fromkeys(keyed, True) | dict.fromkeys(runtime, False)
     parameters = tuple(
-        _parameter(reference.__name__, p, roles.get(p.name, "in"), is_keyed.get(p.name), p.name in returns)
+        parameter(
+            reference.__name__,
+            p,
+            role=roles.get(p.name, "in"),
+            keyed=is_keyed.get(p.name),
+            returned=p.name in returns,
+            partial=p.name in partial,
+        )
         for p in inspect.signature(reference).parameters.values()
     )
     for what, names, kind in (
@@ -182,7 +192,14 @@ def declare(
     return Declaration(reference, parameters, in_place, ulps, atol)
 
 
-def _parameter(op: str, p: inspect.Parameter, role: str, keyed: bool | None, returned: bool) -> Parameter:
+def parameter(
+    op: str,
+    p: inspect.Parameter,
+    role: str = "in",
+    keyed: bool | None = None,
+    returned: bool = False,
+    partial: bool = False,
+) -> Parameter:
     """A parameter of a reference, from its annotation: ``Tensor``, ``Tensor | None``, ``Tensor | float``, ``int``..."""
     kind, _, rest = _annotation(p.annotation).partition(" | ")
     number = (kind, rest) == ("Tensor", "float")
@@ -205,6 +222,7 @@ def _parameter(op: str, p: inspect.Parameter, role: str, keyed: bool | None, ret
         number,
         by_name,
         returned,
+        partial,
     )
 
 

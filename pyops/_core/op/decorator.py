@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from .declaration import declare
 from .op import Op
-from .typed import Declare, DeclareReturning
+from .typed import Declare, DeclareReturning, Options
 
 
 @overload
-def op(
-    *,
-    out: str | tuple[str, ...] = (),
-    inout: str | tuple[str, ...] = (),
-    in_place: dict[str, str] | None = None,
-    keyed: str | tuple[str, ...] = (),
-    runtime: str | tuple[str, ...] = (),
-    ulps: int = 1,
-    atol: float | Callable[..., float] = 2.0**-22,
-) -> Declare: ...
+def op(**options: Unpack[Options]) -> Declare: ...
 @overload
+def op(*, returns: str | tuple[str, ...], **options: Unpack[Options]) -> DeclareReturning: ...
 def op(
     *,
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
-    in_place: dict[str, str] | None = None,
-    returns: str | tuple[str, ...],
-    keyed: str | tuple[str, ...] = (),
-    runtime: str | tuple[str, ...] = (),
-    ulps: int = 1,
-    atol: float | Callable[..., float] = 2.0**-22,
-) -> DeclareReturning: ...
-def op(
-    *,
-    out: str | tuple[str, ...] = (),
-    inout: str | tuple[str, ...] = (),
+    partial: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
     returns: str | tuple[str, ...] = (),
     keyed: str | tuple[str, ...] = (),
@@ -52,9 +34,10 @@ def op(
     schema, too. A module that declares an op again, such as a notebook cell that runs twice, replaces the op.
 
     Args:
-        out: tensors that are written and never read; inout: tensors that are read and written. If `.result` gives the
-            shapes and dtypes of the outputs, the op also has the form ``op.new(...)``, which takes the other arguments,
-            allocates every `out` that may not be None, and returns them.
+        out: tensors that are written and never read; inout: tensors that are read and written.
+        partial: outputs that are written in part; what is not written stays. The op also has the form
+            ``op.new(...)``, which takes the other arguments, allocates every output that may not be None (zeros if it
+            is partial), and returns them. They look like the inputs that `in_place` names, or as `.result` says.
         returns: outputs that the op itself allocates and returns, unless the caller gives them by name. They stand
             after a ``*``, and `.result` gives their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.
@@ -67,7 +50,8 @@ def op(
     """
 
     def make(reference: Callable[..., None]) -> Any:
-        names: dict[str, Any] = {"out": out, "inout": inout, "returns": returns, "keyed": keyed, "runtime": runtime}
+        names: dict[str, Any] = {"out": out, "inout": inout, "partial": partial, "returns": returns}
+        names |= {"keyed": keyed, "runtime": runtime}
         names = {option: (given,) if isinstance(given, str) else given for option, given in names.items()}
         return Op(declare(reference, **names, in_place=in_place or {}, ulps=ulps, atol=atol)).wrapper
 

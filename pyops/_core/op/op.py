@@ -22,7 +22,7 @@ class Op(Planner):
 
     Attributes:
         call: the wrapper that writes given outputs; compile_wrapper: compiles its text.
-        form: the form that allocates outputs; None of an op without a result function.
+        form: the form that allocates outputs; None of an op that is always given them.
         plans: {key: plan} of signatures that are called by the wrapper.
         recent: [the plan of the last call with torch tensors].
     """
@@ -65,7 +65,10 @@ class Op(Planner):
             traffic=self.set_traffic,
             bad_indices=self.set_bad_indices,
             result=self.set_result,
+            new=returning.refusing(declaration),
         )
+        if like_inputs := returning.like_inputs(declaration):
+            self.set_result(like_inputs)
         registry[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,12 +76,16 @@ class Op(Planner):
         return attrgetter("op"), (self.wrapper,)
 
     def set_result(self, function: F) -> F:
-        """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form."""
-        if self.form is None:
-            self.form = returning.make(self, self.call)
+        """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form.
+
+        It names parameters of the op. Its keyword-only parameters are parameters of `new` alone: what a caller of the
+        op says by the outputs that it gives, such as their dtype. Their texts are the section Args of its docstring.
+        """
+        if self.form is None or not self.declaration.returned:
+            self.form = returning.make(self, self.call, function)
             torch_library.add(self.declaration, self.call, self.compile_wrapper, self.check, self.form)
         self.wrapper.new = self.form.new
-        return super().set_result(function)
+        return self.set_results(self.form.declaration, function)
 
     def __call__(self, *values: Any) -> None:
         """The wrapper, given a value for each parameter."""

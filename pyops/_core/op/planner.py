@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from ..launch import backend
 from ..launch.kernel import Launch, Specialisation
 from ..system import driver
 from ..tensors.dtypes import DType
@@ -17,10 +18,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Result(NamedTuple):
-    """Shape and dtype of an output that the form `new` of an op allocates."""
+    """What an output looks like that the form `new` of an op allocates.
+
+    Attributes:
+        shape, dtype: its own.
+        column_stride: columns of the last two dimensions are contiguous, with this stride. 0: the tensor is contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
+    column_stride: int = 0
 
 
 def _named(parameter: Parameter, arg: Any) -> Any:
@@ -66,12 +73,13 @@ class Planner:
         self.bad_indices = self.declaration.fed(function)
         return function
 
-    def set_result(self, function: F) -> F:
-        self._result = self.declaration.fed(function)
+    def set_results(self, form: Declaration, function: F) -> F:
+        """`function` gives the results of the form `new`, from the parameters of `form`."""
+        self._result = form.fed(function)
         return function
 
     def results(self, *args: Any) -> tuple[Result, ...]:
-        """Shapes and dtypes of the outputs that `new` allocates, from descriptors and scalars."""
+        """What the outputs look like that `new` allocates, from its arguments: descriptors and scalars."""
         if self._result is None:
             raise TypeError(f"{self.declaration.name} returns tensors but has no result function")
         found = self._result(*args)
@@ -107,7 +115,14 @@ class Planner:
             driver.allow_shared(compiled.function, shared)
         return compiled
 
+    def load_on_host(self, specialisation: Specialisation) -> Compiled:
+        """Load a specialisation on the host backend, and list it in `compiled`."""
+        loaded = backend.get().load(specialisation)
+        specialisation.keep(-1, loaded)
+        self.specialisations[-1, specialisation.kernel, specialisation.key] = specialisation
+        return loaded
+
     def compiled(self) -> list[Compiled]:
-        """Every specialisation that this op has used in this process, on every device."""
+        """Every specialisation that this op has used in this process, on every device and on the host backend."""
         found = (s.loaded(index) for (index, *_), s in self.specialisations.items())
         return [compiled for compiled in found if compiled is not None]

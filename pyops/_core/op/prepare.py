@@ -110,8 +110,7 @@ def _bound(
     """The launches, bound to the device `index`, their kernels loaded."""
     functions = []
     for one in launches:
-        if one.specialisation.loaded(index) is None:
-            _may_compile(declaration, one)
+        _may_load(declaration, one, one.specialisation.loaded(index) is not None)
         functions.append(planner.load(index, one.specialisation, one.shared).function)
     scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
     allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
@@ -123,9 +122,9 @@ def _bound(
         raise
 
 
-def _may_compile(declaration: Declaration, one: Launch) -> None:
-    """Raises NotLoadedError where PYOPS_JIT=error."""
-    if config.jit_forbidden():
+def _may_load(declaration: Declaration, one: Launch, loaded: bool) -> None:
+    """Raises NotLoadedError where PYOPS_JIT=error, unless the kernel is `loaded` already."""
+    if not loaded and config.jit_forbidden():
         raise NotLoadedError(declaration.name, one.specialisation.kernel.file, str(one.specialisation))
 
 
@@ -154,7 +153,7 @@ def _cpu_call(
         if has_kernels and config.kernels_on_cpu():
             tensor.increment_versions(declaration.written_of(args))
             planned = launches if backend.get().warp_size() == 32 else in_wide_warps(args)
-            _run_on_host(declaration, planned, tensors, addresses, args)
+            _run_on_host(declaration, planner, planned, tensors, addresses, args)
         else:
             _run_reference(declaration, library, args)
 
@@ -169,6 +168,7 @@ def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) 
 
 def _run_on_host(
     declaration: Declaration,
+    planner: Planner,
     launches: Sequence[Launch],
     tensors: Sequence[TensorArg | None],
     addresses: Sequence[int],
@@ -178,8 +178,8 @@ def _run_on_host(
     scalars = {p.name: values[p.name] for p in declaration.parameters if p.keyed}
     runtime = [values[name] for name, _ in declaration.runtime]
     for one in launches:
-        if not backend.get().loaded(one.specialisation):
-            _may_compile(declaration, one)
+        _may_load(declaration, one, backend.get().loaded(one.specialisation))
+        planner.load_on_host(one.specialisation)
     extents = [arg.extent if arg else 0 for arg in tensors]
     named = declaration.tensor_names, extents, declaration.runtime, scalars
     try:

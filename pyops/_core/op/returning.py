@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import OpError
 from ..system import device
 from ..system.lazy import loaded
 from ..tensors import dtypes, tensor
 from ..tensors.tensor import TensorArg
-from . import arguments
-from .declaration import Declaration
-from .planner import Planner
+from . import arguments, docstring
+from .declaration import Declaration, Parameter, parameter
+from .planner import Planner, Result
 from .torch_library import Form
 from .wrapper import NAMESPACE, forwarded, listed
 
 _MAX_KNOWN = 8192
+_MAX_BYTES = 2**63
 
-Sizes = list[tuple[tuple[int, ...], str]]  # of each output: its shape, the name of its dtype
+Sizes = list[tuple[Any, ...]]  # of each output: what `tensor.new` takes of its `Result`
 
 
-def make(planner: Planner, call: Callable[..., Any]) -> Form:
+def _allocated(declaration: Declaration) -> list[Parameter]:
+    """The outputs that a form `new` of the op allocates: those that may not be None; or all, if all may be None."""
+    outputs = [p for p in declaration.tensors if p.role == "out" or p.partial]
+    return list(declaration.returned) or [p for p in outputs if not p.optional] or outputs
+
+
+def like_inputs(declaration: Declaration) -> Callable[..., Any] | None:
+    """The result function of an op with outputs that may each be an input itself; None of another op."""
+    outputs = _allocated(declaration)
+    names = [declaration.in_place[p.name] for p in outputs if p.name in declaration.in_place]
+    if not outputs or len(names) < len(outputs):
+        return None
+
+    def like_inputs(**call: Any) -> tuple[Result, ...]:
+        return tuple(Result(call[name].shape, call[name].dtype) for name in names)
+
+    inputs = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in dict.fromkeys(names)]
+    like_inputs.__signature__ = inspect.Signature(inputs)  # type: ignore[attr-defined]
+    return like_inputs
+
+
+def refusing(declaration: Declaration) -> Callable[..., NoReturn]:
+    """What stands for the form `new` of an op without one: it says why."""
+    outputs = [p.name for p in _allocated(declaration)]
+    if outputs:
+        why = f"there is no such form: what {_joined(outputs)} would be does not follow from the other arguments"
+    else:
+        written = [p for p in declaration.tensors if p.written]
+        why = f"there is no such form: the op writes {_joined([p.name for p in written])} in place"
+
+    def new(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OpError(declaration.name, "new", why)
+
+    new.__doc__ = f"{why[0].upper()}{why[1:]}."
+    return new
+
+
+def _joined(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``"""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def make(planner: Planner, call: Callable[..., Any], result: Callable[..., Any] | None = None) -> Form:
     """The form `new` of the op that `planner` plans; `call` is its wrapper, which writes the outputs.
 
-    An output that may be None is not allocated: it stays a parameter. Where @op names what is `returned`, each of these
-    outputs may also be given.
+    Keyword-only parameters of the function `result` are parameters of `new` alone. Where @op names what is `returned`,
+    each of these outputs may also be given.
     """
-    form, known = _form(planner.declaration), dict[Any, Sizes]()
+    form, known = _form(planner.declaration, result), dict[Any, Sizes]()
 
     def sizes(key: Any, *values: Any) -> Sizes:
         """Sizes of the outputs, for a `key` that is not known. Raises OpError for a call that the op refuses."""
@@ -46,10 +90,13 @@ def make(planner: Planner, call: Callable[..., Any]) -> Form:
     namespace: dict[str, Any] = {}
     exec(compile(text, filename, "exec"), NAMESPACE, namespace)
     defaults = {p.name: p.default for p in form.parameters}
-    new, allocate = namespace["make"](call, known.get, sizes, tensor.new, defaults)
+    new, allocate = namespace["make"](call, known.get, sizes, tensor.new, tensor.zeros, defaults)
     reference, outputs = form.reference, [p.name for p in form.returned]
-    new.__doc__, new.__module__, new.__qualname__ = reference.__doc__, reference.__module__, reference.__qualname__
-    annotations = {name: kind for name, kind in reference.__annotations__.items() if name not in outputs}
+    given = [p.name for p in form.parameters if not p.returned or planner.declaration.returned]
+    new.__module__, new.__qualname__ = reference.__module__, reference.__qualname__
+    new.__doc__ = docstring.returning(reference, result or reference, given, {p.name: p.partial for p in form.returned})
+    known_kinds = {**(result.__annotations__ if result else {}), **reference.__annotations__}
+    annotations = {name: known_kinds[name] for name in given}
     if planner.declaration.returned:
         annotations |= dict.fromkeys(outputs, "Tensor | None")
     else:
@@ -59,12 +106,14 @@ def make(planner: Planner, call: Callable[..., Any]) -> Form:
     return Form(form, new, allocate)
 
 
-def _form(declaration: Declaration) -> Declaration:
+def _form(declaration: Declaration, result: Callable[..., Any] | None) -> Declaration:
     """`declaration` with the outputs that `new` allocates after all other parameters, keyword-only and optional."""
-    outputs = declaration.returned or [p for p in declaration.tensors if p.role == "out" and not p.optional]
+    outputs = _allocated(declaration)
     given = (p for p in declaration.parameters if p not in outputs)
+    of_result = inspect.signature(result).parameters.values() if result else ()
+    own = (parameter(declaration.name, p) for p in of_result if p.kind is p.KEYWORD_ONLY)
     behind = (replace(p, optional=True, has_default=True, by_name=True, returned=True) for p in outputs)
-    return replace(declaration, parameters=(*given, *behind))
+    return replace(declaration, parameters=(*given, *own, *behind))
 
 
 def _render(declaration: Declaration, form: Declaration) -> str:
@@ -83,8 +132,12 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         for p in given
         if p.is_tensor
     )
-    key = ", ".join([*looks, *(p.name for p in given if p.keyed)])
+    keyed = [p.name for p in given if p.keyed]
+    if any(p.kind == "dtype" for p in given):  # by default, a dtype may be that of the device
+        keyed += [f"{form.leader}.__class__", f"getattr({form.leader}, 'is_cuda', False)"]
+    key = ", ".join([*looks, *keyed])
     results = ", ".join(outputs)
+    made = [f"{'zeros' if p.partial else 'empty'}({form.leader}, *_found[{i}])" for i, p in enumerate(form.returned)]
     if declaration.returned:
         signature, torch_op = listed(form, defaults), f"torch_ops.{name}"
         absent = [f"{output} is None" for output in outputs]
@@ -102,7 +155,7 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         allocation = f"""
         if is_compiling(): return {torch_op}({inputs})
         {results} = allocate({inputs})"""
-    return f"""def make(call, known, sizes, empty, defaults):
+    return f"""def make(call, known, sizes, empty, zeros, defaults):
     def allocate({listed(form, defaults[: len(given)])}):
         try:
             _key = ({key},)
@@ -110,7 +163,7 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         except (AttributeError, TypeError):
             _key = _found = None
         if _found is None: _found = sizes(_key, {", ".join(p.name for p in given)})
-        return {", ".join(f"empty({form.leader}, *_found[{i}])" for i in range(len(outputs)))}
+        return {", ".join(made)}
 
     def {name}({signature}):{allocation}
         call({forwarded(declaration, lambda p: p.name)})
@@ -130,13 +183,19 @@ def _sizes(planner: Planner, form: Declaration, values: Sequence[Any]) -> tuple[
     converted = None if symbolic else arguments.convert(form, values)
     _, described = arguments.describe(form, converted or values, _describe_symbols if symbolic else tensor.describe)
     found = dict(zip((p.name for p in form.parameters), described, strict=True))
-    order, leader = [p.name for p in planner.declaration.parameters], found[form.leader]
-    results = planner.results(*(found[name] for name in order))
-    for p, (shape, dtype) in zip(form.returned, results, strict=True):
-        found[p.name] = tensor.describe_new(form.name, p.name, shape, dtype, leader.device)
+    results = planner.results(*described)
+    for p, (shape, dtype, *column_stride) in zip(form.returned, results, strict=True):
+        device_of_all = found[form.leader].device
+        found[p.name] = tensor.describe_new(form.name, p.name, shape, dtype, device_of_all, *column_stride)
     if not symbolic:
-        planner.launches(*(found[name] for name in order))
-    sizes = [(found[p.name].shape, found[p.name].dtype.name) for p in form.returned]
+        planner.launches(*(found[p.name] for p in planner.declaration.parameters))
+    for new in (found[p.name] for p in form.returned):
+        if any(type(size) is int and size < 0 for size in new.shape) or not (symbolic or new.extent < _MAX_BYTES):
+            raise new.error(f"no tensor has the shape {new.shape}")
+    sizes = [
+        (shape, dtype.name, column_stride) if column_stride else (shape, dtype.name)
+        for shape, dtype, column_stride in results
+    ]
     return sizes, converted is None and not symbolic
 
 
@@ -154,4 +213,5 @@ def _describe_symbols(op: str, name: str, value: Any, kind: str, written: bool) 
     dtype = dtypes.of(value.dtype)
     if dtype is None:
         raise OpError(op, name, dtypes.unsupported(value.dtype))
-    return TensorArg(op, name, dtype, tuple(value.shape), tuple(value.stride()), 16, device.host())
+    on = tensor.device_of(value) if value.is_cuda and loaded("torch").cuda.is_available() else device.host()
+    return TensorArg(op, name, dtype, tuple(value.shape), tuple(value.stride()), 16, on)

@@ -160,12 +160,16 @@ def _cupy_number(value: float, like: Any) -> Any:
     return found
 
 
-def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A contiguous tensor of the library and on the device of `like`, with garbage for elements.
+def new(like: Any, shape: tuple[int, ...], dtype: Any = None, column_stride: int = 0) -> Any:
+    """A tensor of the library and on the device of `like`, with garbage for elements.
 
-    The dtype is that of `like` unless one is given: the library's own, or the name of an element type. torch.compile
-    can trace this function.
+    The dtype is that of `like` unless one is given: the library's own, or the name of an element type. The tensor is
+    contiguous; with a `column_stride`, columns of its last two dimensions are, and have that stride. torch.compile can
+    trace this function.
     """
+    if column_stride:
+        *leading, rows, columns = shape
+        return new(like, (*leading, columns, column_stride), dtype)[..., :rows].swapaxes(-1, -2)
     if hasattr(like, "new_empty"):
         dtype = getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype
         # Sizes one by one take torch 0.5 us less than a tuple of them.
@@ -176,6 +180,13 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     # CuPy has views of the types of ml_dtypes, but makes no new array of one.
     made = numpy.empty_like(like, kind if hasattr(numpy, kind.name) else f"u{kind.itemsize}", "C", shape=shape)
     return made.view(kind)
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """`new`, with zeros for elements."""
+    made = new(like, shape, dtype)
+    made.fill_(0) if hasattr(made, "fill_") else made.fill(0)
+    return made
 
 
 def contiguous(value: Any) -> Any:
@@ -271,12 +282,17 @@ def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
     return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)
 
 
-def describe_new(op: str, name: str, shape: tuple[int, ...], dtype: DType, device: Device) -> TensorArg:
-    """The descriptor of a contiguous tensor that begins at a multiple of 16 bytes, as `new` allocates it."""
+def describe_new(
+    op: str, name: str, shape: tuple[int, ...], dtype: DType, device: Device, column_stride: int = 0
+) -> TensorArg:
+    """The descriptor of a tensor that begins at a multiple of 16 bytes, as `new` allocates it."""
+    order = (*shape[:-2], shape[-1], column_stride) if column_stride else shape
     strides, step = [], 1
-    for size in reversed(shape):
+    for size in reversed(order):
         strides.append(step)
         step *= size
+    if column_stride:
+        strides[:2] = reversed(strides[:2])
     return TensorArg(op, name, dtype, shape, tuple(reversed(strides)), 16, device)
 
 

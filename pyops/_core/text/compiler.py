@@ -28,10 +28,12 @@ class Compiled:
     """One specialisation that this process holds.
 
     Attributes:
-        kernel: source file; constants: its specialisation; arch: target; device: ordinal.
+        kernel: source file; constants: its specialisation; arch: target; device: ordinal. On the host backend arch is
+            ``"host"`` and device is -1.
         milliseconds: from text to loaded function.
         origin: ``"compiled"`` or ``"disk"``.
-        registers: per thread; shared_bytes, local_bytes: static shared memory per block, local memory per thread.
+        registers: per thread; shared_bytes, local_bytes: static shared memory per block, local memory per thread. The
+            host backend has none of them, and they are 0.
     """
 
     kernel: str
@@ -99,9 +101,14 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         function.ptr,
         (module, function),
     )
-    how = "read from disk" if compiled.origin == "disk" else "compiled"
-    log.ready(kernel, constants, compiled.arch, f"{how} in {compiled.milliseconds:.0f} ms, {registers} registers")
+    log.ready(kernel, constants, compiled.arch, told(compiled))
     return compiled
+
+
+def told(one: Compiled) -> str:
+    """Where a kernel came from, how long that took, and its registers."""
+    how = "read from disk" if one.origin == "disk" else "compiled"
+    return f"{how} in {one.milliseconds:.0f} ms" + f", {one.registers} registers" * (one.registers > 0)
 
 
 def _load_module(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import check
+from ..._core.op.planner import Result
 from ..._core.system import device as devices
 from ..._core.system.device import Device
 from ..._core.system.lazy import torch
 from ..._core.tensors import dtypes
-from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
+from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float32, int8, uint8
 from ..._core.tensors.tensor import TensorArg, device_of, on_host
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def native_fp8(device: Device) -> DType:
 def native_fp8_of(arch: str) -> DType:
     """The e4m3 format of an architecture: float8_e4m3fnuz on MI300, float8_e4m3fn elsewhere."""
     return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
+
+
+def chosen(input: TensorArg, quant_dtype: Any) -> DType:
+    """The element type of new quantized values of `input`: `quant_dtype` of the call, or the e4m3 of the device."""
+    return check.chosen(input, "quant_dtype", quant_dtype, native_fp8(input.device))
 
 
 def own_fp8(x: Any) -> str:
@@ -123,6 +129,12 @@ def static_codes(x: Tensor, scale: Tensor, dtype: Any) -> Tensor:
 def absmax(x: Tensor) -> Tensor:
     """The largest magnitude of each row, NaN ignored; the last dimension is kept."""
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
+
+
+def group_scales(input: TensorArg, hidden_size: int, group_size: int, transposed: bool) -> Result:
+    """The new scales of the groups of each row of `input`, with columns contiguous if `transposed`."""
+    num_rows = check.num_rows(input)
+    return Result((num_rows, hidden_size // max(1, group_size)), float32, num_rows if transposed else 0)
 
 
 def has_group_rows(shape: Sequence[int], strides: Sequence[int], num_tokens: int, groups: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ... import check
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import float16
 from ..._core.tensors.tensor import TensorArg
 
@@ -26,6 +27,11 @@ def check_halves(out: TensorArg, input: TensorArg) -> None:
     if out.shape != expected:
         raise out.error(f"expected shape {expected} for an input of shape {input.shape}, got {out.shape}")
     check.row_size(out)
+
+
+def result_gated(input: TensorArg) -> Result:
+    """The new output of a gated activation."""
+    return Result((*input.shape[:-1], check.row_size(input) // 2), input.dtype)
 
 
 def example_gated(

@@ -10,7 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
-from ._common import check_halves, example_gated, min_blocks_of_silu
+from ._common import check_halves, example_gated, min_blocks_of_silu, result_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,9 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+silu_and_mul.result(result_gated)
+
+
 @silu_and_mul.plan
 def plan_silu_and_mul(out: TensorArg, input: TensorArg) -> Launch:
     return _plan_gated(_act_and_mul, out, input, ACT="silu", ACT_FIRST=True, min_blocks=min_blocks_of_silu(input))
@@ -85,6 +88,9 @@ def _at_most(x: Tensor, bound: Tensor) -> Tensor:
     return torch.where(x > bound, bound, x)
 
 
+silu_and_mul_with_clamp.result(result_gated)
+
+
 @silu_and_mul_with_clamp.plan
 def plan_silu_and_mul_with_clamp(result: TensorArg, input: TensorArg) -> Launch:
     return _plan_gated(_silu_and_mul_with_clamp, result, input, min_blocks=min_blocks_of_silu(input))
@@ -111,6 +117,9 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
     out.copy_(gate * torch.nn.functional.silu(up))
 
 
+mul_and_silu.result(result_gated)
+
+
 @mul_and_silu.plan
 def plan_mul_and_silu(out: TensorArg, input: TensorArg) -> Launch:
     return _plan_gated(_act_and_mul, out, input, ACT="silu", ACT_FIRST=False, min_blocks=min_blocks_of_silu(input))
@@ -131,6 +140,9 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate) * up)
+
+
+gelu_and_mul.result(result_gated)
 
 
 @gelu_and_mul.plan
@@ -156,6 +168,9 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
+gelu_tanh_and_mul.result(result_gated)
+
+
 @gelu_tanh_and_mul.plan
 def plan_gelu_tanh_and_mul(out: TensorArg, input: TensorArg) -> Launch:
     return _plan_gated(_act_and_mul, out, input, ACT="gelu_tanh", ACT_FIRST=True)
@@ -179,6 +194,9 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     gate, up = input.chunk(2, dim=-1)
     rounded = gate.new_full((), threshold, dtype=torch.float32).to(gate.dtype)
     out.copy_(torch.where(gate <= rounded, 0.0, gate) * up)
+
+
+fatrelu_and_mul.result(result_gated)
 
 
 @fatrelu_and_mul.plan
@@ -212,6 +230,9 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
     out.copy_((up + 1) * (gate / (1 + torch.exp(-gate * alpha))))  # (up + 1) * gate may overflow
 
 
+swigluoai_and_mul.result(result_gated)
+
+
 @swigluoai_and_mul.plan
 def plan_swigluoai_and_mul(out: TensorArg, input: TensorArg) -> Launch:
     return _plan_gated(_swigluoai_and_mul, out, input)
@@ -239,6 +260,9 @@ def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
     gate, up = input.float().chunk(2, dim=-1)
     bound = gate.new_full((), limit)
     out.copy_(_at_most(torch.nn.functional.silu(gate), bound) * _at_most(-_at_most(-up, bound), bound))
+
+
+swiglustep_and_mul.result(result_gated)
 
 
 @swiglustep_and_mul.plan

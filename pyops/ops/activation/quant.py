@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, bfloat16, float16, float32, int8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8
-from ._common import check_halves, min_blocks_of_silu
+from ._common import check_halves, min_blocks_of_silu, result_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,16 @@ def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     gate, up = input.chunk(2, dim=-1)
     product = (torch.nn.functional.silu(gate) * up).float()
     result.copy_(fp8.static_codes(product, scale.reshape(()), result.dtype))
+
+
+@silu_and_mul_quant.result
+def result_silu_and_mul_quant(input: TensorArg, *, quant_dtype: torch.dtype | None = None) -> Result:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+    """
+    return result_gated(input)._replace(dtype=fp8.chosen(input, quant_dtype))
 
 
 @silu_and_mul_quant.plan
@@ -111,6 +122,22 @@ def silu_and_mul_per_block_quant(
     scale = scale.reshape(-1, y.shape[-2])
     has_group_rows = is_scale_transposed and fp8.has_group_rows(scales.shape, scales.stride(), *scale.shape)
     (scales.t() if has_group_rows else scales).copy_(scale)
+
+
+@silu_and_mul_per_block_quant.result
+def result_silu_and_mul_per_block_quant(
+    input: TensorArg, group_size: int, is_scale_transposed: bool, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        scales: [num_tokens, hidden_size / group_size] float32; with `is_scale_transposed` columns are contiguous.
+    """
+    quants = result_gated(input)._replace(dtype=fp8.chosen(input, quant_dtype))
+    return quants, fp8.group_scales(input, quants.shape[-1], group_size, is_scale_transposed)
 
 
 @silu_and_mul_per_block_quant.plan

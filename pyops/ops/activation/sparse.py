@@ -14,7 +14,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
-from ._common import check_halves, example_gated
+from ._common import check_halves, example_gated, result_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,6 +144,9 @@ def gelu_and_mul_above(out: Tensor, input: Tensor, multiplier: float, approximat
     deviation = wide.std(-1, correction=0, keepdim=True).float().to(input.dtype)
     cutoff = mean + deviation * multiplier
     out.copy_(torch.nn.functional.gelu(torch.relu(gate - cutoff), approximate=approximate) * up)
+
+
+gelu_and_mul_sparse.result(result_gated)
 
 
 @gelu_and_mul_sparse.plan

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Sparse
@@ -117,6 +118,11 @@ def paged_attention_v1(
     for s in range(len(seq_lens)):
         attended = Attended(query[s], scale, kv, s, options, sparse)
         finish(out[s], *attended.part(0, None), sinks, None if lse is None else lse[:, s])
+
+
+@paged_attention_v1.result
+def result_paged_attention_v1(query: TensorArg) -> Result:
+    return Result(query.shape, query.dtype)
 
 
 @paged_attention_v1.plan

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32
 from ..._core.tensors.tensor import TensorArg
+from .._shared import fp8
 from .._shared.fp8 import static_codes
 
 if TYPE_CHECKING:
@@ -73,6 +75,19 @@ def merge_attn_states(
     output.copy_(result if output_scale is None else static_codes(result, output_scale, output.dtype))
     if output_lse is not None:
         output_lse.copy_(lse[..., 0].T)
+
+
+@merge_attn_states.result
+def result_merge_attn_states(
+    prefix_output: TensorArg, output_scale: TensorArg | None, *, quant_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `prefix_output`.
+
+    Args:
+        quant_dtype: of the output with `output_scale`; None for the e4m3 of the device.
+    """
+    quants = fp8.chosen(prefix_output, quant_dtype)
+    return Result(prefix_output.shape, quants if output_scale else prefix_output.dtype)
 
 
 @merge_attn_states.plan

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, bfloat16
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch
@@ -107,6 +110,11 @@ def sm100_cutlass_mla_decode(
         latents = entries[:, :LATENT_SIZE]
         total = weighted_sum(weights[:, None], logits[:, None], latents[:, None])[0]
         finish(out[s], max_logit, weights.sum(-1), total, None, None if lse is None else lse[s])
+
+
+@sm100_cutlass_mla_decode.result
+def result_sm100_cutlass_mla_decode(q_nope: TensorArg) -> Result:
+    return Result(q_nope.shape, bfloat16 if q_nope.dtype in E4M3 else q_nope.dtype)
 
 
 @sm100_cutlass_mla_decode.plan

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check, tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .decode import absolute_error
@@ -113,6 +115,11 @@ def paged_attention_v2(
         finish(out[s], *joined, sinks, None if lse is None else lse[:, s])
 
 
+@paged_attention_v2.result
+def result_paged_attention_v2(query: TensorArg) -> Result:
+    return Result(query.shape, query.dtype)
+
+
 @paged_attention_v2.plan
 def plan_paged_attention_v2(
     out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse, partials: Partials
@@ -162,7 +169,8 @@ def example_paged_attention_v2(
 
 
 @op(
-    inout=("out", "exp_sums", "max_logits", "tmp_out", "lse"),
+    partial="out",
+    inout=("exp_sums", "max_logits", "tmp_out", "lse"),
     runtime="max_seq_len",
     keyed="logits_soft_cap",
     atol=_joined(_ROCM_PARTITION),
@@ -225,6 +233,11 @@ def paged_attention_rocm(
         if fp8_out_scale is not None:
             result = (result * (1.0 / fp8_out_scale.reshape(()))).clamp(-448.0, 448.0)
             out[row].view(torch.uint8).copy_(result.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@paged_attention_rocm.result
+def result_paged_attention_rocm(query: TensorArg, fp8_out_scale: TensorArg | None) -> Result:
+    return Result(query.shape, float8_e4m3fn if fp8_out_scale else query.dtype)
 
 
 @paged_attention_rocm.plan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, RaggedKV
@@ -27,7 +28,7 @@ def _absolute_error(query: Tensor, key: Tensor, scale: float) -> float:
     return float(torch.finfo(query.dtype).eps) + float32_logits(query, key, scale)
 
 
-@op(inout=("out", "lse"), keyed="logits_soft_cap", atol=_absolute_error)
+@op(partial="out", inout="lse", keyed="logits_soft_cap", atol=_absolute_error)
 def attention_varlen(
     out: Tensor,
     query: Tensor,
@@ -81,6 +82,13 @@ def attention_varlen(
         tokens = torch.arange(len(keys), dtype=torch.int64, device=key.device)
         logits = masked_logits(query[begin:end], keys, scale, tokens, len(keys), options, causal)
         write_rows(out, begin, end, logits, values, options)
+
+
+@attention_varlen.result
+def result_attention_varlen(query: TensorArg, value: TensorArg) -> Result:
+    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    check.sizes(value, num_keys=None, num_kv_heads=None, value_size=None)
+    return Result((*query.shape[:2], value.shape[2]), query.dtype)
 
 
 @attention_varlen.plan

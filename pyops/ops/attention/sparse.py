@@ -25,15 +25,15 @@ _NUM_THREADS = 64  # threads of a block; a thread has a row of blocks; other num
 
 
 def convert_vertical_slash_indexes(
-    q_seqlens: Any,
-    kv_seqlens: Any,
-    vertical_indexes: Any,
-    slash_indexes: Any,
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
     context_size: int,
     block_size_M: int,
     block_size_N: int,
     causal: bool = True,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`convert_vertical_slash_indexes_mergehead` into new (block_count, block_offset, column_count, column_index)."""
     outputs: tuple[Any, Any, Any, Any] = convert_vertical_slash_indexes_mergehead(
         q_seqlens,

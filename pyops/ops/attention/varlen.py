@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import FLOATS, bfloat16
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
@@ -48,7 +50,7 @@ def _absolute_error(
     return weight + logit
 
 
-@op(inout=("out", "lse"), keyed="logits_soft_cap", atol=_absolute_error)
+@op(partial="out", inout="lse", keyed="logits_soft_cap", atol=_absolute_error)
 def paged_attention_varlen(
     out: Tensor,
     query: Tensor,
@@ -117,6 +119,23 @@ def paged_attention_varlen(
             tokens, keys, values = gathered(kv, s, 0, length)
             logits = masked_logits(query[begin:end], keys, scale, tokens, length, options, causal)
             write_rows(out, begin, end, logits, values, options)
+
+
+@paged_attention_varlen.result
+def result_paged_attention_varlen(
+    query: TensorArg, key_cache: TensorArg, value_cache: TensorArg, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `query`.
+
+    Args:
+        out_dtype: of the output, with queries of fp8; None for bfloat16 then, and the dtype of the queries otherwise.
+    """
+    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    if len(value_cache.shape) != 4:
+        raise value_cache.error(f"expected 4 dimensions, got shape {value_cache.shape}")
+    value_size = value_cache.shape[2 if len(key_cache.shape) == 5 else 3]
+    default = query.dtype if query.dtype in FLOATS else bfloat16
+    return Result((*query.shape[:2], value_size), check.chosen(query, "out_dtype", out_dtype, default))
 
 
 @paged_attention_varlen.plan

@@ -137,7 +137,11 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
 
 def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
-    """Copy blocks in the caches of every layer: `copy_blocks` for one cache per layer, as of latent KV."""
+    """Copy blocks in the caches of every layer: `copy_blocks` for one cache per layer, as of latent KV.
+
+    Args:
+        kv_caches: one for each layer, read and written.
+    """
     _copy_layers([(kv_cache, None) for kv_cache in kv_caches], block_mapping)
 
 

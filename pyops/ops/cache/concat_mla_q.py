@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 
@@ -30,6 +31,13 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
         q_out: [num_tokens, num_heads, latent_size + rope_size] of the same dtype, written; any strides but the last.
     """
     q_out.copy_(torch.cat((ql_nope, q_pe), -1))
+
+
+@concat_mla_q.result
+def result_concat_mla_q(ql_nope: TensorArg, q_pe: TensorArg) -> Result:
+    check.sizes(ql_nope, num_tokens=None, num_heads=None, latent_size=None)
+    check.sizes(q_pe, num_tokens=None, num_heads=None, rope_size=None)
+    return Result((*ql_nope.shape[:2], ql_nope.shape[2] + q_pe.shape[2]), ql_nope.dtype)
 
 
 @concat_mla_q.plan

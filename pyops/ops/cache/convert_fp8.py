@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors.dtypes import E4M3, FLOATS, uint8
+from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import fp8_codes, indexable
@@ -43,6 +44,20 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         indexable(output).copy_(fp8_codes(input, divisor, fp8.cache_codes(output, kv_dtype)))
     else:
         output.copy_(input.view(fp8.cache_codes(input, kv_dtype)).float() * divisor)
+
+
+@convert_fp8.result
+def result_convert_fp8(input: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Elements of `input`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16 of fp8 values, and for the e4m3 of the device of others.
+
+    Returns:
+        output: the shape of `input`.
+    """
+    default = fp8.native_fp8(input.device) if input.dtype in FLOATS else bfloat16
+    return Result(input.shape, check.chosen(input, "out_dtype", out_dtype, default))
 
 
 @convert_fp8.plan

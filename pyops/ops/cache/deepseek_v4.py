@@ -124,7 +124,7 @@ def plan_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     q_out: TensorArg,
 ) -> Launch:
     check.dtype(q_in, float16, bfloat16)
-    shape, _ = result_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q_in, q_head_padded)
+    shape, *_ = result_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q_in, q_head_padded)
     num_tokens, num_heads, _ = q_in.shape
     check.dtype(kv, q_in.dtype)
     check.sizes(kv, num_tokens=num_tokens, head_size=_HEAD_SIZE)

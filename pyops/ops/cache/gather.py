@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
-from ..._core.tensors.dtypes import float16, float32, int32, uint8
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import FLOATS, bfloat16, float16, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry
@@ -17,6 +18,7 @@ from ._common import check_rows, decoded, entry_layout, example_cache, first_str
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _gather_cache = Kernel("cache/gather_cache.cu")
@@ -81,7 +83,7 @@ def _launch(
     )
 
 
-@op(inout="dst", ulps=0)
+@op(partial="dst", ulps=0)
 def gather_and_maybe_dequant_cache(
     src_cache: Tensor,
     dst: Tensor,
@@ -116,6 +118,24 @@ def gather_and_maybe_dequant_cache(
         src_cache, block_table, cu_seq_lens, token_to_seq[:num_tokens].long(), seq_starts
     )
     dst[rows] = decoded(src_cache, block, offset, scale, kv_cache_dtype, dst.dtype)
+
+
+@gather_and_maybe_dequant_cache.result
+def result_gather_and_maybe_dequant_cache(
+    src_cache: TensorArg, num_tokens: int, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """A row for each of `num_tokens` tokens.
+
+    Args:
+        out_dtype: of the output; None for the dtype of the cache if that is a float of 16 or 32 bits, else bfloat16.
+
+    Returns:
+        dst: [num_tokens, entry_size]; zeros where there is no entry.
+    """
+    check.sizes(src_cache, num_blocks=None, block_size=None, entry_size=None)
+    default = src_cache.dtype if src_cache.dtype in FLOATS else bfloat16
+    dtype = check.chosen(src_cache, "out_dtype", out_dtype, default)
+    return Result((index(num_tokens), src_cache.shape[2]), dtype)
 
 
 @gather_and_maybe_dequant_cache.plan

@@ -89,7 +89,11 @@ def communicator(op: str, fa: int) -> Communicator:
 
 
 def dispose(fa: int) -> None:
-    """Destroy a communicator, and unmap the peers' graph buffers that it mapped."""
+    """Destroy a communicator, and unmap the peers' graph buffers that it mapped.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+    """
     communicator("dispose", fa).close()
     del _communicators[fa]
 
@@ -99,22 +103,39 @@ def lost_ranks(fa: int) -> dict[int, tuple[int, int]]:
 
     A kernel gives up after 30 seconds and ends with a trap. Every later CUDA call in this process then fails; calls of
     this library raise a `RankError`. This function still works then.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
     """
     return read_lost(communicator("lost_ranks", fa).lost)
 
 
 def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
-    """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks."""
+    """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+        ipc_tensors: addresses in this process.
+    """
     communicator("register_buffer", fa).register(ipc_tensors)
 
 
 def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """For the buffers of captured calls: IPC handles of their allocations, as bytes, and the offsets in these."""
+    """For the buffers of captured calls: IPC handles of their allocations, as bytes, and the offsets in these.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+    """
     return communicator("get_graph_buffer_ipc_meta", fa).captured_handles()
 
 
 def register_graph_buffers(fa: int, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
-    """Map the graph buffers of all ranks (results of `get_graph_buffer_ipc_meta`), before the first replay."""
+    """Map the graph buffers of all ranks (results of `get_graph_buffer_ipc_meta`), before the first replay.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+        handles, offsets: of each rank, in the order of ranks.
+    """
     communicator("register_graph_buffers", fa).register_captured(handles, offsets)
 
 

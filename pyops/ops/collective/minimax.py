@@ -35,7 +35,8 @@ def minimax_allreduce_rms(
         workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of each rank's
             memory, as in vLLM's ``LamportWorkspace``: 1536 bytes plus 16 per token, initialised with equal words. The
             memory must be used by these two functions only.
-        rank, nranks: this rank of 2, 4 or 8. eps: added to the mean.
+        rank, nranks: this rank of 2, 4 or 8.
+        eps: added to the mean.
     """
     op, size = "minimax_allreduce_rms", input.shape[-1]
     out = torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -58,7 +59,9 @@ def minimax_allreduce_rms_qk(
 
     Args:
         qkv: [num_tokens, q_size + kv_size or more]; the elements of a row are contiguous.
-        norm_weight_q: [q_size]. norm_weight_k: [kv_size].
+        norm_weight_q: [q_size].
+        norm_weight_k: [kv_size].
+        q_size, kv_size: columns of the two tensors.
         workspace, rank, nranks, eps: as in `minimax_allreduce_rms`.
     """
     outs = qkv.new_empty(qkv.shape[0], q_size), qkv.new_empty(qkv.shape[0], kv_size)

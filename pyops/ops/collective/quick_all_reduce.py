@@ -54,7 +54,8 @@ def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -
     """Allocate memory for messages of up to `qr_max_size` bytes; returns a handle.
 
     Args:
-        rank: the rank of this process. world_size: 2, 4 or 8 ranks.
+        rank: the rank of this process.
+        world_size: 2, 4 or 8 ranks.
         qr_max_size: bytes of the largest message; None for `qr_max_size()`.
     """
     if world_size not in _WORLD_SIZES:
@@ -79,12 +80,21 @@ def qr_max_size() -> int:
 
 
 def qr_get_handle(fa: int) -> Tensor:
-    """The handle of this rank's memory for `qr_open_handles` of the others: uint8 [64] on the CPU."""
+    """The handle of this rank's memory for `qr_open_handles` of the others: uint8 [64] on the CPU.
+
+    Args:
+        fa: the handle that `init_custom_qr` returns.
+    """
     return _state("qr_get_handle", fa).handle
 
 
 def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
-    """Map the memory of all ranks; `handles` are in the order of ranks. Call it before the first `qr_all_reduce`."""
+    """Map the memory of all ranks; `handles` are in the order of ranks. Call it before the first `qr_all_reduce`.
+
+    Args:
+        _fa: the handle that `init_custom_qr` returns.
+        handles: of `qr_get_handle` of each rank.
+    """
     state = _state("qr_open_handles", _fa)
     if len(handles) != state.world_size or any(handle.numel() != HANDLE_BYTES for handle in handles):
         expected = f"expected {state.world_size} of {HANDLE_BYTES} bytes, got {[h.numel() for h in handles]}"
@@ -102,6 +112,7 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
     """``out = sum of inp over ranks``, with each input and each sum quantized in blocks of 32 elements.
 
     Args:
+        fa: the handle that `init_custom_qr` returns.
         inp: float16 or bfloat16, contiguous, a multiple of 8 elements, at most the bytes given to `init_custom_qr`.
         out: as `inp`, written; may be `inp`.
         quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
@@ -138,7 +149,11 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
 
 
 def qr_destroy(fa: int) -> None:
-    """Free the memory of this rank. No rank may use it afterwards."""
+    """Free the memory of this rank. No rank may use it afterwards.
+
+    Args:
+        fa: the handle that `init_custom_qr` returns.
+    """
     state = _state("qr_destroy", fa)
     for address in state.opened:
         close_mem_handle(address)

@@ -72,7 +72,11 @@ def close_mem_handle(address: int) -> None:
 
 
 def free_shared_buffer(ptr: int) -> None:
-    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it afterwards."""
+    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it afterwards.
+
+    Args:
+        ptr: the address that `allocate_shared_buffer_and_handle` has returned.
+    """
     if (here := ranks.here()) is not None:
         here.world.free(ptr)
     else:

@@ -74,6 +74,11 @@ def rearrange_kn_weight_as_n32k16_order(
         ordered.view(-1)[place] = entries.reshape(-1)
 
 
+@rearrange_kn_weight_as_n32k16_order.result
+def result_rearrange_kn_weight_as_n32k16_order(b_scales: TensorArg, K: int, N_32align: int) -> tuple[Result, Result]:
+    return Result((N_32align, K), uint8), Result((1, N_32align), b_scales.dtype)
+
+
 @rearrange_kn_weight_as_n32k16_order.plan
 def plan_rearrange_kn_weight_as_n32k16_order(
     b_qweight: TensorArg,

@@ -85,7 +85,7 @@ def plan_awq_gemm(
     input: TensorArg, qweight: TensorArg, scales: TensorArg, qzeros: TensorArg, out: TensorArg
 ) -> list[Launch]:
     check.dtype(input, float16, bfloat16)
-    (m, n), _ = result_awq_gemm(input, scales)
+    (m, n), *_ = result_awq_gemm(input, scales)
     k, num_groups = input.shape[1], scales.shape[0]
     check.dtype(scales, input.dtype)
     check.contiguous(scales)
@@ -232,7 +232,7 @@ def plan_gptq_gemm(
     out: TensorArg,
 ) -> list[Launch]:
     check.dtype(a, float16, bfloat16)
-    (m, n), _ = result_gptq_gemm(a, b_gptq_scales)
+    (m, n), *_ = result_gptq_gemm(a, b_gptq_scales)
     if bit not in _BITS:
         raise check.refuse(a, "bit", f"expected one of {_BITS}, got {bit}")
     k, num_groups, (words, fields) = a.shape[1], b_gptq_scales.shape[0], unit(bit)

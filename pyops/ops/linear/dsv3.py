@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
@@ -15,6 +16,7 @@ from .rocm_skinny import example_tensors, plan_product, weight_product
 from .scaled_mm import check_product
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["dsv3_fused_a_gemm", "dsv3_router_gemm"]
@@ -30,6 +32,13 @@ def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
         mat_b: the weight, [K, outputs] bfloat16, any strides; column-major is fast.
     """
     output.copy_(mat_a.double() @ mat_b.double())
+
+
+@dsv3_fused_a_gemm.result
+def result_dsv3_fused_a_gemm(mat_a: TensorArg, mat_b: TensorArg) -> Result:
+    check.sizes(mat_a, tokens=None, K=None)
+    check.sizes(mat_b, K=None, outputs=None)
+    return Result((mat_a.shape[0], mat_b.shape[1]), bfloat16)
 
 
 @dsv3_fused_a_gemm.plan
@@ -55,6 +64,18 @@ def dsv3_router_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
         mat_b: the weight, [experts, K] bfloat16, likewise.
     """
     output.copy_(weight_product(mat_b, mat_a))
+
+
+@dsv3_router_gemm.result
+def result_dsv3_router_gemm(mat_a: TensorArg, mat_b: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Rows of `mat_a`.
+
+    Args:
+        out_dtype: of the output; None for float32.
+    """
+    check.sizes(mat_a, tokens=None, K=None)
+    check.sizes(mat_b, experts=None, K=None)
+    return Result((mat_a.shape[0], mat_b.shape[0]), check.chosen(mat_a, "out_dtype", out_dtype, float32))
 
 
 @dsv3_router_gemm.plan

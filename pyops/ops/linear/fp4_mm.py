@@ -8,6 +8,7 @@ from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
 from .block_scaled import NVFP4, dense_bytes
@@ -15,6 +16,7 @@ from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["cutlass_scaled_fp4_mm"]
@@ -41,6 +43,18 @@ def cutlass_scaled_fp4_mm(
     """
     x = NVFP4.values(a, block_scale_a) @ NVFP4.values(b, block_scale_b).T
     out.copy_(alpha.reshape(()) * x.float())
+
+
+@cutlass_scaled_fp4_mm.result
+def result_cutlass_scaled_fp4_mm(a: TensorArg, b: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Rows of `a`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16.
+    """
+    for quants in (a, b):
+        check.sizes(quants, rows=None, bytes=None)
+    return Result((a.shape[0], b.shape[0]), check.chosen(a, "out_dtype", out_dtype, bfloat16))
 
 
 @cutlass_scaled_fp4_mm.plan

@@ -114,7 +114,7 @@ class GemmConfig:
             384,
             fixed + stages * stage,
             a_map=_map(problem.a, problem.k, box_rows),
-            b_map=_map(problem.b, problem.k, self.tile_n // runs),
+            b_map=_b_map(problem, self.tile_n // runs),
             out_map=_out_map(problem, (store_columns, 16)),
             partial=Scratch(parts * self.TILE_M * self.tile_n * 4) if parts else 0,
             arrived=Scratch(self.cluster * rest * 8 * 4, zeroed=True) if parts else 0,
@@ -166,11 +166,13 @@ class SwapConfig:
             tile_n=tuning.beside(self.tile_n, 16, MAX_SWAP_COLUMNS),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        return [one for one in found if one.fits(num_k_tiles(problem), problem.epilogue.block_scaled)]
+        epilogue = problem.epilogue
+        return [one for one in found if one.fits(num_k_tiles(problem), epilogue.block_scaled, epilogue.is_gated)]
 
-    def fits(self, steps: int, blocked: bool) -> bool:
-        """Whether each part of K has a k-tile, and the accumulators fit into registers."""
-        return self.parts <= steps and (not blocked or self.tile_m <= MAX_BLOCKED_ROWS)
+    def fits(self, steps: int, blocked: bool, is_gated: bool) -> bool:
+        """Whether each part of K has a k-tile, the accumulators fit into registers, and gates go with their ups."""
+        registers = not blocked or self.tile_m <= MAX_BLOCKED_ROWS
+        return self.parts <= steps and registers and not (is_gated and self.tile_n % 16)
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One CTA or cluster per tile with split-K; else a persistent grid."""
@@ -182,7 +184,7 @@ class SwapConfig:
         if problem.epilogue.block_scaled:
             most = min(most, _MAX_BLOCKED_STAGES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
-        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
+        tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
         box_rows = _box_rows(problem.m, self.tile_m, self.tile_m)
         return kernel(
             **problem.constants(),
@@ -196,7 +198,7 @@ class SwapConfig:
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
             a_map=_map(problem.a, problem.k, box_rows),
-            b_map=_map(problem.b, problem.k, self.tile_n),
+            b_map=(_gated_map if problem.epilogue.is_gated else _b_map)(problem, self.tile_n),
             a_box_rows=box_rows,
             **_arguments(problem, kernel),
         )
@@ -236,6 +238,18 @@ def _map(operand: Operand, k: int, rows: int) -> TensorMap:
     stride = operand.stride * itemsize if operand.rows > 1 else -(-k * itemsize // 16) * 16
     box = (K_TILE_BYTES // itemsize, rows)
     return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, K_TILE_BYTES)
+
+
+def _b_map(problem: GemmProblem, rows: int) -> TensorMap:
+    return _map(problem.b, problem.k, rows)
+
+
+def _gated_map(problem: GemmProblem, rows: int) -> TensorMap:
+    """The tensor map of b as [N / 8, 2, 8, K]: groups of 8 gates and 8 ups; a box is `rows` rows of one k-tile."""
+    b, itemsize = problem.b, problem.dtype.itemsize
+    row, box = b.stride * itemsize, (K_TILE_BYTES // itemsize, 8, 2, rows // 16)
+    sizes, strides = (problem.k, 8, 2, problem.n // 8), (row, problem.n * row, 8 * row)
+    return TensorMap(b.source, b.dtype, sizes, strides, box, K_TILE_BYTES)
 
 
 def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:

@@ -75,7 +75,7 @@ def _choose(shape: Shape, mma: MmaConfig, device: Device) -> Config:
 def candidates(shape: Shape, mma: MmaConfig, device: Device) -> list[Config]:
     """The configs that `choose` compares; `mma` is that of gemm_sm80.cu, which multiplies 16-bit elements as fast."""
     found: list[Config] = [] if shape.eight_bits else [mma]
-    if shape.m <= MAX_SWAP_ROWS and not shape.is_gated:
+    if shape.m <= MAX_SWAP_ROWS and not (shape.is_gated and shape.n % 16):
         found += _swap_configs(shape, device.num_sms)
     if shape.out_is_aligned:
         found += _gemm_configs(shape, device.num_sms)
@@ -90,7 +90,7 @@ def config_us(config: Config, shape: Shape, device: Device, rates: cost.GemmRate
     elif isinstance(config, SwapConfig):
         launch, (loop, ends) = rates.swap_launch, _swap_us(config, shape, device.num_sms, rates)
     else:
-        launch, (loop, ends) = rates.mma_launch, _mma_us(config, shape, device.num_sms, rates)
+        launch, (loop, ends) = rates.swap_launch, _mma_us(config, shape, device.num_sms, rates)
     return launch + rates.overlapped(loop, nbytes) + ends
 
 
@@ -126,7 +126,7 @@ def _mma_us(config: MmaConfig, shape: Shape, sms: int, rates: cost.GemmRates) ->
     """Microseconds of the main loops, and of split-K's reduction through device memory."""
     blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
     per_sm = -(-blocks // sms)
-    k_tile = rates.mma_k_tile + rates.mma_row * (config.tile_m + config.tile_n)
+    k_tile = rates.mma_row * (config.tile_m + config.tile_n)
     parts = config.splits if config.splits > 1 else 0
     return per_sm * -(-shape.num_k_tiles // config.splits) * k_tile, parts * rates.mma_part
 
@@ -159,7 +159,8 @@ def _swap_configs(shape: Shape, sms: int) -> Iterator[SwapConfig]:
     for splits, most in cost.CLUSTERS.items():
         clusters = max(1, int(most * sms) // row_tiles)
         waves = -(-shape.n // (MAX_SWAP_COLUMNS * clusters))
-        tile_n = -(-shape.n // (8 * waves * clusters)) * 8
+        unit = 16 if shape.is_gated else 8
+        tile_n = -(-shape.n // (unit * waves * clusters)) * unit
         for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, MAX_SWAP_COLUMNS, splits)):
-            if one.fits(shape.num_k_tiles, shape.blocked):
+            if one.fits(shape.num_k_tiles, shape.blocked, shape.is_gated):
                 yield one

@@ -25,7 +25,7 @@ class GemmRates:
     """What the times of the kernels are made of, in microseconds.
 
     Attributes:
-        launch, swap_launch, mma_launch: a launch of each kernel, with the first loads.
+        launch, swap_launch: a launch of gemm_sm90.cu, and of the other two, with the first loads.
         bytes_per_us: bytes from device memory.
         k_tile: gemm_sm90.cu: a k-tile.
         mma: for each row of b of the k-tile: the tensor cores, and the writes to shared memory.
@@ -37,13 +37,12 @@ class GemmRates:
         swap_m, swap_n: for each row of a, and of b, of the k-tile.
         swap_promoted, swap_blocked: to promote fp8 accumulators, and block scales, for each row of a of the k-tile.
         exchange: to reduce a tile through distributed shared memory, for each doubling of the split-K CTAs.
-        mma_k_tile, mma_row: gemm_sm80.cu: a k-tile of an SM, and for each of its operand rows.
+        mma_row: gemm_sm80.cu: a k-tile of an SM, for each of its operand rows.
         mma_part: to write, or to read and add, a part of a tile of split-K.
     """
 
     launch: float
     swap_launch: float
-    mma_launch: float
     bytes_per_us: float
     k_tile: float
     mma: float
@@ -59,7 +58,6 @@ class GemmRates:
     swap_promoted: float
     swap_blocked: float
     exchange: float
-    mma_k_tile: float
     mma_row: float
     mma_part: float
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
 from ..._core.tensors.tensor import TensorArg
@@ -23,7 +24,7 @@ __all__ = ["grouped_gemm"]
 _LIMIT, _ALPHA = 7.0, 1.702  # constants of swigluoai and swiglustep
 
 
-@op(inout="out", atol=experts_error)
+@op(partial="out", atol=experts_error)
 def grouped_gemm(
     out: Tensor,
     a: Tensor,
@@ -120,6 +121,29 @@ def activated(x: Tensor, activation: str) -> Tensor:
     plain = {"silu_no_mul": silu, "gelu_no_mul": gelu, "relu2_no_mul": lambda x: relu(x) ** 2}
     result: Tensor = plain[activation](x) if activation in plain else x
     return result
+
+
+@grouped_gemm.result
+def result_grouped_gemm(
+    a: TensorArg,
+    b: TensorArg,
+    bias: TensorArg | None,
+    top_k: int,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Result:
+    """Rows of `a`, each `top_k` times.
+
+    Args:
+        out_dtype: of the output; None for the dtype of `a` if that is a float of 16 or 32 bits, else for the dtype of
+            the bias, else for bfloat16.
+    """
+    check.sizes(a, num_rows=None, K=None)
+    check.sizes(b, num_experts=None, rows=None, K=None)
+    default = a.dtype if a.dtype in FLOATS else bias.dtype if bias else bfloat16
+    n = b.shape[1] // (2 if ACTIVATIONS.get(activation) else 1)
+    return Result((a.shape[0] * top_k, n), check.chosen(a, "out_dtype", out_dtype, default))
 
 
 @grouped_gemm.plan

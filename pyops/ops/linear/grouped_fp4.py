@@ -24,6 +24,7 @@ from .grouped_rows import (
     example_counts,
     example_sizes,
     lists_of,
+    result_rows,
     swapped,
     weights_of,
 )
@@ -141,7 +142,7 @@ def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, 
     }
 
 
-@op(inout="out", atol=2.0**-18)
+@op(partial="out", atol=2.0**-18)
 def cutlass_fp4_group_mm(
     out: Tensor,
     a: Tensor,
@@ -214,7 +215,7 @@ def example_cutlass_fp4_group_mm(
     return out, a, b, a_scales, b_scales, make.full(num_experts, value=2.0**-8, dtype="float32"), *lists
 
 
-@op(inout="out", atol=2.0**-18)
+@op(partial="out", atol=2.0**-18)
 def cutlass_mxfp4_group_mm(
     out: Tensor,
     a: Tensor,
@@ -277,7 +278,7 @@ def example_cutlass_mxfp4_group_mm(
     return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
 
 
-@op(inout="out", atol=2.0**-18)
+@op(partial="out", atol=2.0**-18)
 def cutlass_mxfp8_grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -304,6 +305,11 @@ def cutlass_mxfp8_grouped_mm(
         blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
     """
     _multiply(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)
+
+
+cutlass_fp4_group_mm.result(result_rows)
+cutlass_mxfp4_group_mm.result(result_rows)
+cutlass_mxfp8_grouped_mm.result(result_rows)
 
 
 @cutlass_mxfp8_grouped_mm.plan

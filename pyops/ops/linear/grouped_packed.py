@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16, float32
 from ..._core.tensors.tensor import TensorArg
 from .coded_experts import TYPES, check_codes, in_full
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["grouped_gemm_packed"]
 
 
-@op(inout="out", atol=2.0**-18)
+@op(partial="out", atol=2.0**-18)
 def grouped_gemm_packed(
     out: Tensor,
     a: Tensor,
@@ -64,6 +65,13 @@ def grouped_gemm_packed(
     of_sums = b_scales if b_type == "int8" else None
     terms = topk_weights, None, of_sums, bias, top_k, block_size, activation
     grouped_gemm.reference(out, a, weights, *lists, *terms)
+
+
+@grouped_gemm_packed.result
+def result_grouped_gemm_packed(a: TensorArg, b: TensorArg, top_k: int, activation: str) -> Result:
+    check.sizes(a, num_rows=None, K=None)
+    check.sizes(b, num_experts=None, rows=None, bytes=None)
+    return Result((a.shape[0] * top_k, b.shape[1] // (2 if ACTIVATIONS.get(activation) else 1)), a.dtype)
 
 
 @grouped_gemm_packed.plan

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.tensors.tensor import TensorArg
@@ -104,6 +105,18 @@ def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
     check.dtype(b, a.dtype)
     check.sizes(b, num_experts=None, N=None, K=None)
     return out
+
+
+def result_rows(a: TensorArg, b: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Rows of `a` times the weights of experts, [num_experts, N, K], or a view of them, [num_experts, K, N].
+
+    Args:
+        out_dtype: of the output; None for bfloat16.
+    """
+    check.sizes(a, num_rows=None, K=None)
+    check.sizes(b, num_experts=None, N=None, K=None)
+    n = b.shape[1] if b.shape[2] == a.shape[1] else b.shape[2]
+    return Result((a.shape[0], n), check.chosen(a, "out_dtype", out_dtype, bfloat16))
 
 
 def check_strides(num_experts: int, *strides: TensorArg | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3, float32
 from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error
@@ -25,17 +26,19 @@ from .grouped_rows import (
     example_counts,
     example_sizes,
     lists_of,
+    result_rows,
     weights_of,
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["cutlass_blockwise_scaled_grouped_mm", "cutlass_moe_mm"]
 
 
 @op(
-    inout="out_tensors",
+    partial="out_tensors",
     atol=lambda out_tensors, a_tensors, b_tensors: experts_error(
         a_tensors, by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
     ),
@@ -76,7 +79,19 @@ def cutlass_moe_mm(
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
         scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(-1)[:1]
-        out_tensors[rows] = (scales * (b_scales[e].reshape(-1) * sums)).to(out_tensors.dtype)
+        out_tensors[rows] = (scales * (b_scales.reshape(len(b_tensors), -1)[e] * sums)).to(out_tensors.dtype)
+
+
+@cutlass_moe_mm.result
+def result_cutlass_moe_mm(
+    a_tensors: TensorArg, b_tensors: TensorArg, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `a_tensors`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16.
+    """
+    return result_rows(a_tensors, b_tensors, out_dtype=out_dtype)
 
 
 @cutlass_moe_mm.plan
@@ -138,7 +153,7 @@ def example_cutlass_moe_mm(
     )
 
 
-@op(inout="output", atol=lambda output, a, b: experts_error(a, by_rows(b, output.shape[1], a.shape[1])))
+@op(partial="output", atol=lambda output, a, b: experts_error(a, by_rows(b, output.shape[1], a.shape[1])))
 def cutlass_blockwise_scaled_grouped_mm(
     output: Tensor,
     a: Tensor,
@@ -164,6 +179,9 @@ def cutlass_blockwise_scaled_grouped_mm(
     b = by_rows(b, output.shape[1], a.shape[1])
     for e, rows in each_expert(output, problem_sizes, expert_offsets):
         output[rows] = block_scaled_product(a[rows], b[e], scales_a[rows], scales_b[e]).to(output.dtype)
+
+
+cutlass_blockwise_scaled_grouped_mm.result(result_rows)
 
 
 @cutlass_blockwise_scaled_grouped_mm.plan

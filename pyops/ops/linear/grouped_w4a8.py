@@ -9,7 +9,8 @@ from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
-from ..._core.tensors.dtypes import float8_e4m3fn, int32
+from ..._core.op.planner import Result
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, int32
 from ..._core.tensors.tensor import TensorArg
 from . import dequantize_packed, grouped_plan
 from .fp8_accumulation import absolute_error
@@ -30,6 +31,7 @@ from .packed_reference import values
 from .w4a8_mm import PRODUCTS, check_tiles, weight_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["cutlass_w4a8_moe_mm"]
@@ -47,7 +49,7 @@ def _absolute_error(a_tensors: Tensor, b_tensors: Tensor, b_group_scales: Tensor
     return max((absolute_error(a_tensors, values(one)) for one in weights), default=0.0)
 
 
-@op(inout="out_tensors", atol=_absolute_error)
+@op(partial="out_tensors", atol=_absolute_error)
 def cutlass_w4a8_moe_mm(
     out_tensors: Tensor,
     a_tensors: Tensor,
@@ -87,8 +89,23 @@ def cutlass_w4a8_moe_mm(
     weights = _of_experts(b_tensors, b_group_scales, b_group_size)
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ values(weights[e])).float()
-        scaled = a_scales.reshape(-1, 1)[rows] * (b_scales[e].reshape(-1) * sums)
+        scaled = a_scales.reshape(-1, 1)[rows] * (b_scales.reshape(len(b_tensors), -1)[e] * sums)
         out_tensors[rows] = scaled.to(out_tensors.dtype)
+
+
+@cutlass_w4a8_moe_mm.result
+def result_cutlass_w4a8_moe_mm(
+    a_tensors: TensorArg, b_tensors: TensorArg, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `a_tensors`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16.
+    """
+    check.sizes(a_tensors, num_rows=None, K=None)
+    check.sizes(b_tensors, num_experts=None, N=None, words=None)
+    dtype = check.chosen(a_tensors, "out_dtype", out_dtype, bfloat16)
+    return Result((a_tensors.shape[0], b_tensors.shape[1]), dtype)
 
 
 @cutlass_w4a8_moe_mm.plan

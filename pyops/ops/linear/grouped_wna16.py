@@ -9,6 +9,7 @@ from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float16, float32
 from ..._core.tensors.tensor import TensorArg
@@ -72,6 +73,18 @@ def moe_wna16_gemm(
     lists = sorted_token_ids, experts_ids, num_tokens_post_pad
     grouped_gemm.reference(rows, input, weights, *lists, topk_weights, top_k=top_k, block_size=BLOCK_SIZE_M)
     output.copy_(rows.view(output.shape))
+
+
+@moe_wna16_gemm.result
+def result_moe_wna16_gemm(input: TensorArg, b_qweight: TensorArg, top_k: int) -> Result:
+    """Rows of `input`, each `top_k` times.
+
+    Returns:
+        output: [num_tokens * top_k, N] of the same dtype.
+    """
+    check.sizes(input, num_tokens=None, K=None)
+    check.sizes(b_qweight, num_experts=None, N=None, bytes=None)
+    return Result((input.shape[0] * top_k, b_qweight.shape[1]), input.dtype)
 
 
 @moe_wna16_gemm.plan

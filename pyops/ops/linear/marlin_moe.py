@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
@@ -22,6 +23,7 @@ from .marlin_weight import (
     check_types,
     check_zeros,
     marlin_weight,
+    out_dtype,
 )
 from .packed_experts import plan
 from .packed_problem import PackedExperts, PackedProblem, PackedWeight
@@ -69,7 +71,7 @@ def _absolute_error(
     return max(errors)
 
 
-@op(inout="c", ulps=2, atol=_absolute_error)
+@op(partial="c", ulps=2, atol=_absolute_error)
 def moe_wna16_marlin_gemm(
     a: Tensor,
     c: Tensor,
@@ -123,7 +125,8 @@ def moe_wna16_marlin_gemm(
             effect.
         sorted_token_ids, expert_ids, num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
             moe_block_size.
-        topk_weights: float32, contiguous, a weight for each row of c, where mul_topk_weights is true.
+        topk_weights: float32, contiguous, a weight for each row of c; or None.
+        mul_topk_weights: whether rows are multiplied by their weights.
         moe_block_size: slots of a block, a multiple of 8.
         top_k: rows of c that share a row of a.
         b_type_id, is_k_full, is_zp_float: as in `marlin_gemm`; no uint8b128 with int8.
@@ -168,6 +171,11 @@ def _of_all(
     names = "codes", "scales", "zeros", "g_idx", "perm"
     changes: dict[str, Any] = {name: tensors[getattr(weight, name)] for name in names if getattr(weight, name)}
     return replace(weight, **changes), {name: tensors.get(one, one) for name, one in of_sums.items()}
+
+
+@moe_wna16_marlin_gemm.result
+def result_moe_wna16_marlin_gemm(a: TensorArg, b_scales: TensorArg, top_k: int, size_m: int, size_n: int) -> Result:
+    return Result((size_m * top_k, size_n), out_dtype(a, b_scales))
 
 
 @moe_wna16_marlin_gemm.plan

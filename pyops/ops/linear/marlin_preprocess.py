@@ -21,8 +21,12 @@ _preprocess = Kernel("linear/marlin_int4_fp8_preprocess.cu")
 _NUM_THREADS = 256  # threads of a block; a thread has a word
 
 
-def marlin_int4_fp8_preprocess(qweight: Any, qzeros_or_none: Any = None, inplace: bool = False) -> Any:
-    """`marlin_int4_fp8_preprocess_out` into `qweight`, which is returned, or into a new tensor if not `inplace`."""
+def marlin_int4_fp8_preprocess(qweight: Tensor, qzeros_or_none: Tensor | None = None, inplace: bool = False) -> Tensor:
+    """`marlin_int4_fp8_preprocess_out` into `qweight`, which is returned, or into a new tensor if not `inplace`.
+
+    Args:
+        inplace: whether the result overwrites `qweight`.
+    """
     if not inplace:
         return marlin_int4_fp8_preprocess_out.new(qweight, qzeros_or_none)
     marlin_int4_fp8_preprocess_out(qweight, qweight, qzeros_or_none)

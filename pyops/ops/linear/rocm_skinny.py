@@ -19,6 +19,7 @@ from .gemm_problem import Epilogue, GemmProblem, Operand
 from .scaled_mm import codes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["LLMM1", "wvSplitK", "wvSplitKQ", "wvSplitKrc"]
@@ -193,6 +194,19 @@ def wvSplitKQ(
     """
     x = scale_b.reshape(()) * (scale_a.reshape(()) * weight_product(in_a, in_b).float())
     out_c.copy_(x if in_bias is None else x + in_bias.float())
+
+
+@wvSplitKQ.result
+def result_wvSplitKQ(
+    in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `in_b`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16, or the dtype of the bias.
+    """
+    dtype = check.chosen(in_a, "out_dtype", out_dtype, in_bias.dtype if in_bias else bfloat16)
+    return _result(in_a, in_b)._replace(dtype=dtype)
 
 
 @wvSplitKQ.plan

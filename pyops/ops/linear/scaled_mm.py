@@ -8,6 +8,7 @@ from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.op import registry
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
@@ -175,6 +176,21 @@ def cutlass_scaled_mm_azp(
     if azp is not None:
         z = z * azp.reshape(-1, 1).long()
     out.copy_(scaled((sums - z).int(), a_scales, b_scales, bias))
+
+
+@cutlass_scaled_mm.result
+@cutlass_scaled_mm_azp.result
+def result_scaled_mm(
+    a: TensorArg, b: TensorArg, bias: TensorArg | None, *, out_dtype: torch.dtype | None = None
+) -> Result:
+    """Rows of `a`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16, or the dtype of the bias.
+    """
+    check.sizes(a, M=None, K=None)
+    check.sizes(b, K=None, N=None)
+    return Result((a.shape[0], b.shape[1]), check.chosen(a, "out_dtype", out_dtype, bias.dtype if bias else bfloat16))
 
 
 @cutlass_scaled_mm_azp.plan

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import GemmProblem, check_linear
 
@@ -130,6 +131,12 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     """
     product = input.float() @ weight.float().T
     out.copy_(product if bias is None else product + bias.reshape(-1).float())
+
+
+@skinny_linear.result
+def result_skinny_linear(input: TensorArg, weight: TensorArg) -> Result:
+    check.sizes(weight, output_size=None, hidden_size=check.row_size(input))
+    return Result((*input.shape[:-1], weight.shape[0]), input.dtype)
 
 
 @skinny_linear.plan

@@ -134,12 +134,25 @@ def cutlass_scaled_sparse_mm(
         out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row are
             contiguous.
         a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, any strides; row-major is fast.
-        bt_nzs: [N, K / 2] of the same dtype, and bt_meta: [N, K / 8] uint8, as `cutlass_sparse_compress` writes them
-            for B [N, K]; constant row stride.
+        bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; constant row stride.
+        bt_meta: [N, K / 8] uint8, likewise.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         bias: of the dtype of out, contiguous, N elements; or None.
     """
     out.copy_(scaled(a.double() @ _expanded(bt_nzs, bt_meta).T, a_scales, b_scales, bias))
+
+
+@cutlass_scaled_sparse_mm.result
+def result_cutlass_scaled_sparse_mm(a: TensorArg, bt_nzs: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Rows of `a`.
+
+    Args:
+        out_dtype: of the output; None for bfloat16, or the dtype of `a` if that has 16 bits.
+    """
+    check.sizes(a, M=None, K=None)
+    check.sizes(bt_nzs, N=None, half=None)
+    default = a.dtype if a.dtype.itemsize == 2 else bfloat16
+    return Result((a.shape[0], bt_nzs.shape[0]), check.chosen(a, "out_dtype", out_dtype, default))
 
 
 @cutlass_scaled_sparse_mm.plan

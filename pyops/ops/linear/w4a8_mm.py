@@ -125,7 +125,7 @@ def example_cutlass_encode_and_reorder_int4b_experts(make: Any, *, num_tokens: i
     return make.randint(-(2**31), 2**31, *shape, dtype="int32"), make.empty(*shape, dtype="int32")
 
 
-def cutlass_encode_and_reorder_int4b_grouped(b_tensors: Any) -> tuple[Any, Any]:
+def cutlass_encode_and_reorder_int4b_grouped(b_tensors: Tensor) -> tuple[Tensor, Tensor]:
     """(`cutlass_encode_and_reorder_int4b_experts` of `b_tensors`, a description of each expert's layout).
 
     All experts have the same layout: the description is [num_experts, 0] int32.

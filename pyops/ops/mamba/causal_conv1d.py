@@ -6,33 +6,36 @@ torch.compile traces these functions, so they use no proxy of `_core/system/lazy
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import OpError
 from .conv_decode import causal_conv1d_decode
 from .conv_prefill import causal_conv1d_prefill
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
 def causal_conv1d_fn(
-    x: Any,
-    weight: Any,
-    bias: Any | None,
-    conv_states: Any | None,
-    query_start_loc: Any,
-    cache_indices: Any | None = None,
-    has_initial_state: Any | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor | None,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     activation: str | bool | None = "silu",
     pad_slot_id: int = -1,
-    block_idx_first_scheduled_token: Any | None = None,
-    block_idx_last_scheduled_token: Any | None = None,
-    initial_state_idx: Any | None = None,
-    num_computed_tokens: Any | None = None,
+    block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
     block_size_to_align: int = 0,
     metadata: Any = None,
     validate_data: bool = False,
-) -> Any:
+) -> Tensor:
     """The convolution of the tokens of many sequences, see `causal_conv1d_prefill`: a new tensor like x.
 
     Args:
@@ -71,20 +74,20 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Any,
-    conv_state: Any,
-    weight: Any,
-    bias: Any | None = None,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | bool | None = None,
-    conv_state_indices: Any | None = None,
-    num_accepted_tokens: Any | None = None,
-    query_start_loc: Any | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
     max_query_len: int = -1,
     pad_slot_id: int = -1,
-    block_idx_last_scheduled_token: Any | None = None,
-    initial_state_idx: Any | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
     validate_data: bool = False,
-) -> Any:
+) -> Tensor:
     """The convolution of the new tokens of each sequence, see `causal_conv1d_decode`: x, overwritten.
 
     Args:

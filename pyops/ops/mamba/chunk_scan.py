@@ -24,27 +24,31 @@ _MAX_STEP = 2.0**127  # stands for no limit of the time step, because torch sche
 
 
 def mamba_chunk_scan_combined_varlen(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    cu_seqlens: Any,
-    cu_chunk_seqlens: Any,
-    last_chunk_indices: Any,
-    seq_idx: Any,
-    out: Any,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    initial_states: Any = None,
+    cu_seqlens: Tensor,
+    cu_chunk_seqlens: Tensor,
+    last_chunk_indices: Tensor,
+    seq_idx: Tensor,
+    out: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, inf),
     return_intermediate_states: bool = False,
     state_dtype: Any = None,
-) -> Any:
-    """`mamba_chunk_scan_varlen` with vLLM's arguments: `dt_limit` is (dt_min, dt_max). Returns the states."""
+) -> Tensor:
+    """`mamba_chunk_scan_varlen` with vLLM's arguments: `dt_limit` is (dt_min, dt_max). Returns the states.
+
+    Args:
+        dt_limit: (dt_min, dt_max).
+    """
     dt_min, dt_max = dt_limit
     return mamba_chunk_scan_varlen(
         x,

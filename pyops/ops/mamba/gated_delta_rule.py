@@ -26,23 +26,27 @@ __all__ = [
 
 
 def chunk_gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: Tensor | None = None,
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(o, final_state) of `gated_delta_rule` for prefill, with the arguments of flash-linear-attention and vLLM.
 
     `scale` is ``key_size**-0.5`` if None; the final state is float32, or None without `output_final_state`. Tensors
     are [batch, tokens, heads, ...]: `head_first` must be False.
+
+    Args:
+        output_final_state: whether the final state is returned.
+        head_first: False.
     """
     if head_first:
         raise ValueError("chunk_gated_delta_rule: head_first: expected False")
@@ -59,23 +63,27 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Tensor | None = None,
     inplace_final_state: bool = True,
-    cu_seqlens: Any = None,
-    ssm_state_indices: Any = None,
-    num_accepted_tokens: Any = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(o, final_state) of `gated_delta_rule_update`, with vLLM's arguments: the state in slots is updated in place.
 
     With `inplace_final_state` False, the result is that of `chunk_gated_delta_rule`: new states, one for each sequence.
+
+    Args:
+        initial_state: the states in slots, `state` of `gated_delta_rule_update`.
+        inplace_final_state: whether these states are updated.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not inplace_final_state:

@@ -39,6 +39,9 @@ def selective_scan_fn(
 
     Tensors with strides that the op does not take are copied. The result is `z` if it is given, else `delta`: the
     tensor itself, or its copy.
+
+    Args:
+        D, z, delta_bias: D_, z_ and delta_bias_ of `selective_scan_fwd`.
     """
     u, delta, A, B, C = (each if each.stride(-1) == 1 else each.contiguous() for each in (u, delta, A, B, C))
     if z is not None and z.stride(-1) != 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32
 from ..._core.tensors.tensor import TensorArg
@@ -117,6 +118,11 @@ def selective_state_update(
             target = slot_of(targets, i, 0 if num_accepted_tokens is None else t - begin)
             if target >= 0 and (num_accepted_tokens is not None or t == end - 1):
                 state[target] = h.to(state.dtype)
+
+
+@selective_state_update.result
+def result_selective_state_update(x: TensorArg) -> Result:
+    return Result(x.shape, x.dtype)
 
 
 @selective_state_update.plan

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count
@@ -39,6 +40,11 @@ def check_tables(problem_sizes1: TensorArg, problem_sizes2: TensorArg, num_exper
         check.shape(table, int32, num_experts=num_experts, sizes=3)
     check_count(problem_sizes1, "n", n, low=0, high=2**30 - 1)
     check_count(problem_sizes1, "k", k, low=0)
+
+
+def new_tables(num_experts: int) -> tuple[Result, Result]:
+    """The new tables of `num_experts` experts."""
+    return Result((num_experts, 3), int32), Result((num_experts, 3), int32)
 
 
 def sizes_launch(num_experts: int, n: int, swap: bool, from_offsets: bool, **absent: int) -> Launch:

@@ -146,13 +146,13 @@ def example_moe_align_block_size(
 
 
 def moe_align(
-    topk_ids: Any,
+    topk_ids: Tensor,
     block_size: int,
     num_experts: int,
-    expert_map: Any | None = None,
+    expert_map: Tensor | None = None,
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """(sorted_token_ids, expert_ids, num_tokens_post_padded) of `moe_align_block_size`, which are new.
 
     The arguments and the sizes are those of vLLM's Python function ``moe_align_block_size``.

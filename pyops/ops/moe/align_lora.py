@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count, check_map, local_experts, max_places, sort_launch
@@ -20,7 +21,7 @@ __all__ = ["moe_lora_align_block_size"]
 _moe_align = Kernel("moe/moe_align.cu")
 
 
-@op(inout=("sorted_token_ids", "experts_ids", "num_tokens_post_pad"), ulps=0)
+@op(partial=("sorted_token_ids", "experts_ids", "num_tokens_post_pad"), ulps=0)
 def moe_lora_align_block_size(
     topk_ids: Tensor,
     token_lora_mapping: Tensor,
@@ -62,6 +63,13 @@ def moe_lora_align_block_size(
         if (lora_ids == lora).any() and adapter_enabled[lora]:
             own = experts.where((token_lora_mapping == lora)[:, None], -1).reshape(-1)
             align(parts[0][lora], parts[1][lora], parts[2][lora], own, num_experts, block_size)
+
+
+@moe_lora_align_block_size.result
+def result_moe_lora_align_block_size(
+    max_loras: int, max_num_tokens_padded: int, max_num_m_blocks: int
+) -> tuple[Result, ...]:
+    return tuple(Result((max_loras * size,), int32) for size in (max_num_tokens_padded, max_num_m_blocks, 1))
 
 
 @moe_lora_align_block_size.plan

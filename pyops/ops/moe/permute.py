@@ -32,7 +32,7 @@ def moe_permute_unpermute_supported() -> bool:
     return True
 
 
-@op(out=("expert_first_token_offset", "inv_permuted_idx", "permuted_idx"), inout="permuted_input", ulps=0)
+@op(out=("expert_first_token_offset", "inv_permuted_idx", "permuted_idx"), partial="permuted_input", ulps=0)
 def moe_permute(
     input: Tensor,
     topk_ids: Tensor,
@@ -92,6 +92,17 @@ def _bins(num_ids: int, num_local: int, has_map: bool) -> int:
 def _bits(x: Tensor) -> Tensor:
     """`x`, or its bytes if it is float8: torch cannot index float8."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+@moe_permute.result
+def result_moe_permute(input: TensorArg, n_local_expert: int, topk: int) -> tuple[Result, ...]:
+    num_tokens, hidden_size = check_matrix(input, *MOVED)
+    return (
+        Result((num_tokens * topk, hidden_size), input.dtype),
+        Result((n_local_expert + 1,), int64),
+        Result((num_tokens, topk), int32),
+        Result((num_tokens * topk,), int32),
+    )
 
 
 @moe_permute.plan

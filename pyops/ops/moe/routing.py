@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32, int64, uint32
 from ..._core.tensors.tensor import TensorArg
@@ -221,6 +222,24 @@ def _launches(
 
 # Parameters that only topk_softplus_sqrt has: null pointers and a factor of 1 for the other ops.
 _ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
+
+
+@topk_softmax.result
+@topk_sigmoid.result
+@topk_softplus_sqrt.result
+def result_topk(
+    gating_output: TensorArg, *, topk: int, indices_type: torch.dtype | None = None
+) -> tuple[Result, Result, Result]:
+    """Experts of each row of `gating_output`.
+
+    Args:
+        topk: how many experts a token has, at most num_experts.
+        indices_type: of topk_ids, int32, uint32 or int64; None for int32.
+    """
+    check.sizes(gating_output, num_tokens=None, num_experts=None)
+    shape = gating_output.shape[0], topk
+    ids = check.chosen(gating_output, "indices_type", indices_type, int32)
+    return Result(shape, float32), Result(shape, ids), Result(shape, int32)
 
 
 @topk_softmax.plan

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import int32, int64
 from ..._core.tensors.tensor import TensorArg
-from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, sizes_launch, write_sizes
+from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, new_tables, sizes_launch, write_sizes
 from ._sort import check_count, check_ids, local_experts, sort_launch, sorted_rows
 
 if TYPE_CHECKING:
@@ -83,6 +84,12 @@ def get_cutlass_moe_mm_data(
     output_permutation[rows] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
     swap = blockscale_offsets is None and num_rows <= MAX_SWAPPED_ROWS
     write_sizes(problem_sizes1, problem_sizes2, counts, (1 + is_gated) * n, n, k, swap)
+
+
+@get_cutlass_moe_mm_data.result
+def result_get_cutlass_moe_mm_data(topk_ids: TensorArg, num_experts: int) -> tuple[Result, ...]:
+    rows = Result((topk_ids.numel,), int32)
+    return Result((num_experts + 1,), int32), *new_tables(num_experts), rows, rows
 
 
 @get_cutlass_moe_mm_data.plan
@@ -192,6 +199,11 @@ def get_cutlass_moe_mm_problem_sizes(
     write_sizes(problem_sizes1, problem_sizes2, counts, 2 * n, n, k, swap if force_swap_ab is None else force_swap_ab)
 
 
+@get_cutlass_moe_mm_problem_sizes.result
+def result_get_cutlass_moe_mm_problem_sizes(num_experts: int) -> tuple[Result, Result]:
+    return new_tables(num_experts)
+
+
 @get_cutlass_moe_mm_problem_sizes.plan
 def plan_get_cutlass_moe_mm_problem_sizes(
     topk_ids: TensorArg,
@@ -240,6 +252,14 @@ def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     rows = torch.where(end > first, end - first, 0)
     rows = torch.where(rows < 0, 2**31 - 1, rows).clamp(max=2**31 - 1)  # negative: the difference overflowed 64 bits
     write_sizes(problem_sizes1, problem_sizes2, rows, 2 * n, n, k, swap_ab)
+
+
+@get_cutlass_moe_mm_problem_sizes_from_expert_offsets.result
+def result_get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
+    expert_first_token_offset: TensorArg,
+) -> tuple[Result, Result]:
+    check.sizes(expert_first_token_offset, num_offsets=None)
+    return new_tables(expert_first_token_offset.shape[0] - 1)
 
 
 @get_cutlass_moe_mm_problem_sizes_from_expert_offsets.plan

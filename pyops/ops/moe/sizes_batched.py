@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
-from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, sizes_launch, write_sizes
+from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, new_tables, sizes_launch, write_sizes
 from ._sort import check_count
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ def _write_batched(
     rows = expert_num_tokens.clamp(0, padded_m)
     swap = num_local_experts * padded_m <= MAX_SWAPPED_ROWS
     write_sizes(problem_sizes1, problem_sizes2, rows, 2 * n, n, k, swap)
+
+
+@get_cutlass_batched_moe_mm_data.result
+def result_get_cutlass_batched_moe_mm_data(num_local_experts: int) -> tuple[Result, Result, Result]:
+    return Result((num_local_experts,), int32), *new_tables(num_local_experts)
 
 
 @get_cutlass_batched_moe_mm_data.plan
@@ -120,6 +126,7 @@ def get_cutlass_pplx_moe_mm_data(
     _write_batched(expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k)
 
 
+get_cutlass_pplx_moe_mm_data.result(result_get_cutlass_batched_moe_mm_data)
 get_cutlass_pplx_moe_mm_data.plan(plan_get_cutlass_batched_moe_mm_data)
 get_cutlass_pplx_moe_mm_data.bad_indices(bad_indices_get_cutlass_batched_moe_mm_data)
 get_cutlass_pplx_moe_mm_data.example(example_get_cutlass_batched_moe_mm_data)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3, float32, int8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
@@ -15,6 +16,7 @@ from .._shared.geometry import RowTuning, RowVectors
 from ._common import example_weight, rms
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -62,6 +64,22 @@ def rms_norm_dynamic_per_token_quant(
         residual.copy_(z)
     result.copy_(codes)
     scale.copy_(scales.reshape(scale.shape))
+
+
+@rms_norm_dynamic_per_token_quant.result
+def result_rms_norm_dynamic_per_token_quant(
+    input: TensorArg, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        scale: [num_tokens, 1] float32; a code times the scale is its value.
+    """
+    quants = Result(input.shape, fp8.chosen(input, quant_dtype))
+    return quants, Result((check.num_rows(input), 1), float32)
 
 
 @rms_norm_dynamic_per_token_quant.plan
@@ -201,6 +219,22 @@ def rms_norm_per_block_quant(
     scales = scales.reshape(-1, y.shape[-2])
     has_group_rows = is_scale_transposed and fp8.has_group_rows(scale.shape, scale.stride(), *scales.shape)
     scale.copy_(scales.t() if has_group_rows else scales.reshape(scale.shape))
+
+
+@rms_norm_per_block_quant.result
+def result_rms_norm_per_block_quant(
+    input: TensorArg, group_size: int, is_scale_transposed: bool, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        scale: [num_tokens, hidden_size / group_size] float32; with `is_scale_transposed` columns are contiguous.
+    """
+    quants = Result(input.shape, fp8.chosen(input, quant_dtype))
+    return quants, fp8.group_scales(input, check.row_size(input), group_size, is_scale_transposed)
 
 
 @rms_norm_per_block_quant.plan

@@ -278,7 +278,9 @@ def result_rms_norm_gated(input: TensorArg) -> Result:
     return Result(input.shape, input.dtype)
 
 
-def mixer2_gated_rms_norm(x: Any, gate: Any, weight: Any | None, eps: float = 1e-6, n_groups: int = 1) -> Any:
+def mixer2_gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, n_groups: int = 1
+) -> Tensor:
     """RMS norm by groups of ``x * silu(gate)``, the norm of Mamba-2 mixers, see `rms_norm_gated`: a new tensor like x.
 
     ``T(v / sqrt(mean(v^2) + eps) * weight)`` with ``v = x * silu(gate)`` and the mean over each group; float32, rounded

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
@@ -15,6 +16,7 @@ from ._common import example_weight, rms
 from .rms import FUSED_ADD_RMS_NORM, RMS_NORM
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -123,6 +125,17 @@ def fused_add_rms_norm_static_fp8_quant(
     residual.copy_(input.float() + residual.float())
     y = rms(residual.float(), weight, epsilon, input.dtype).float()
     result.copy_(fp8.static_codes(y, scale.reshape(()), result.dtype))
+
+
+@rms_norm_static_fp8_quant.result
+@fused_add_rms_norm_static_fp8_quant.result
+def result_static_fp8(input: TensorArg, *, quant_dtype: torch.dtype | None = None) -> Result:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+    """
+    return Result(input.shape, fp8.chosen(input, quant_dtype))
 
 
 @fused_add_rms_norm_static_fp8_quant.plan

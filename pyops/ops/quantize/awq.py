@@ -60,7 +60,7 @@ def result_awq_dequantize(qweight: TensorArg, scales: TensorArg) -> Result:
 @awq_dequantize.plan
 def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg, out: TensorArg) -> Launch:
     check.floating(scales)
-    (num_rows, n), _ = result_awq_dequantize(qweight, scales)
+    (num_rows, n), *_ = result_awq_dequantize(qweight, scales)
     num_groups = scales.shape[0]
     if n % 8:
         raise scales.error(f"expected a multiple of 8 columns, got {n}")

@@ -63,6 +63,21 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     write_fp8(result, x, found)
 
 
+@dynamic_scaled_fp8_quant.result
+def result_dynamic_scaled_fp8_quant(
+    input: TensorArg, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        scale: [1] float32.
+    """
+    return Result(input.shape, fp8.chosen(input, quant_dtype)), Result((1,), float32)
+
+
 @dynamic_scaled_fp8_quant.plan
 def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: TensorArg) -> list[Launch]:
     _, result = fp8_matrices(result, input)
@@ -150,6 +165,21 @@ def dynamic_per_token_scaled_fp8_quant(
     codes, scales = fp8.dynamic_codes(x, fp8.absmax(x), scale_ub, as_fp8(result).dtype)
     as_fp8(result).copy_(codes)
     scale.view(-1)[: scales.numel()] = scales.flatten()
+
+
+@dynamic_per_token_scaled_fp8_quant.result
+def result_dynamic_per_token_scaled_fp8_quant(
+    input: TensorArg, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        scale: [num_tokens, 1] float32.
+    """
+    return Result(input.shape, fp8.chosen(input, quant_dtype)), Result((check.num_rows(input), 1), float32)
 
 
 @dynamic_per_token_scaled_fp8_quant.plan
@@ -245,6 +275,11 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
 
 @dynamic_scaled_int8_quant.result
 def result_dynamic_scaled_int8_quant(input: TensorArg) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Returns:
+        scale: [num_tokens, 1] float32.
+    """
     return Result(input.shape, int8), Result((check.num_rows(input), 1), float32)
 
 

@@ -175,6 +175,22 @@ def per_token_group_fp8_quant(
     output_s.copy_(scales)
 
 
+@per_token_group_fp8_quant.result
+def result_per_token_group_fp8_quant(
+    input: TensorArg, group_size: int, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        output_s: [num_tokens, hidden_size / group_size] float32.
+    """
+    quants = Result(input.shape, fp8.chosen(input, quant_dtype))
+    return quants, fp8.group_scales(input, check.row_size(input), group_size, transposed=False)
+
+
 @per_token_group_fp8_quant.plan
 def plan_per_token_group_fp8_quant(
     input: TensorArg,

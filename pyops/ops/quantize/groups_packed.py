@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import as_fp8, fp8_matrices
@@ -60,6 +62,24 @@ def per_token_group_fp8_quant_packed(
     exponents = scales.new_zeros(num_rows, 4 * words, dtype=torch.uint8)
     exponents[:num_tokens, :groups] = scales.view(torch.int32) >> 23
     output_s_packed.copy_(exponents.view(torch.int32))
+
+
+@per_token_group_fp8_quant_packed.result
+def result_per_token_group_fp8_quant_packed(
+    input: TensorArg, group_size: int, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+    Returns:
+        output_q: the shape of `input`, float8_e4m3fn or float8_e4m3fnuz.
+        output_s_packed: [num_tokens, groups / 4 rounded up] int32, for TMA of strides (1, num_tokens rounded up to 4).
+    """
+    num_tokens, groups = check.num_rows(input), check.row_size(input) // max(1, group_size)
+    scales = Result((num_tokens, -(-groups // 4)), int32, padded_rows(num_tokens))
+    return Result(input.shape, fp8.chosen(input, quant_dtype)), scales
 
 
 @per_token_group_fp8_quant_packed.plan

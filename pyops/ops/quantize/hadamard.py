@@ -82,11 +82,14 @@ def choose(problem: HadamardProblem, device: Device) -> HadamardConfig:
     return HadamardConfig(elements, num_threads, rounds, max(1, resident // num_threads))
 
 
-def hadacore_transform(x: Any, inplace: bool = True) -> Any:
+def hadacore_transform(x: Tensor, inplace: bool = True) -> Tensor:
     """`hadacore_transform_out` into `x`, which is returned, or into a new tensor if not `inplace`.
 
     `x` may have any strides. Unless it is contiguous, or a vector or matrix of contiguous rows, it is copied first, and
     the result is copied back.
+
+    Args:
+        inplace: whether the result overwrites `x`.
     """
     rows = with_dense_rows(x) if x.ndim in (1, 2) else contiguous(x)
     if not inplace:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, int32, uint8
 from ..._core.tensors.tensor import TensorArg
@@ -38,7 +39,7 @@ def _mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1).byte()
 
 
-@op(inout=("quant_output", "scale_factor"), ulps=0)
+@op(partial=("quant_output", "scale_factor"), ulps=0)
 def mxfp8_experts_quant(
     input: Tensor,
     problem_sizes: Tensor,
@@ -75,6 +76,16 @@ def mxfp8_experts_quant(
             quant_output[rows], scales = _mxfp8(input[rows])
             flat[at * columns : (at + padded) * columns] = tiled(scales).flatten()
     scale_factor.copy_(flat.view(scale_factor.dtype).view(scale_factor.shape))
+
+
+@mxfp8_experts_quant.result
+def result_mxfp8_experts_quant(input: TensorArg, problem_sizes: TensorArg) -> tuple[Result, Result]:
+    """Scales with enough tiles for any distribution of the rows."""
+    check_matrix(input)
+    check.sizes(problem_sizes, num_experts=None, sizes=3)
+    scale_rows = rounded_up(input.shape[0], TILE_ROWS) + TILE_ROWS * problem_sizes.shape[0]
+    scales = scale_rows, rounded_up(input.shape[1] // MX_BLOCK, TILE_COLUMNS)
+    return Result(input.shape, float8_e4m3fn), Result(scales, uint8)
 
 
 @mxfp8_experts_quant.plan

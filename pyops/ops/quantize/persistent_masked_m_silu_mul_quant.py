@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
@@ -24,7 +25,7 @@ _VEC_SIZE = 8
 _NUM_THREADS, _MIN_BLOCKS = 256, 8  # threads per block, resident blocks per SM; not yet measured
 
 
-@op(inout=("y_q", "y_s"), ulps=0)
+@op(partial=("y_q", "y_s"), ulps=0)
 def persistent_masked_m_silu_mul_quant(
     input: Tensor, counts: Tensor, y_q: Tensor, y_s: Tensor, use_ue8m0: bool
 ) -> None:
@@ -67,6 +68,23 @@ def persistent_masked_m_silu_mul_quant(
         words[..., group // 4] = word & ~(255 << shift) | exponents[..., group] << shift
     signed = (words & 0xFFFFFFFF ^ 2**31) - 2**31
     y_s.copy_(torch.where(counted, signed.int(), y_s))
+
+
+@persistent_masked_m_silu_mul_quant.result
+def result_persistent_masked_m_silu_mul_quant(input: TensorArg, use_ue8m0: bool) -> tuple[Result, Result]:
+    """Quantized values and scales of `input`.
+
+    Returns:
+        y_q: [num_experts, num_tokens, hidden_size] float8_e4m3fn; zeros where there are no tokens.
+        y_s: [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0` [num_experts, num_tokens,
+            hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word ``g // 4`` is the biased
+            exponent of the scale of group g. Zeros elsewhere.
+    """
+    check.sizes(input, num_experts=None, num_tokens=None, columns=None)
+    *tokens, columns = input.shape
+    groups = columns // (2 * _GROUP_SIZE)
+    scales = Result((*tokens, -(-groups // 4)), int32) if use_ue8m0 else Result((*tokens, groups), float32)
+    return Result((*tokens, columns // 2), float8_e4m3fn), scales
 
 
 @persistent_masked_m_silu_mul_quant.plan

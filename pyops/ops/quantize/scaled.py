@@ -7,7 +7,7 @@ functions, so they use no proxy of `_core/system/lazy.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import check
 from ..._core.errors import OpError
@@ -19,6 +19,9 @@ from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_exper
 from .groups import per_token_group_fp8_quant
 from .groups_packed import per_token_group_fp8_quant_packed
 from .static import static_scaled_fp8_quant, static_scaled_int8_quant
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "nvfp4_experts_quant",
@@ -32,14 +35,14 @@ __all__ = [
 
 
 def scaled_fp8_quant(
-    input: Any,
-    scale: Any | None = None,
+    input: Tensor,
+    scale: Tensor | None = None,
     num_token_padding: int | None = None,
-    scale_ub: Any | None = None,
+    scale_ub: Tensor | None = None,
     use_per_token_if_dynamic: bool = False,
-    output: Any | None = None,
+    output: Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(fp8 values, scale) of a matrix, with the static `scale`, or with dynamic scales per token or per tensor.
 
     Args:
@@ -76,8 +79,8 @@ def scaled_fp8_quant(
 
 
 def scaled_int8_quant(
-    input: Any, scale: Any | None = None, azp: Any | None = None, symmetric: bool = True
-) -> tuple[Any, Any, Any | None]:
+    input: Tensor, scale: Tensor | None = None, azp: Tensor | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(int8 values, scale, zero point or None), with static ones, or with dynamic ones per token.
 
     Args:
@@ -97,15 +100,15 @@ def scaled_int8_quant(
 
 
 def per_token_group_quant_fp8(
-    x: Any,
+    x: Tensor,
     group_size: int,
     eps: float = 1e-10,
     dtype: Any = None,
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
-    out_q: Any | None = None,
+    out_q: Tensor | None = None,
     use_ue8m0: bool | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(fp8 values, scales) with a dynamic scale per group of contiguous elements, see `per_token_group_fp8_quant`.
 
     Args:
@@ -153,12 +156,12 @@ def _codes_for(op: str, x: Any, dtype: Any, out_q: Any) -> tuple[Any, float]:
 
 
 def per_token_group_quant_fp8_packed_for_deepgemm(
-    x: Any,
+    x: Tensor,
     group_size: int,
     eps: float = 1e-10,
     use_ue8m0: bool | None = None,
-    out_q: Any | None = None,
-) -> tuple[Any, Any]:
+    out_q: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(fp8 values, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
 
     Args:
@@ -185,8 +188,8 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 
 
 def nvfp4_quant(
-    input: Any, input_global_scale: Any, is_sf_swizzled_layout: bool = True, backend: str = "none"
-) -> tuple[Any, Any]:
+    input: Tensor, input_global_scale: Tensor, is_sf_swizzled_layout: bool = True, backend: str = "none"
+) -> tuple[Tensor, Tensor]:
     """(packed e2m1 values, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
 
     Args:
@@ -210,12 +213,12 @@ def nvfp4_quant(
 
 
 def nvfp4_experts_quant(
-    input_tensor: Any,
-    input_global_scale: Any,
-    expert_offsets: Any,
-    blockscale_offsets: Any,
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
     topk: int,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(packed e2m1 values, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     Args:
@@ -234,15 +237,19 @@ def nvfp4_experts_quant(
 
 
 def silu_and_mul_nvfp4_experts_quant(
-    input_tensor: Any,
-    input_global_scale: Any,
-    expert_offsets: Any,
-    blockscale_offsets: Any,
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
     topk: int,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """(e2m1 values, scales) of `silu_and_mul_scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     As `nvfp4_experts_quant`, but `input_tensor` has twice the columns: gate and up.
+
+    Args:
+        input_tensor: [num_tokens * topk, 2 * hidden_size].
+        input_global_scale, expert_offsets, blockscale_offsets, topk: as `nvfp4_experts_quant` takes them.
     """
     tensors = input_tensor, input_global_scale, expert_offsets, blockscale_offsets
     codes, scales = silu_and_mul_scaled_fp4_experts_quant.new(*tensors)

@@ -14,6 +14,7 @@ from .._shared import fp8
 from ._common import as_fp8, fp8_matrices, matrices, one_row, saturated, shifted, static
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["static_scaled_fp8_quant", "static_scaled_int8_quant"]
@@ -82,6 +83,16 @@ def _blocks(scale: TensorArg, num_rows: int, hidden_size: int, group_shape: tupl
         message = f"expected {inferred} for a scale of shape {scale.shape}, got {group_shape}"
         raise check.refuse(scale, "group_shape", message)
     return blocks
+
+
+@static_scaled_fp8_quant.result
+def result_static_scaled_fp8_quant(input: TensorArg, *, quant_dtype: torch.dtype | None = None) -> Result:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+    """
+    return Result(input.shape, fp8.chosen(input, quant_dtype))
 
 
 @static_scaled_fp8_quant.plan

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of, split_heads
@@ -75,6 +77,13 @@ def dual_chunk_rotary_embedding(
     )
     query_out.copy_(torch.cat([turn(queries, each).flatten(1) for each in angles], -1))
     key_out.copy_(turn(keys, cos_sin_k_cache[position]).view_as(key_out))
+
+
+@dual_chunk_rotary_embedding.result
+def result_dual_chunk_rotary_embedding(query: TensorArg, key: TensorArg) -> tuple[Result, Result]:
+    if not query.shape:
+        raise query.error("expected at least one dimension, got a scalar")
+    return Result((query.shape[0], 5 * prod(query.shape[1:])), query.dtype), Result(key.shape, key.dtype)
 
 
 @dual_chunk_rotary_embedding.plan

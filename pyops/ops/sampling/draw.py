@@ -10,6 +10,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32, int64
 from ..._core.tensors.tensor import TensorArg
@@ -214,6 +215,12 @@ def top_k_top_p_sampling_from_logits(
         total = int(w.sum())
         bits = 0 if greedy[row] else philox(int(seeds[row]), 0 if offsets is None else int(offsets[row]))
         samples[row] = torch.searchsorted(w.cumsum(0), bits * total >> 64, right=True) if total else -1
+
+
+@top_k_top_p_sampling_from_logits.result
+def result_top_k_top_p_sampling_from_logits(logits: TensorArg) -> Result:
+    check.sizes(logits, num_rows=None, vocab_size=None)
+    return Result(logits.shape[:1], int32)
 
 
 @top_k_top_p_sampling_from_logits.plan

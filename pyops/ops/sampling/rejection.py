@@ -8,6 +8,7 @@ from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32, int64
 from ..._core.tensors.tensor import TensorArg
@@ -96,6 +97,17 @@ def _replacement(target: Tensor, draft_probs: Tensor | None, row: int, token: in
         if total := int(weights.sum()):
             return torch.searchsorted(weights.cumsum(0), bits * total >> 64, right=True)
     return -1
+
+
+@rejection_sample.result
+def result_rejection_sample(cu_num_draft_tokens: TensorArg, *, max_spec_len: int) -> Result:
+    """As many columns as the longest draft, and one for the token after it.
+
+    Args:
+        max_spec_len: the most draft tokens that a request has.
+    """
+    check.sizes(cu_num_draft_tokens, batch=None)
+    return Result((cu_num_draft_tokens.shape[0], max_spec_len + 1), int32)
 
 
 @rejection_sample.plan

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
+from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32
 from ..._core.tensors.tensor import TensorArg
@@ -245,6 +246,12 @@ def top_k_per_row_decode(
     _select(logits, torch.zeros_like(ends), ends, indices, numRows, topK)
 
 
+@top_k_per_row_prefill.result
+@top_k_per_row_decode.result
+def result_top_k_per_row(numRows: int, topK: int) -> Result:
+    return Result((numRows, topK), int32)
+
+
 @top_k_per_row_decode.plan
 def plan_top_k_per_row_decode(
     logits: TensorArg,
@@ -291,10 +298,7 @@ def example_top_k_per_row_decode(
 def _per_row(arg: TensorArg, min_rows: int) -> None:
     """Check that `arg` is contiguous int32 of at least `min_rows` elements."""
     check.sizes(arg, num_rows=None)
-    if arg.shape[0] < min_rows:
-        raise arg.error(f"expected at least {min_rows} elements, got shape {arg.shape}")
-    check.dtype(arg, int32)
-    check.contiguous(arg)
+    check.at_least(arg, int32, min_rows)
 
 
 def _launches(

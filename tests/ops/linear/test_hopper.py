@@ -46,6 +46,9 @@ GATED = [
     (GemmConfig(tile_n=96, cluster=1, group=2), 140, 264, 200),
     (GemmConfig(tile_n=256, cluster=1, group=2, splits=4), 40, 120, 520),
     (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 72, 584),
+    (SwapConfig(tile_m=16, tile_n=112, splits=1), 13, 200, 328),
+    (SwapConfig(tile_m=16, tile_n=32, splits=1), 33, 40, 328),
+    (SwapConfig(tile_m=32, tile_n=48, splits=2), 5, 136, 456),
 ]
 BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [
@@ -76,7 +79,7 @@ def test_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("one", "m", "n", "k"), GATED, ids=str)
-def test_gated_linear(one: GemmConfig, m: int, n: int, k: int, with_bias: bool) -> None:
+def test_gated_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int, with_bias: bool) -> None:
     """Gates and ups of a tile are runs of rows of the weight that lie apart."""
     x, bias = draw(m, k, dtype=torch.bfloat16), draw(2 * n, dtype=torch.bfloat16, seed=1)
     weight = draw(2 * n, k, dtype=torch.bfloat16, seed=2)

@@ -322,6 +322,7 @@ def test_refused() -> None:
         (2, of_w2["codes"][:, :, :64], "w2"),
         (4, torch.ones(EXPERTS, HIDDEN), "bias2"),
         (6, of_w2["scales"][:, :, :-1], "w2_scale"),
+        (8, ids.float(), "topk_ids"),
         (9, 7, "quant_type_id"),
     ):
         with pytest.raises(OpError) as caught:
