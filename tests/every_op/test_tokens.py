@@ -53,10 +53,10 @@ AXES: dict[str, axes.Axes] = {
 # Ops with separate kernels for few and many tokens -> the kernel for many.
 LARGE = {
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
-    "gptq_gemm": "linear/gemm_sm90.cu",
+    "gptq_gemm": "linear/gemm_sm80.cu",
     "grouped_gemm_packed": "linear/wq_grouped_gemm_sm90.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",
-    "marlin_gemm": "linear/gemm_sm90.cu",
+    "marlin_gemm": "linear/gemm_sm80.cu",
     "moe_wna16_gemm": "linear/wq_grouped_gemm_sm90.cu",
 }
 # Offsets at which sequences or experts begin. A wrong offset within range makes two of them overlap, so only values out
