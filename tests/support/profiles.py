@@ -32,7 +32,7 @@ class Profile:
 PROFILES = {
     # Every op, and one variant of any other test: minutes on two cores with empty caches.
     "dev": Profile(3, 3, 1, 2, 1, 1, 2, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
-    "ci": Profile(4, 3, 1, 3, 1, 3, 2, True, {"sm_80": 1, "sm_90": 1, "sm_100": 1}),
+    "ci": Profile(4, 3, 1, 3, 1, 2, 2, True, {"sm_80": 1, "sm_90": 1, "sm_100": 1}),
     # On a GPU only compiling takes long.
     "gpu": Profile(10, 24, 4, None, 3, None, None, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
     "nightly": Profile(1000),
