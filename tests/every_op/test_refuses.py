@@ -38,8 +38,8 @@ def _value(op: Op, args: list[Any], p: Parameter) -> Any:
 
 
 # Every tensor and every scalar of the ops' examples.
-CASES = [(op, p, named(op, _args(op))) for op in pyops.registry.values() for p in op.tensors]
-CASES = [(op, p, tensors) for op, p, tensors in CASES if p.name in tensors]
+TENSORS = {op: named(op, _args(op)) for op in pyops.registry.values()}
+CASES = [(op, p, tensors) for op, tensors in TENSORS.items() for p in op.tensors if p.name in tensors]
 SCALARS = [(op, p, {}) for op in pyops.registry.values() for p in op.parameters if p.kind != "Tensor"]
 
 

@@ -326,7 +326,7 @@ def read_all(path: Path) -> None:
 
 
 # Seconds for each of the tests below, and the cases that are tried in that time if the machine is fast enough.
-BUDGET, CASES = {"dev": (0.5, 300), "ci": (6.0, 3000)}.get(NAME, (30.0, 100_000))
+BUDGET, CASES = {"dev": (0.5, 300), "ci": (2.0, 1000)}.get(NAME, (30.0, 100_000))
 
 
 def try_cases(make: Callable[[random.Random], Any], read: Callable[[], Any]) -> None:
