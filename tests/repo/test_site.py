@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,42 @@ from pyops.nn.custom_op import op_registry
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
+# Runs the theme's search worker. Arguments: the worker, the index, queries. Prints the pages of each query, best first.
+SEARCH = """
+const fs = require("fs"), [worker, index, ...queries] = process.argv.slice(1);
+let handler, answer;
+globalThis.self = globalThis;
+globalThis.addEventListener = (_, added) => { handler = added; };
+globalThis.postMessage = message => { answer(message.data); };
+require("vm").runInThisContext(fs.readFileSync(worker, "utf8"));
+const ask = (type, data) => new Promise(resolve => { answer = resolve; handler({data: {type, data}}); });
+(async () => {
+    await ask(0, {...JSON.parse(fs.readFileSync(index)), options: {suggest: true}});
+    const found = {};
+    for (const query of queries) found[query] = (await ask(2, query)).items.map(page => page.map(one => one.location));
+    console.log(JSON.stringify(found));
+})();
+"""
+# {what people type: (the page, an entry among its first three)}
+SEARCHES = {
+    "gqa": ("attention", "paged_attention_varlen"),
+    "flash attention": ("attention", "paged_attention_varlen"),
+    "paged attention": ("attention", "paged_attention_v1"),
+    "mla": ("attention", "sm100_cutlass_mla_decode"),
+    "kv cache": ("cache", None),
+    "gptq": ("linear", "gptq_gemm"),
+    "awq": ("linear", "awq_gemm"),
+    "marlin": ("linear", "marlin_gemm"),
+    "rope": ("rotary", "rotary_embedding"),
+    "moe": ("moe", None),
+    "rmsnorm": ("norm", "rms_norm"),
+    "rms_norm": ("norm", None),
+    "silu_and_mul": ("activation", None),
+    "swiglu": ("activation", None),
+    "gguf": ("quantize", "ggml_dequantize"),
+    "mamba": ("mamba", None),
+    "top-k": ("sampling", "top_k_top_p_sampling_from_logits"),
+}
 
 
 @pytest.fixture
@@ -70,6 +109,38 @@ def test_reference_page_adds_to_the_docstring(site: ModuleType) -> None:
     assert "- **Element types** float32, float16, bfloat16\n" in entry
     assert "- **Kernels** [rms_norm.cu](../kernels_cu/norm/rms_norm.cu)\n" in entry
     assert "`torch.ops.pyops.rms_norm(Tensor(a0!) out, " in entry
+
+
+def test_pages_of_ops_begin_with_what_people_look_for(site: ModuleType) -> None:
+    pages = {page.uri: page.text for page in site.generated() if page.uri.startswith("reference/ops/")}
+    named = importlib.import_module("words").WORDS
+    documented = {uri: re.findall(r"^::: pyops\.(\S+)$", text, re.MULTILINE) for uri, text in pages.items()}
+    for uri, names in documented.items():
+        wanted = [name for name in named if name in names]
+        assert wanted, uri
+        assert names[: len(wanted)] == wanted, uri
+        for name in wanted:
+            entry = pages[uri].split(f"::: pyops.{name}\n")[1].split("\n::: ")[0]
+            assert f"- **Also known as** {', '.join(named[name])}\n" in entry
+    assert set(named) <= {name for names in documented.values() for name in names}
+
+
+def test_search_finds_what_people_type(tmp_path: Path) -> None:
+    """The index of the built site, searched by the theme's own worker. SITE names a site that is built already."""
+    pytest.importorskip("material", reason="the site is built with the extra docs")
+    if not (node := shutil.which("node")):
+        pytest.skip("node runs the theme's search")
+    built = Path(os.environ.get("SITE", tmp_path))
+    if built == tmp_path:
+        build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(built)]
+        subprocess.run(build, cwd=ROOT, check=True)
+    (worker,) = built.glob("assets/javascripts/workers/search.*.min.js")
+    files = [str(worker), str(built / "search/search_index.json")]
+    answered = subprocess.run([node, "-e", SEARCH, *files, *SEARCHES], capture_output=True, text=True, check=True)
+    for query, pages in json.loads(answered.stdout).items():
+        page, entry = SEARCHES[query]
+        assert pages[0][0].partition("#")[0] == f"reference/ops/{page}.html", (query, pages[:3])
+        assert entry is None or f"reference/ops/{page}.html#pyops.{entry}" in pages[0][:3], (query, pages[0])
 
 
 def test_notebooks_show_their_outputs(site: ModuleType) -> None:
