@@ -183,11 +183,44 @@ def test_links_in_code_are_left_alone(site: ModuleType) -> None:
     )
 
 
-def test_first_page_has_a_light_and_a_dark_plot(site: ModuleType) -> None:
-    home = site.home((ROOT / "README.md").read_text())
+def test_first_page_has_figures_of_the_engine_and_of_the_ops(site: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (home,) = (page.text for page in site.generated() if page.path == "README.md")
+    linked = site.with_links(home, "README.md", "index.md")
     for theme in ("light", "dark"):
-        assert f"/speed-{theme}.svg#only-{theme})" in home
-    assert "<picture>" not in home
+        assert f"(results/speed-{theme}.svg#only-{theme})" in linked
+    assert "<picture>" not in linked
+    figure = home[home.index('<figure class="bars">') : home.index("</figure>")]
+    rows = re.findall(r"^\| (.*?) *((?:\| +[\d.]+ → [\d.]+ )+)\|$", readme, re.MULTILINE)
+    times = [(model, *map(str.strip, cells.strip("| ").split("|"))) for model, cells in rows]
+    assert len(times) == 8
+    for model, *cells in times:
+        for cell in cells:
+            before, after = map(float, cell.split(" → "))
+            bars = f'<i style="width:90%"></i><b style="width:{90 * after / before:.0f}%"></b>'
+            assert f"<span>{model}</span><span>{cell}</span></p>{bars}" in figure
+
+
+def test_first_page_says_all_that_the_readme_says(site: ModuleType) -> None:
+    (home,) = (page.text for page in site.generated() if page.path == "README.md")
+    readme = (ROOT / "README.md").read_text()
+    lines = {line for line in readme.splitlines() if not line.startswith(("<", "## Two", "|"))}
+    assert lines <= set(home.splitlines())
+    assert home.count("```python") == 3
+
+
+def test_page_of_benchmarks_has_every_plot_and_its_command(site: ModuleType) -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    results = "../benchmarks/results/nvidia-h200"
+    parser = importlib.import_module("benchmarks.__main__").parser()
+    for plot in (plot for plot in site.PLOTS if plot.suffix == ".png"):
+        part = text.split(f"\n## {plot.stem}\n")[1].split("\n## ")[0]
+        assert f"]({results}/{plot.stem}.md)" in part
+        assert f"]({results}/{plot.name})" in part
+        (command,) = re.findall(r"^python -m benchmarks (.*)$", part, re.MULTILINE)
+        assert parser.parse_args(command.split()).family == [plot.stem]
+    for command in re.findall(r"-m benchmarks ([^#`\n]*)", text):
+        parser.parse_args(command.split())
 
 
 def test_kernels_link_to_their_headers(site: ModuleType) -> None:
