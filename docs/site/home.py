@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from html import escape
 
+import pyops
+
 _ORDER = ("Why", "Speed", "Two commands", "Use", "Ops", "Limits")
 _SCALE = 0.9  # vLLM's time, as a share of a bar's room: slower rows need more
 _BUTTONS = """
@@ -13,6 +15,8 @@ _BUTTONS = """
 [First op](docs/notebooks/first_op.ipynb){ .md-button }
 [Recipes](docs/recipes/README.md){ .md-button }
 [Benchmarks](docs/benchmarks.md){ .md-button }
+
+Version {version} · [what changed](CHANGELOG.md)
 """
 
 
@@ -24,7 +28,8 @@ def page(readme: str) -> str:
     sections["Speed"] = _with_bars(sections["Speed"])
     titles = {"Two commands": "Install"}
     body = "\n".join(f"## {titles.get(title, title)}\n{sections[title]}" for title in _ORDER)
-    return f'---\nhide: [navigation, toc]\n---\n<div class="hero" markdown>\n{intro}{_BUTTONS}\n</div>\n\n{body}'
+    buttons = _BUTTONS.replace("{version}", pyops.__version__)
+    return f'---\nhide: [navigation, toc]\n---\n<div class="hero" markdown>\n{intro}{buttons}\n</div>\n\n{body}'
 
 
 def _with_bars(speed: str) -> str:

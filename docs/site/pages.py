@@ -101,6 +101,13 @@ def with_reference(ops: str) -> str:
     return link.sub(lambda match: f"[`{match[1]}`](reference/ops/{families[match[1]]}.md#pyops.{match[1]})", ops)
 
 
+def gallery(recipes: str) -> str:
+    """The table of recipes as cards."""
+    cards = re.sub(r"^\| (\[.*?\]\(\w+\.md\)) \| (.*) \|$", r"- **\1**\n\n    \2\n", recipes, flags=re.MULTILINE)
+    before, cards = cards.split("| recipe | what |\n|---|---|\n")
+    return f'---\nhide: [toc]\n---\n{before}<div class="grid cards" markdown>\n\n{cards}\n</div>\n'
+
+
 def _license(text: str) -> str:
     return f"# License\n\n```text\n{text.rstrip()}\n```"
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -223,6 +223,35 @@ def test_page_of_benchmarks_has_every_plot_and_its_command(site: ModuleType) -> 
         parser.parse_args(command.split())
 
 
+def test_gallery_has_a_card_for_every_recipe(site: ModuleType) -> None:
+    gallery = site.gallery((ROOT / "docs/recipes/README.md").read_text())
+    cards = re.findall(r"^- \*\*\[.+\]\((\w+)\.md\)\*\*\n\n    \S.*\n", gallery, re.MULTILINE)
+    assert sorted(cards) == sorted({path.stem for path in (ROOT / "docs/recipes").glob("*.md")} - {"README"})
+    assert "|" not in gallery
+
+
+def test_pages_link_to_their_files_where_the_repository_is_named(site: ModuleType) -> None:
+    pytest.importorskip("mkdocs")
+    hooks = importlib.import_module("hooks")
+    hooks._paths.update({page.uri: page.path for page in site.generated()})
+
+    def edited(uri: str, repo_url: str) -> str | None:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        url: str | None = hooks.on_pre_page(page, SimpleNamespace(repo_url=repo_url), None).edit_url
+        return url
+
+    files = {
+        "index.md": "README.md",
+        "host.md": "docs/host.md",
+        "notebooks/first_op.md": "docs/notebooks/first_op.ipynb",
+        "source/kernels_cu/norm/rms_norm.cu.md": "kernels_cu/norm/rms_norm.cu",
+    }
+    for uri, path in files.items():
+        assert edited(uri, "https://host.example/a/b/") == f"https://host.example/a/b/edit/main/{path}"
+        assert edited(uri, "") is None
+    assert edited("reference/ops/norm.md", "https://host.example/a/b") is None
+
+
 def test_kernels_link_to_their_headers(site: ModuleType) -> None:
     pages = {page.path: page.text for page in site.generated()}
     assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= pages.keys()
@@ -230,9 +259,10 @@ def test_kernels_link_to_their_headers(site: ModuleType) -> None:
 
 
 def test_site_names_no_host() -> None:
-    """It has no address, and its pages load nothing from elsewhere."""
+    """It has no address, its pages load nothing from elsewhere, and only REPO_URL gives the repository's address."""
     text = (ROOT / "mkdocs.yml").read_text()
-    assert not re.search(r"^(site_url|repo_url|repo_name|site_author)|https?://", text, re.MULTILINE)
+    assert not re.search(r"^(site_url|repo_name|site_author)|https?://", text, re.MULTILINE)
+    assert re.findall(r"^repo_url: (.*)$", text, re.MULTILINE) == ['!ENV [REPO_URL, ""]']
     assert re.search(r"^  font: false$", text, re.MULTILINE)
 
 
