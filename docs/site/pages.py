@@ -105,7 +105,7 @@ def gallery(recipes: str) -> str:
     """The table of recipes as cards."""
     cards = re.sub(r"^\| (\[.*?\]\(\w+\.md\)) \| (.*) \|$", r"- **\1**\n\n    \2\n", recipes, flags=re.MULTILINE)
     before, cards = cards.split("| recipe | what |\n|---|---|\n")
-    return f'---\nhide: [toc]\n---\n{before}<div class="grid cards" markdown>\n\n{cards}\n</div>\n'
+    return f'{before}<div class="grid cards" markdown>\n\n{cards}\n</div>\n'
 
 
 def _license(text: str) -> str:

@@ -227,6 +227,7 @@ def test_gallery_has_a_card_for_every_recipe(site: ModuleType) -> None:
     gallery = site.gallery((ROOT / "docs/recipes/README.md").read_text())
     cards = re.findall(r"^- \*\*\[.+\]\((\w+)\.md\)\*\*\n\n    \S.*\n", gallery, re.MULTILINE)
     assert sorted(cards) == sorted({path.stem for path in (ROOT / "docs/recipes").glob("*.md")} - {"README"})
+    assert gallery.startswith("# Recipes\n")
     assert "|" not in gallery
 
 
