@@ -9,7 +9,7 @@ from html import escape
 import pyops
 
 _ORDER = ("Why", "Speed", "Two commands", "Use", "Ops", "Limits")
-_SCALE = 0.9  # vLLM's time, as a share of a bar's room: slower rows need more
+_SCALE = 0.9  # vLLM's time, as a share of the width: slower rows need more
 _BUTTONS = """
 [Install](#install){ .md-button .md-button--primary }
 [First op](docs/notebooks/first_op.ipynb){ .md-button }
