@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import home
 import notebooks
 import reference
 
@@ -29,10 +30,10 @@ FILES = {
     "LICENSE": "license.md",
 }
 RESULTS = {path.stem: path for path in sorted((ROOT / reference.RESULTS).glob("*.md"))}
-PLOTS = sorted((ROOT / reference.RESULTS).glob("*.svg"))
+PLOTS = [path for kind in ("svg", "png") for path in sorted((ROOT / reference.RESULTS).glob(f"*.{kind}"))]
 _FENCED = re.compile(r"(^````.*?^````$|^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_THEMED = re.compile(r'<picture><source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)"></picture>')
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
-_PLOT = re.compile(r'<picture><source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)"></picture>')
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Generated:
 def generated() -> Iterator[Generated]:
     """All pages that are generated."""
     for path, uri in FILES.items():
-        yield Generated(uri, path, {"README.md": home, "LICENSE": _license}.get(path, str)((ROOT / path).read_text()))
+        yield Generated(
+            uri, path, {"README.md": home.page, "LICENSE": _license}.get(path, str)((ROOT / path).read_text())
+        )
     for file in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
         text = notebooks.page(json.loads(file.read_text()), file.name)
         yield Generated(f"notebooks/{file.stem}.md", f"docs/notebooks/{file.name}", text)
@@ -74,14 +77,19 @@ def uri_of(path: str) -> str:
 
 
 def with_links(markdown: str, path: str, uri: str) -> str:
-    """The text of the file `path` with links as the page `uri` needs them. Code stays as it is."""
+    """The text of the file `path` with links as the page `uri` needs them. Code stays as it is.
+
+    Plots for light and for dark pages follow the colours of the site, not those of the reader's system.
+    """
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
         return match[1] if target == path else posixpath.relpath(uri_of(target), posixpath.dirname(uri))
 
     pieces = _FENCED.split(markdown)
-    pieces[::2] = (_LINK.sub(moved, text) for text in pieces[::2])
+    pieces[::2] = (
+        _LINK.sub(moved, _THEMED.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", text)) for text in pieces[::2]
+    )
     return "".join(pieces)
 
 
@@ -93,10 +101,11 @@ def with_reference(ops: str) -> str:
     return link.sub(lambda match: f"[`{match[1]}`](reference/ops/{families[match[1]]}.md#pyops.{match[1]})", ops)
 
 
-def home(readme: str) -> str:
-    """The README as the first page: its plot follows the colours of the site, and pages beside it are not needed."""
-    readme = _PLOT.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", readme)
-    return f"---\nhide: [navigation, toc]\n---\n{readme}"
+def gallery(recipes: str) -> str:
+    """The table of recipes as cards."""
+    cards = re.sub(r"^\| (\[.*?\]\(\w+\.md\)) \| (.*) \|$", r"- **\1**\n\n    \2\n", recipes, flags=re.MULTILINE)
+    before, cards = cards.split("| recipe | what |\n|---|---|\n")
+    return f'{before}<div class="grid cards" markdown>\n\n{cards}\n</div>\n'
 
 
 def _license(text: str) -> str:

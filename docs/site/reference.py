@@ -8,8 +8,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
+
+import words
 
 import pyops
 from pyops import axes
@@ -112,30 +115,32 @@ def errors() -> str:
 
 def _family(name: str, ops: list[Op]) -> str:
     package = importlib.import_module(f"pyops.ops.{name}")
-    parts = [f"# {name}", inspect.getdoc(package) or ""]
+    named = {op.name: op for op in ops} | dict.fromkeys(table.functions().get(name, []))
+    parts = [f"---\ntags: {json.dumps(words.tags(list(named)))}\n---", f"# {name}", inspect.getdoc(package) or ""]
     if (ROOT / RESULTS / f"{name}.md").exists():
         parts.append(f"Measured on an H200: [times and errors](../{RESULTS}/{name}.md).")
-    for op in ops:
-        parts += [f"::: pyops.{op.name}", f"**Example**\n\n```python\n{pyops.example_text(op.name)}\n```", _facts(op)]
-    return "\n\n".join([*parts, *(f"::: pyops.{one}" for one in table.functions().get(name, []))])
+    for one in words.first(list(named)):
+        text = f"**Example**\n\n```python\n{pyops.example_text(one)}\n```" if named[one] else ""
+        parts += [f"::: pyops.{one}", text, _facts(one, named[one])]
+    return "\n\n".join(filter(None, parts))
 
 
-def _facts(op: Op) -> str:
-    """What is not in the docstring: element types, kernels, and the name in torch."""
-    files = dict.fromkeys(one.specialisation.kernel.file for one in axes.launches(op, {}, device.model()))
-    kernels = ", ".join(f"[{file.rpartition('/')[2]}](../kernels_cu/{file})" for file in files)
-    schema = torch_library.returning_schema if op.declaration.returned else torch_library.schema
-    _, *new = show.signatures(op)
-    more = (f"`{name}`: {text.removesuffix('.')}" for name, text in show.of_new(op).items())
-    facts = {
-        "New outputs": "; ".join([*(f"`pyops.{one}`" for one in new), *more]),
-        "Element types": "; ".join(table.element_types(op)),
-        "Kernels": kernels,
-        "In torch": f"`torch.ops.pyops.{schema(op.declaration)}`",
-    }
-    return "\n".join(
-        ["<div class=facts markdown>", "", *(f"- **{k}** {v}" for k, v in facts.items() if v), "", "</div>"]
-    )
+def _facts(name: str, op: Op | None) -> str:
+    """What is not in the docstring: other words for it, and of an op element types, kernels, and the name in torch."""
+    facts = {"Also known as": ", ".join(words.WORDS.get(name, ()))}
+    if op:
+        files = dict.fromkeys(one.specialisation.kernel.file for one in axes.launches(op, {}, device.model()))
+        schema = torch_library.returning_schema if op.declaration.returned else torch_library.schema
+        _, *new = show.signatures(op)
+        more = (f"`{one}`: {text.removesuffix('.')}" for one, text in show.of_new(op).items())
+        facts |= {
+            "New outputs": "; ".join([*(f"`pyops.{one}`" for one in new), *more]),
+            "Element types": "; ".join(table.element_types(op)),
+            "Kernels": ", ".join(f"[{file.rpartition('/')[2]}](../kernels_cu/{file})" for file in files),
+            "In torch": f"`torch.ops.pyops.{schema(op.declaration)}`",
+        }
+    lines = [f"- **{fact}** {text}" for fact, text in facts.items() if text]
+    return "\n".join(["<div class=facts markdown>", "", *lines, "", "</div>"]) if lines else ""
 
 
 def _begin(package: str) -> str:

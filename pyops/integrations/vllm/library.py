@@ -157,14 +157,14 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
             that torch has with a schema that this library knows.
         without: names of ops that are left to vLLM.
 
-        Returns:
-            The replaced ops, without those that `register` defined. They stay replaced until `undo`, even if the result
-            is dropped. Without names, `left` gives the reason for every op in the namespaces of vLLM's compiled
-            libraries that is not replaced.
+    Returns:
+        The replaced ops, without those that `register` defined. They stay replaced until `undo`, even if the result
+        is dropped. Without names, `left` gives the reason for every op in the namespaces of vLLM's compiled
+        libraries that is not replaced.
 
-        Raises:
-            OpError: a name is not an op of vLLM, this library or torch lacks it, or the imported vLLM has another
-                schema. Nothing is replaced. Without names: there is nothing to replace.
+    Raises:
+        OpError: a name is not an op of vLLM, this library or torch lacks it, or the imported vLLM has another
+            schema. Nothing is replaced. Without names: there is nothing to replace.
 
     Examples:
         >>> x, weight = torch.randn(5, 64), torch.rand(64)
