@@ -17,7 +17,7 @@ from ._core.tensors.tensor import TensorArg
 
 
 class TorchMaker:
-    """Torch tensors on `device` from a seed. Outputs are filled with NaN (or the largest integer), never zeros."""
+    """Makes torch tensors on `device`, with data that depends on `seed` alone."""
 
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         self.device = device
@@ -34,7 +34,7 @@ class TorchMaker:
         return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=kind)
 
     def permutation(self, high: int, *shape: int, dtype: str = "int64") -> Any:
-        """Different integers in [0, high), in random order."""
+        """Integers in [0, high) in random order, no two of them equal."""
         order = torch.randperm(high, device=self.device, generator=self.generator, dtype=getattr(torch, dtype))
         return order[: math.prod(shape)].reshape(shape).clone()
 
@@ -61,7 +61,8 @@ class TorchMaker:
         return torch.tensor(values, device=self.device, dtype=getattr(torch, dtype))
 
     def empty(self, *shape: int, dtype: str) -> Any:
-        """An output to be written, filled with NaN for float types, else with bytes of 0xFF."""
+        """A tensor for an op to write. It holds NaN, or bytes of 0xFF for integers, so that a test sees what is not
+        written."""
         kind = getattr(torch, dtype)
         size = dtypes.of(dtype).itemsize  # type: ignore[union-attr]
         count = size
@@ -77,7 +78,10 @@ class TorchMaker:
 
 
 class ArgMaker:
-    """Descriptors (`TensorArg`) without data, for planning on a device that may not exist."""
+    """Makes descriptors (`TensorArg`) without data, for planning on a device that may not exist.
+
+    The methods are those of `TorchMaker`. `op` is the name in errors.
+    """
 
     def __init__(self, device: Device, op: str = "example") -> None:
         self.device, self.op = device, op

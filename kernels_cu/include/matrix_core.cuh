@@ -5,16 +5,18 @@
 // The instructions multiply their first operand by the transpose of the second. Here b is the first operand and a the
 // second, so that a lane's accumulators are adjacent in a row of d. With l the lane and S = MATRIX_SUMS, a lane holds
 //
-//     of the operands    row l % 16, elements of K as below
-//     of d               row l % 16, columns S * (l / 16) + i for i < S
+//     of a and b    row l % 16, a run of its elements along K
+//     of d          row l % 16, columns S * (l / 16) + i for i < S
 //
-// K_LANES lanes share a row of an operand, and each holds a run of its K. The order of K does not matter if both
-// operands have the same order. So a run is a lane's adjacent bytes, whatever elements of K the instruction assigns to
-// them, and its words feed as many instructions as they fill. The tables come from AMD's matrix instruction calculator
-// and ISA documents; tests/host/test_matrix_cores.py holds them.
+// K_LANES lanes share a row of an operand, and each holds a run: adjacent bytes of the row in memory. The instruction
+// may define other values of k for these registers. That only permutes the terms of the sum over k, because both
+// operands are loaded the same way. A run may be longer than the operand of one instruction; then matrix_multiply
+// issues several. tests/host/test_matrix_cores.py compares this header with the tables of AMD's matrix instruction
+// calculator and ISA documents.
 //
-// WMMA of gfx11 takes all of K in each lane, in both half-waves, and its accumulator i is column 2 * i + l / 16 of d.
-// matrix_row() permutes the rows of b that the lanes load, so that accumulator i is column 8 * (l / 16) + i here, too.
+// gfx11 is different. Each lane holds a whole row along K, and lanes l and l + 16 hold the same row. Accumulator i of
+// its WMMA is column 2 * i + l / 16 of d. matrix_row() permutes the rows of b that the lanes load, so that accumulator
+// i is column 8 * (l / 16) + i, as above.
 #pragma once
 #include "widen.cuh"
 
@@ -33,12 +35,13 @@ constexpr MatrixCore MATRIX_CORE = WMMA_12;
 #else
 constexpr MatrixCore MATRIX_CORE = NO_MATRIX_CORE;
 #endif
-constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // accumulators of a lane
-constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;          // lanes that share a row
-constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 elements of 16 bits
+constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                           // accumulators of a lane
+constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;  // lanes that share a row
+// 32-bit words that a lane holds of an operand with K = 16 and 16-bit elements.
+constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;
 
-// Whether the matrix cores take elements of T. Other fp8 formats are converted to float16, which represents every fp8
-// value.
+// Whether the matrix cores of this architecture take elements of T. Callers convert the other fp8 formats to float16,
+// which represents every fp8 value.
 template <typename T> constexpr bool MATRIX_TAKES = sizeof(T) == 2 || is_same<T, int8_t>;
 #if defined(__gfx942__)
 template <> constexpr bool MATRIX_TAKES<fp8_e4m3fnuz_t> = true;
@@ -55,7 +58,7 @@ DEVICE int matrix_run(int lane) { return MATRIX_CORE == WMMA_11 ? 0 : lane / 16;
 #if PYOPS_HIP
 template <typename T, int N> using native_t = T __attribute__((ext_vector_type(N)));
 
-// Makes the operand of an instruction from its words.
+// Returns the words as the vector type that an instruction takes as operand.
 template <typename To>
 DEVICE To operand_of(const uint32_t* words) {
     To value;
@@ -64,15 +67,16 @@ DEVICE To operand_of(const uint32_t* words) {
 }
 #endif
 
-// Keeps the compiler from hoisting operand loads above this call. On gfx11, with operands of eight words, it would load
-// more of them at a time than fit in registers.
+// Keeps the compiler from hoisting operand loads above this call. On gfx11, where an operand is eight words, it would
+// hoist more loads than fit in registers.
 DEVICE void order_loads() {
 #if PYOPS_HIP
     if constexpr (MATRIX_CORE == WMMA_11) __builtin_amdgcn_sched_barrier(0);
 #endif
 }
 
-// order_loads for the steps of a loop with operands of MATRIX_WORDS words: 16 words are loaded at a time.
+// The same in an unrolled loop over k-steps, on every AMD GPU: the compiler may load 16 words ahead, the operands of
+// 16 / MATRIX_WORDS steps.
 DEVICE void order_steps(int step) {
 #if PYOPS_HIP
     if (step % (16 / MATRIX_WORDS) == 0) __builtin_amdgcn_sched_barrier(0);
@@ -88,7 +92,8 @@ DEVICE void keep_sums(float (&sums)[SUMS]) {
 #endif
 }
 
-// d += a * b^T, for elements of T; int8 accumulates in int32. It uses the fewest instructions that consume all words.
+// d += a * b^T, for elements of T; int8 accumulates in int32, other types in float. The architecture's instruction with
+// the largest K that divides the run is issued once for each part of the run.
 template <typename T, int WORDS, typename Sum>
 DEVICE void matrix_multiply(Sum (&sums)[MATRIX_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS]) {
     static_assert(MATRIX_TAKES<T>);

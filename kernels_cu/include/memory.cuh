@@ -27,7 +27,7 @@ DEVICE void prefetch_line(const void* address) {
 #endif
 }
 
-// Prefetches line number `line` of the array of elements 0 ... last, if the array has such a line.
+// Prefetches 128 bytes, line number `line`, of the array with elements 0 to `last`, if the array has that line.
 template <typename T>
 DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
     const int64_t first = line * (128 / int(sizeof(T)));
@@ -62,8 +62,8 @@ DEVICE uint32_t unknown_bits(uint32_t x) {
     return x;
 }
 
-// keep_loads for the assembler (ptxas) as well: it ignores keep_loads, but moves no load across a warp barrier. Every
-// lane of the warp takes part. It costs no instruction.
+// As keep_loads, but also for ptxas, which ignores the asm of keep_loads and moves no load across a warp barrier. Every
+// lane of the warp takes part. The barrier costs no instruction.
 DEVICE void keep_loads_of_warp() {
 #if !PYOPS_HOST
     sync_warp();
@@ -176,10 +176,10 @@ DEVICE index_t load_index(const index_t* address) {
     return FRESH ? load_fresh(address) : *address;
 }
 
-// Two floats passed to another block of the launch through memory that held zeros. They are stored with all bits
-// inverted and never as zero words, so the reader sees from the words themselves whether they have been stored, and
-// neither block needs a fence. A reader that knows that the other block has stored them polls `load`; on the host one
-// `load` suffices, because blocks run one after another (PASSES_AT_ONCE).
+// Two floats that one block of a launch passes to another through memory that held zeros. Each word holds the inverted
+// bits of a float and is never zero, so a word that is not zero has arrived, and neither block needs a fence. A reader
+// that knows from a counter that the other block has issued its stores polls `load` until they arrive. On the host
+// blocks run one after another, so the first `load` has them (PASSES_AT_ONCE).
 constexpr bool PASSES_AT_ONCE = PYOPS_HOST;
 struct alignas(8) PassedPair {
     uint32_t words[2];
@@ -196,7 +196,7 @@ struct alignas(8) PassedPair {
         words[1] = second;
 #endif
     }
-    // Returns whether both floats have been stored.
+    // Returns whether both floats have arrived.
     DEVICE bool load(float& x, float& y) const {
         uint32_t first, second;
 #if PYOPS_CUDA
@@ -217,5 +217,5 @@ struct alignas(8) PassedPair {
     }
 
 private:
-    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // never 0: one NaN changes
+    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // 0 -> 1: NaN remains NaN
 };

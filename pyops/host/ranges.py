@@ -1,4 +1,4 @@
-"""Memory that a launch on the host may access."""
+"""Memory that a launch on the host backend may access; the backend reports any other access as out of bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Memory that a launch may access: a tensor, by its name, or a workspace."""
+    """A range of memory. `name` is its name in errors: that of a tensor's argument, "a workspace" and the like."""
 
     name: str
     address: int

@@ -1,4 +1,4 @@
-"""Dense decoders: a row of a table for each family, and a function for families that need more than a row."""
+"""Dense decoders: `FAMILIES` has a row for each, with a function for what a row cannot say (`Family.fields`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .parts import Multipliers, Names, Norms
 from .rope import Rope
 from .rope_families import ROPE_FAMILIES
 
-_Values = dict[str, Any]
-_NEOX_ROTARY_FACTOR = 0.25
+_Values = dict[str, Any]  # the fields of config.json, with defaults
+_NEOX_ROTARY_FACTOR = 0.25  # default of ``rotary_pct``
 
 
 def _mistral(values: _Values, layers: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _ministral(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _qwen2(values: _Values, layers: int) -> dict[str, Any]:
-    """Qwen2: optionally a window in the layers that ``layer_types`` names, or in all from ``max_window_layers`` on."""
+    """Qwen2: with ``use_sliding_window``, the layers in ``layer_types``, or from ``max_window_layers`` on, have one."""
     begin = values["max_window_layers"]
     if not is_integer(begin):
         raise refuse("max_window_layers", "an integer", begin)
@@ -83,17 +83,17 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _step(values: _Values, default: int) -> Any:
-    """The period of layers with full attention; the second name is a private attribute of transformers."""
+    """n, where every n-th layer has full attention; the second name is a private attribute of transformers."""
     return first(values.get("sliding_window_pattern"), values.get("_sliding_window_pattern"), default)
 
 
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 3: Gemma 2 with QK norms; layers with a sliding window have their own rotary frequencies."""
-    given = ropes_by_kind(values)
+    ropes = ropes_by_kind(values)
     theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
-    full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
-    own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
-    sliding = Rope.parse(values | own)
+    full = Rope.parse(values | {"rope_parameters": ropes.get(FULL), "rope_theta": theta})
+    local = {"rope_parameters": ropes.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
+    sliding = Rope.parse(values | local)
     kinds = layer_kinds(values, pattern(layers, _step(values, 6)))
     # Attention logits have no soft cap in Gemma 3, even if the file gives one.
     return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
@@ -138,15 +138,15 @@ def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
 def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
     """SmolLM3: some layers, by default every fourth, have no rotary embedding."""
     step = size("no_rope_layer_interval", first(values.get("no_rope_layer_interval"), 4))
-    turns = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])
-    if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
-        raise refuse("no_rope_layers", f"0 or 1 for each of {layers} layers", turns)
-    rope, turns = Rope.parse(values), turns[:layers]
+    rotates = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])  # 1: has RoPE
+    if not isinstance(rotates, list) or len(rotates) < layers or not all(value in (0, 1) for value in rotates):
+        raise refuse("no_rope_layers", f"0 or 1 for each of {layers} layers", rotates)
+    rope, rotates = Rope.parse(values), rotates[:layers]
     window = window_of(values) if flag(values, "use_sliding_window") else 0
-    kinds = layer_kinds(values, [SLIDING if window and not one else FULL for one in turns])
+    kinds = layer_kinds(values, [SLIDING if window and not value else FULL for value in rotates])
     return {
         "rope": rope,
-        "layer_ropes": tuple(rope if one else None for one in turns),
+        "layer_ropes": tuple(rope if value else None for value in rotates),
         "sliding_windows": tuple(window if kind == SLIDING else 0 for kind in kinds),
     }
 
@@ -165,28 +165,28 @@ def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
-    """GPT-NeoX: by default a parallel block with two norms; the fields of the rotary embedding have other names."""
-    found = values | {"rope_theta": values.get("rotary_emb_base")}
+    """GPT-NeoX: by default a parallel block with two norms; ``rotary_emb_base`` is ``rope_theta`` of other families."""
+    renamed = values | {"rope_theta": values.get("rotary_emb_base")}
     return {
         "num_key_value_heads": values["num_attention_heads"],
         "qkv_by_head": flag(values, "qkv_by_head", True),  # false in GGUF files, which order the rows differently
         "has_gate": False,
         "parallel_residual": flag(values, "use_parallel_residual", True),
-        "rope": Rope.parse(found, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),
+        "rope": Rope.parse(renamed, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),
     }
 
 
 def _renamed_falcon(values: _Values) -> _Values:
-    """Rename Falcon's sizes. It has one KV head, or as many as query heads, or a field for it (new architecture)."""
+    """Rename Falcon's sizes. Only the new architecture has GQA; the old one has one KV head (MQA), or MHA."""
     heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
-    kv_heads, given = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
+    kv_heads, num_kv_heads = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
     if flag(values, "new_decoder_architecture"):
-        kv_heads = first(given, heads)
-    channels = values.get("ffn_hidden_size")
-    if channels is None and isinstance(hidden_size, int):
-        channels = 4 * hidden_size
-    found = {"num_key_value_heads": kv_heads, "intermediate_size": channels, "hidden_act": values.get("activation")}
-    return values | found
+        kv_heads = first(num_kv_heads, heads)
+    mlp_size = values.get("ffn_hidden_size")
+    if mlp_size is None and isinstance(hidden_size, int):
+        mlp_size = 4 * hidden_size
+    renamed = {"num_key_value_heads": kv_heads, "intermediate_size": mlp_size, "hidden_act": values.get("activation")}
+    return values | renamed
 
 
 def _falcon(values: _Values, layers: int) -> dict[str, Any]:
@@ -196,15 +196,15 @@ def _falcon(values: _Values, layers: int) -> dict[str, Any]:
         raise refuse("alibi", "false", True)
     if is_new and not is_parallel:
         raise refuse("parallel_attn", "true with new_decoder_architecture", False)
-    count = first(values.get("num_ln_in_parallel_attn"), 2 if is_new else 1)
-    if count not in (1, 2) or (count == 2 and not is_new):
-        raise refuse("num_ln_in_parallel_attn", "1, or 2 with new_decoder_architecture", count)
+    norms = first(values.get("num_ln_in_parallel_attn"), 2 if is_new else 1)
+    if norms not in (1, 2) or (norms == 2 and not is_new):
+        raise refuse("num_ln_in_parallel_attn", "1, or 2 with new_decoder_architecture", norms)
     return {
-        "names": _FALCON_NAMES._replace(input_norm="ln_attn", mlp_norm="ln_mlp") if count == 2 else _FALCON_NAMES,
+        "names": _FALCON_NAMES._replace(input_norm="ln_attn", mlp_norm="ln_mlp") if norms == 2 else _FALCON_NAMES,
         "qkv_by_head": is_new or not flag(values, "multi_query", True),
         "has_gate": False,
         "parallel_residual": is_parallel,
-        "shares_norm": is_parallel and count == 1,
+        "shares_norm": is_parallel and norms == 1,
     }
 
 
@@ -218,6 +218,7 @@ _FALCON_NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
+# The defaults of transformers, for fields that a config.json does not have.
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
 _GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA2_NAMES = Names(

@@ -1,7 +1,8 @@
 """Fields of a model's files: which of them were read, and how the others are treated.
 
-A field that is not read may be in `HARMLESS`, because no token depends on it, or in `NEUTRAL`, with the only values
-that change no token; other values are refused. A warning names every other field that is not read.
+If a family reads no field of some name, three things can happen. `HARMLESS` lists fields that never change what the
+model generates: they are ignored. `NEUTRAL` lists fields that may change it, with the values that do not: other values
+are refused. A warning names any other field.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from .config_values import refuse
 
-# No token depends on these fields. A field of a nested object is listed by the last part of its name.
+# Fields that do not change the generated tokens. A field of a nested object is listed by the last part of its name.
 HARMLESS = {
     # provenance of the file, and how transformers builds its module
     *("_name_or_path", "model_type", "transformers_version", "auto_map", "return_dict", "id2label", "label2id"),
@@ -47,8 +48,7 @@ HARMLESS = {
     # Nemotron-H: choices of kernels, and sizes that follow from other fields
     *("use_mamba_kernels", "moe_shared_expert_overlap", "expand", "n_shared_experts"),
 }
-# Tokens depend on these fields in models that have them. If a family does not read a field, only these values of it
-# are accepted.
+# Fields that change the generated tokens in families that read them. Elsewhere only these values and null are accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -77,7 +77,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
-# Fields of ``quantization_config``: how the weights were quantized, and choices of kernels.
+# Fields of the objects in `_QUANTIZATION`. They say how the weights were quantized, or choose a kernel.
 HARMLESS_OF_QUANTIZATION = {
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "dataset", "tokenizer", "batch_size"),
     *("pad_token_id", "max_input_length", "cache_block_outputs", "block_name_to_quantize", "model_seqlen", "meta"),
@@ -86,8 +86,8 @@ HARMLESS_OF_QUANTIZATION = {
     *("global_compression_ratio", "version", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     *("block_structure", "modules_to_not_convert", "producer"),
 }
-# Fields of ``generation_config.json`` that the caller of the engine decides. Sampling parameters are not listed, so
-# that a warning says that the file's values are not used.
+# Fields of ``generation_config.json`` that are ignored, because the caller of the engine decides. Sampling parameters
+# are not listed: a warning has to say that the file's values are not used.
 HARMLESS_OF_GENERATION = {
     *(
         "_from_model_config",
@@ -100,11 +100,17 @@ HARMLESS_OF_GENERATION = {
     *("max_length", "max_new_tokens", "output_attentions", "output_hidden_states"),
     *("return_dict_in_generate", "decoder_start_token_id"),
 }
-_QUANTIZATION = ("quantization_config", "compression_config")
+_QUANTIZATION = ("quantization_config", "compression_config")  # the objects with `HARMLESS_OF_QUANTIZATION`
 
 
 class Fields(dict[str, Any]):
-    """A JSON object that remembers which fields of it, and of objects in it, were asked for."""
+    """A JSON object that remembers which fields of it, and of objects in it, were read.
+
+    Args:
+        values: the object.
+        read: paths of the fields that were read, as ``"rope_parameters.factor"``; nested objects and unions share it.
+        at: the path of this object with a final dot, or "" at the top.
+    """
 
     def __init__(self, values: dict[str, Any], read: set[str] | None = None, at: str = "") -> None:
         super().__init__(values)
@@ -133,22 +139,22 @@ class Fields(dict[str, Any]):
         return Fields(super().__ror__(other), self._read, self._at)
 
     def unread(self) -> dict[str, Any]:
-        """{path: value} of the fields that nobody asked for, except null values."""
-        found: dict[str, Any] = {}
+        """{path: value} of the fields that were not read, except null values."""
+        values: dict[str, Any] = {}
         for name, value in dict.items(self):
             path = f"{self._at}{name}"
             if path not in self._read:
-                found |= {} if value is None else {path: value}
+                values |= {} if value is None else {path: value}
             elif isinstance(value, dict):
-                found |= Fields(value, self._read, f"{path}.").unread()
-        return found
+                values |= Fields(value, self._read, f"{path}.").unread()
+        return values
 
 
 def check_unread(values: Fields, file: str, harmless: Collection[str] = HARMLESS) -> None:
-    """A warning that names the fields that were not read and are not `harmless`, once for a process.
+    """Warn of the fields that were not read and are neither `harmless` nor neutral.
 
     Raises:
-        ModelError: a field has a value that is not neutral.
+        ModelError: a field in `NEUTRAL` has another value.
     """
     unknown = []
     for path, value in values.unread().items():

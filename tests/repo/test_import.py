@@ -14,6 +14,7 @@ from pyops.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[2]
 
+# Python code that makes imports of the packages in BLOCKED fail, as if they were not installed.
 BLOCK = """
 import sys
 
@@ -28,8 +29,9 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run(code: str, **environment: str) -> str:
-    words = [sys.executable, "-W", "error", "-c", BLOCK + code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | environment)
+    """What `code` prints in another process, after `BLOCK`. Warnings are errors."""
+    command = [sys.executable, "-W", "error", "-c", BLOCK + code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -123,12 +125,13 @@ import pyops
 import os
 for path, mode, flags in opened:
     assert str(path).endswith((".py", ".pyc", ".so")) or ".pyc." in str(path), path
-    # Python itself writes its own byte code, and nothing else is written.
+    # Python writes the byte code of modules; no other file may be opened for writing.
     assert ".pyc" in str(path) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT), (path, mode, flags)
 assert opened
 """)
 
 
+# Prints the time of importing pyops after numpy, relative to the time of importing numpy.
 TIMES = """
 import time
 times = [time.thread_time()]
@@ -141,10 +144,10 @@ print((times[2] - times[1]) / (times[1] - times[0]))
 
 
 def test_import_is_fast(tmp_path: Path) -> None:
-    """From byte code, which pip writes at installation. It takes some four times as long as importing numpy.
+    """With byte code, which pip writes at installation, importing pyops takes some four times as long as numpy.
 
-    Processor time of one thread is compared with that of other work in the same process, because a busy machine slows
-    both.
+    The unit is the import of numpy in the same process, in processor time of one thread, because a busy machine slows
+    both imports.
     """
     byte_code = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     assert min(float(run(TIMES, **byte_code)) for _ in range(5)) < 6
@@ -161,7 +164,7 @@ except pyops.MissingDependencyError as error:
     assert "needs torch" in str(error) and "pip install" in str(error) and "[torch]" in str(error), error
 else:
     raise AssertionError("no error")
-try:  # what is wrong with the call is said first
+try:  # a wrong argument is reported before the missing package
     pyops.rms_norm(out[:1], x, None, 1e-6)
 except pyops.OpError as error:
     assert error.argument == "out"

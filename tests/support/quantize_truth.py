@@ -1,5 +1,7 @@
-"""The independent truth for quantising ops, in numpy: float64 arithmetic, rounded to float32 where the definition
-is."""
+"""The expected results of quantising ops, computed in numpy, independently of pyops.
+
+The arithmetic is float64. `f32` rounds a value to float32 wherever the op's definition does.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8, FNUZ, INT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8
-LARGEST = {FP8: 448.0, FNUZ: 224.0}
+LARGEST = {FP8: 448.0, FNUZ: 224.0}  # the largest magnitude that quantisation writes; e4m3fnuz itself reaches 240
 LIMITS = {FP8: (-448.0, 448.0), FNUZ: (-224.0, 224.0), INT8: (-128.0, 127.0)}
-E4M3 = pytest.mark.parametrize("kind", LARGEST)
+E4M3 = pytest.mark.parametrize("kind", LARGEST)  # tests with this mark run for both e4m3 dtypes
 
 
 @pytest.fixture(autouse=True)
 def _quietly() -> Any:
-    """Silence numpy: divisions by zero and overflows are part of the truth."""
+    """Silence numpy: divisions by zero and overflows are intended here."""
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -31,17 +33,22 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", 
 
 
 def new(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """An output to be written, filled with bytes that are never a right answer."""
+    """An output to be written, filled with 0x55 bytes, which the tests expect nowhere."""
     size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
     return torch.full((size,), 0x55, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
 def exact(x: Any) -> Any:
+    """The values of a tensor or an array as a float64 array."""
     return (x.detach().cpu().double().numpy() if isinstance(x, torch.Tensor) else numpy.asarray(x)).astype("float64")
 
 
 def f32(x: Any) -> Any:
-    """float64 values rounded to float32. (A quotient or product of two float32 then has a single rounding.)"""
+    """float64 values rounded to float32, as float64.
+
+    The quotient or product of two float32 values, computed in float64 and passed to `f32`, is what float32 arithmetic
+    gives: float64 has enough bits that rounding twice does no harm.
+    """
     return numpy.asarray(x, "float64").astype("float32").astype("float64")
 
 
@@ -52,7 +59,10 @@ _VALUES = numpy.array(
 
 
 def nearest(x: Any, values: Any) -> tuple[Any, Any]:
-    """(the index of the nearest of these magnitudes, ties to the even one, saturating; whether x is negative)."""
+    """(index of the magnitude in `values` nearest to abs(x), whether x is negative).
+
+    A tie takes the even index, which has an even mantissa. Magnitudes above the last saturate; NaN counts as 0.
+    """
     magnitude = numpy.minimum(numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=values[-1]), values[-1])
     above = numpy.searchsorted(values, magnitude)
     below = numpy.maximum(above - 1, 0)
@@ -63,29 +73,33 @@ def nearest(x: Any, values: Any) -> tuple[Any, Any]:
 
 
 def fp8(x: Any, nan: int = 0x7E, kind: torch.dtype = FP8) -> Any:
-    """e4m3 encodings; those of e4m3fnuz saturate at the type's own maximum."""
+    """The nearest e4m3 encodings, saturating at 448, or at 240 for e4m3fnuz. NaN becomes the encoding `nan`.
+
+    The default 0x7E is what quantisation writes for NaN: 448, or 224 for e4m3fnuz.
+    """
     code, negative = nearest(x, _VALUES[:127] if kind is FP8 else _VALUES / 2)
     if kind is FNUZ:
-        negative &= code != 0
+        negative &= code != 0  # e4m3fnuz has no -0: 0x80 is its NaN
     return numpy.where(numpy.isnan(x), nan, code | (negative << 7)).astype("uint8")
 
 
 def int8(x: Any) -> Any:
-    """To nearest even, saturating; NaN is 0."""
+    """Rounds to nearest even, saturating; NaN becomes 0."""
     return numpy.clip(numpy.rint(numpy.nan_to_num(x, nan=0.0)), -128, 127).astype("int8")
 
 
 def int32(x: Any) -> Any:
-    """To nearest even, saturating; NaN is 0. As int64."""
+    """Rounds to nearest even, saturating at the limits of int32; NaN becomes 0. The result is an int64 array."""
     return numpy.clip(numpy.rint(numpy.nan_to_num(x, nan=0.0)), -(2.0**31), 2.0**31 - 1).astype("int64")
 
 
 def absmax(x: Any) -> Any:
+    """The largest magnitude of each row, NaN ignored."""
     return numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=numpy.inf).max(-1, keepdims=True)
 
 
 def saturated(x: Any, kind: torch.dtype) -> Any:
-    """e4m3 encodings within the range that quantisation produces."""
+    """e4m3 encodings, saturating at `LARGEST`, as quantisation does."""
     return fp8(numpy.clip(x, -LARGEST[kind], LARGEST[kind]), kind=kind)
 
 
@@ -95,12 +109,14 @@ def static_fp8(x: Any, scale: Any, kind: torch.dtype = FP8) -> Any:
 
 
 def static_int8(x: Any, scale: Any, azp: int | None) -> Any:
+    """int8 with a given scale and, for asymmetric quantisation, the zero point `azp`."""
     if azp is None:
         return int8(f32(x / f32(scale)))
     return numpy.clip(int32(f32(x * f32(1.0 / f32(scale)))) + azp, -128, 127).astype("int8")
 
 
 def token_fp8(x: Any, bound: float | None, kind: torch.dtype = FP8) -> tuple[Any, Any]:
+    """(encodings, a dynamic scale for each row). `bound` is an upper bound of the absmax, not of the scale."""
     absmax_ = absmax(x) if bound is None else numpy.fmin(absmax(x), bound)
     scale = numpy.maximum(f32(absmax_ / LARGEST[kind]), f32(1 / (LARGEST[kind] * 512)))
     return saturated(f32(x / scale), kind), scale
@@ -113,16 +129,16 @@ def token_int8(x: Any) -> tuple[Any, Any]:
 
 
 def token_azp(x: Any) -> tuple[Any, Any, Any]:
-    """Quantise row by row."""
+    """(int8 values, scales, zero points) of asymmetric dynamic quantisation, row by row."""
     codes, scales, zeros = [], [], []
     for row in x.reshape(-1, x.shape[-1]):
         numbers = row[~numpy.isnan(row)]
         low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
         scale = f32(f32(high - low) / 255)
-        if not numpy.isfinite(f32(1 / scale)):
+        if not numpy.isfinite(f32(1 / scale)):  # as for a constant row: the range is extended to include 0
             low, high = min(low, 0.0), max(high, 0.0)
             scale = f32(f32(high - low) / 255)
-        if numpy.isinf(f32(1 / scale)):
+        if numpy.isinf(f32(1 / scale)):  # still, as for a row of zeros
             scale = numpy.float64(1.0)
         zero = int32(f32(-128 - f32(low / scale)))
         codes.append(numpy.clip(int32(f32(row * f32(1 / scale))) + zero, -128, 127).astype("int8"))
@@ -140,11 +156,16 @@ def grouped(
     limits: Any = None,
     rounded: Any = numpy.trunc,
 ) -> tuple[Any, Any]:
+    """(values, scales) with one dynamic scale for each `size` adjacent elements.
+
+    The scale maps the absmax of a group, at least `eps`, to the upper one of `limits`; `power_of_two` rounds it up to a
+    power of two. `rounded` rounds to int8. NaN becomes the lower limit.
+    """
     low, high = limits or LIMITS[dtype]
     groups = x.reshape(-1, x.shape[-1] // size, size)
     scale = f32(numpy.maximum(absmax(groups), f32(eps)) / high)
     if power_of_two:
-        mantissa, exponent = numpy.frexp(numpy.maximum(scale, f32(1e-10)))  # 0.5 is a power of two, 0.75 is none
+        mantissa, exponent = numpy.frexp(numpy.maximum(scale, f32(1e-10)))  # mantissa 0.5: already a power of two
         scale = numpy.where(numpy.isinf(scale), scale, numpy.ldexp(1.0, exponent - (mantissa == 0.5)))
     quotient = f32(groups / scale)
     y = numpy.where(numpy.isnan(quotient), low, numpy.clip(quotient, low, high)).reshape(x.shape)
@@ -152,7 +173,7 @@ def grouped(
 
 
 def same(actual: torch.Tensor, expected: Any) -> None:
-    """Quantized values by their bits, scales as numbers."""
+    """Assert that fp8 values have equal bits and that other values are equal numbers, or both NaN."""
     found = actual.cpu()
     if found.dtype in LARGEST:
         found = found.view(torch.uint8)

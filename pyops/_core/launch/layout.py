@@ -1,4 +1,4 @@
-"""Memory layout of a kernel's parameters: eight-byte words, a pointer to each parameter, then tensor maps."""
+"""Parameter blocks: eight-byte values, the driver's array of pointers to all values, then tensor maps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .kernel import Kernel, Launch
 from .scratch import Scratch
 from .tensor_map import Placed, TensorMap
 
-# Scalars that are read at every call: (name, struct format used where no kernel takes the word).
+# The op's scalars that are read at every call, and their struct formats where no kernel has a parameter of the name.
 Runtime = tuple[tuple[str, str], ...]
 
 
 class Layout(NamedTuple):
-    """Layout of a parameter block: words of every call, constants of the plan, the driver's void* array, tensor maps.
+    """Layout of a parameter block: per-call words, constants of the plan, ``kernelParams`` (a void*[]), tensor maps.
 
     Attributes:
         words: {name: struct format} of the per-call words that the kernel takes.
-        pack_words: (buffer, 0, *words). pack_rest: (buffer, start, *constants, *pointers).
-        start: offset of the constants; constants: their names.
-        pointers: offset of the void* array; targets: offsets of what its entries point to.
-        maps: {name: offset} of the tensor maps.
-        buffer_type: a ctypes array that holds all of it at any alignment of the array.
+        pack_words: takes (buffer, 0, *words). pack_rest: takes (buffer, start, *constants, *pointers).
+        start: byte offset of the constants; constants: their names.
+        pointers: byte offset of kernelParams; targets: for each of its entries, the byte offset that it points to.
+        maps: {name: byte offset} of the tensor maps.
+        buffer_type: a ctypes array type for the block, with spare bytes to align the tensor maps.
     """
 
     words: dict[str, str]
@@ -45,9 +45,11 @@ class Layout(NamedTuple):
 def layout(
     kernel: Kernel, tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...], fixed: tuple[str, ...]
 ) -> Layout:
-    """The layout for a kernel with parameters fed by the op's `tensors`, `runtime` and keyed `scalars`, and by `fixed`.
+    """The layout for `kernel`, which takes each parameter by its name from the other arguments.
 
-    Raises TypeError for a parameter that nothing feeds and for a fixed value that no parameter takes.
+    `tensors` and `runtime` are per-call words. `scalars`, which are part of the plan's key, and `fixed`, the values
+    that the plan gives, are constants. Raises TypeError for a parameter that none of them has, and for a fixed value
+    that no parameter takes.
     """
     for name in set(fixed) - {parameter for _, parameter in kernel.signature.parameters}:
         raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
@@ -87,7 +89,7 @@ def layout(
 
 
 def packer(tensors: tuple[str, ...], runtime: Runtime, formats: Mapping[str, str]) -> Callable[..., None]:
-    """pack(buffer, 0, *words), for kernels that take some of the words in these formats."""
+    """``pack(buffer, 0, *words)`` for all per-call words, with the kernels' `formats` for the words that they take."""
     all_formats = dict.fromkeys(tensors, "Q") | dict(runtime) | dict(formats)
     return Struct("<" + "".join(all_formats.values())).pack_into
 
@@ -95,7 +97,7 @@ def packer(tensors: tuple[str, ...], runtime: Runtime, formats: Mapping[str, str
 def common_packer(
     launches: Sequence[Launch], tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...]
 ) -> Callable[..., None]:
-    """pack(buffer, 0, *words), for launches that share the words of a call."""
+    """``pack(buffer, 0, *words)`` for all `launches` of a plan: their buffers begin with the same words."""
     formats: dict[str, str] = {}
     for launch in launches:
         kernel, (names, fixed) = launch.specialisation.kernel, launch.names(tensors)
@@ -106,12 +108,13 @@ def common_packer(
 
 
 class Buffer(NamedTuple):
-    """The parameter block of one launch, complete except for the words that each call packs.
+    """The parameter block of one launch, complete except for per-call words, addresses of workspaces, and maps.
 
     Attributes:
-        parameters: address of the void* array.
-        workspaces: (offset of an address, the scratch memory that it points to).
-        maps: (address to write to, tensor map).
+        pack: takes (memory, 0, *words).
+        parameters: address of kernelParams in `memory`.
+        workspaces: (byte offset in `memory`, the scratch memory with the address to write there).
+        maps: (address in `memory`, the tensor map to encode there).
     """
 
     pack: Callable[..., None]
@@ -125,20 +128,20 @@ def buffer(launch: Launch, tensors: tuple[str, ...], runtime: Runtime, scalars: 
     """The parameter block of `launch`, with the plan's constants packed."""
     values: dict[str, Any] = {**scalars, **launch.fixed} if scalars else launch.fixed
     names, fixed = launch.names(tensors)
-    found = layout(launch.specialisation.kernel, names, runtime, tuple(scalars), fixed)
+    block = layout(launch.specialisation.kernel, names, runtime, tuple(scalars), fixed)
     for name, value in launch.fixed.items():
-        if isinstance(value, TensorMap) != (name in found.maps):
-            expected = "a TensorMap" if name in found.maps else "no TensorMap"
+        if isinstance(value, TensorMap) != (name in block.maps):
+            expected = "a TensorMap" if name in block.maps else "no TensorMap"
             raise TypeError(f"{launch.specialisation.kernel.file}: {name} takes {expected}, got {value}")
-    constants = [values[name] for name in found.constants]
-    workspaces = tuple((found.start + 8 * i, value) for i, value in enumerate(constants) if isinstance(value, Scratch))
+    constants = [values[name] for name in block.constants]
+    workspaces = tuple((block.start + 8 * i, value) for i, value in enumerate(constants) if isinstance(value, Scratch))
     if workspaces:
         constants = [0 if isinstance(value, Scratch) else value for value in constants]
-    memory: Any = found.buffer_type()
-    if found.maps:
+    memory: Any = block.buffer_type()
+    if block.maps:  # begin the buffer at a multiple of ALIGNMENT, so that the maps are aligned
         skipped = -ctypes.addressof(memory) % tensor_map.ALIGNMENT
         memory = (ctypes.c_char * (len(memory) - skipped)).from_buffer(memory, skipped)
     base = ctypes.addressof(memory)
-    found.pack_rest(memory, found.start, *constants, *[base + offset for offset in found.targets])
-    maps = tuple((base + offset, values[name]) for name, offset in found.maps.items())
-    return Buffer(found.pack_words, memory, base + found.pointers, workspaces, maps)
+    block.pack_rest(memory, block.start, *constants, *[base + offset for offset in block.targets])
+    maps = tuple((base + offset, values[name]) for name, offset in block.maps.items())
+    return Buffer(block.pack_words, memory, base + block.pointers, workspaces, maps)

@@ -1,4 +1,4 @@
-"""Kernel sources: one flat, self-contained text per specialisation, and the C signature in it."""
+"""Kernel sources: one text per specialisation, with all headers inlined, and the C signature in it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
 _AWAITS = re.compile(r"\{\s*(?:(?:const \w+ \w+ = )?prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
-TENSOR_MAP = "128s"
-# Conversion of a Python value to the eight bytes of a kernel parameter, or to the 128 bytes of a tensor map.
+TENSOR_MAP = "128s"  # the 128 bytes of a tensor map
+# {C type of a kernel parameter: struct format of its value, padded to eight bytes}.
 _FORMATS = {
     "float": "f4x",
     "double": "d",
@@ -31,11 +31,10 @@ _FORMATS = {
 
 
 def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> str:
-    """Text of a source with its quoted includes inlined, each header once, with #line before every piece.
+    """The source `name` with its quoted includes inlined, each header once; #line keeps the line numbers of the files.
 
-    `text` is that of a source that no file holds. What it includes are headers of `kernels_cu` all the same.
-
-    A header is looked for next to the file that includes it, then in `include/` (`header`).
+    `seen` has the names of the sources that are already inlined, and grows. `text` is the source itself if no file of
+    `kernels_cu` holds it; its includes are headers of `kernels_cu` all the same. `header_of` finds a header.
     """
     seen = set() if seen is None else seen
     seen.add(name)
@@ -61,17 +60,17 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
 def header_of(folder: str, name: str) -> str:
     """The path of the header that a file in `folder` includes as `name`: next to the file, else in `include/`.
 
-    A name with a folder, such as ``"linear/dequant.cuh"``, is a path in `kernels_cu`, for kernels that no file holds.
+    A name with a folder, such as ``"linear/dequant.cuh"``, is a path in `kernels_cu`: a source without a file needs it.
     """
     if "/" in name:
         return name
-    beside = f"{folder}/{name}"
-    return beside if folder == "host" or beside in kernels_cu.names() else f"include/{name}"
+    sibling = f"{folder}/{name}"
+    return sibling if folder == "host" or sibling in kernels_cu.names() else f"include/{name}"
 
 
 @cache
 def _flat(name: str, text: str | None) -> tuple[str, str]:
-    """(the element types, the rest): the constants of a specialisation go between the two."""
+    """(number.cuh, the rest): the constants of a specialisation go between them, as they use its element types."""
     seen: set[str] = set()
     return inline("include/number.cuh", seen), inline(name, seen, text)
 
@@ -87,12 +86,12 @@ def _declaration(name: str, value: Any) -> str:
 
 
 def describe(constants: dict[str, Any]) -> str:
-    """The specialisation as a person reads and types it: ``scalar_t=bfloat16 HIDDEN_SIZE=4096 ...``."""
+    """The constants as people read and type them: ``scalar_t=bfloat16 HIDDEN_SIZE=4096 ...``."""
     return " ".join(f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in constants.items())
 
 
 def flatten(name: str, constants: dict[str, Any], text: str | None = None) -> str:
-    """The whole text of one specialisation of the kernel file `name`, or of `text`, so named; this is its cache key."""
+    """The whole text of one specialisation, which is also its cache key. The source is `text`, or the file `name`."""
     types, body = _flat(name, text)
     declarations = "\n".join(_declaration(key, value) for key, value in constants.items())
     return f'// {name} {describe(constants)}\n{types}\n#line 1 "constants"\n{declarations}\n{body}\n'
@@ -102,10 +101,10 @@ class Signature(NamedTuple):
     """The one ``extern "C"`` kernel of a file.
 
     Attributes:
-        entry: its name.
-        parameters: (struct format, name) of each.
-        overlaps: its first statement is ``await_previous_kernel();``, so it may start before the previous kernel ends.
-            Before it, only a call of a function named ``prefetch_...``, which only prefetches to a cache, may come.
+        entry: the name of the kernel.
+        parameters: (struct format, name) of each parameter.
+        overlaps: whether programmatic dependent launch is safe, because the kernel's first statement is
+            ``await_previous_kernel();``. Only a call of a ``prefetch_...`` function may precede this statement.
     """
 
     entry: str
@@ -115,7 +114,7 @@ class Signature(NamedTuple):
 
 @cache
 def signature(name: str, text: str | None = None) -> Signature:
-    """The signature of the kernel in the file `name`, or in `text`, so named."""
+    """The signature of the kernel in `text`, or in the file `name`."""
     text = re.sub(r"//[^\n]*", "", kernels_cu.read(name) if text is None else text)
     entries = list(_ENTRY.finditer(text))
     if len(entries) != 1:

@@ -22,8 +22,8 @@ __all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant"]
 
 _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
 _silu_and_mul_per_block_quant = Kernel("activation/silu_and_mul_per_block_quant.cu")
-# silu_and_mul_per_block_quant.cu: elements per thread, and threads of a block; small blocks spread few rows over all
-# SMs.
+# silu_and_mul_per_block_quant.cu: elements per thread, and threads per block. Blocks are small, so that a small M
+# spreads over all SMs.
 _VEC_SIZE, _NUM_THREADS = 8, 128
 
 
@@ -31,8 +31,9 @@ _VEC_SIZE, _NUM_THREADS = 8, 128
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-    The reciprocal is float32. The result saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
-    fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
+    T rounds to the dtype of `input`, and the reciprocal is rounded to float32. The result saturates at +-448 (224 for
+    float8_e4m3fnuz), and NaN becomes the largest fp8 value. `static_scaled_fp8_quant` says what happens if the
+    reciprocal is not finite.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
@@ -95,24 +96,26 @@ def silu_and_mul_per_block_quant(
 ) -> None:
     """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
-    ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-    group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
-    smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
-    maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
+    ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, where T rounds to the dtype of `input`. Each group has the scale
+    ``s = max(min(max|y| / largest, scale_ub), smallest)``, and ``out = quantized(y / s)``; for int8, y is multiplied by
+    the float32 reciprocal of s. ``largest`` is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz and 127 for int8.
+    ``smallest`` is 1 / (512 * largest), and 2^-23 for int8. The maximum ignores NaN; in `out`, NaN becomes the largest
+    fp8 value, or 0 for int8. The op equals `silu_and_mul` followed by this quantization, bit for bit.
 
     Args:
         out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
         input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
-        scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
+        scales: [num_tokens, hidden_size / group_size] float32, written; any strides. num_tokens is the product of the
+            leading dimensions of `out`.
         group_size: 64 or 128.
-        scale_ub: one float32 that bounds every scale; only with fp8.
+        scale_ub: one float32, an upper bound of every scale; only with fp8.
         is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
     """
     gate, up = input.chunk(2, dim=-1)
     y = (torch.nn.functional.silu(gate) * up).float().unflatten(-1, (-1, group_size))
     absmax = fp8.absmax(y)
     if scale_ub is not None:
-        # `scale_ub` bounds the scale itself: as a bound of magnitudes it would be rounded once more.
+        # `fp8.dynamic_codes` takes a bound on absmax. Here the bound applies to the scale, after the division.
         largest = torch.full_like(absmax, fp8.largest_code(out.dtype))
         scale = torch.fmin(absmax / largest, scale_ub.reshape(())).fmax(1.0 / (largest * 512.0))
         codes = fp8.saturate(y / scale, out.dtype)
@@ -168,12 +171,12 @@ def plan_silu_and_mul_per_block_quant(
     return _silu_and_mul_per_block_quant(
         scalar_t=input.dtype,
         code_t=out.dtype,
-        HIDDEN_SIZE=hidden_size or group_size,
+        HIDDEN_SIZE=hidden_size or group_size,  # never 0: the kernel divides by it, and must compile for empty rows
         GROUP_SIZE=group_size,
         ACCESS_SIZE=check.vector_width(_VEC_SIZE, out, input),
         HAS_BOUND=scale_ub is not None,
         NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=2 * min_blocks_of_silu(input),
+        MIN_BLOCKS=2 * min_blocks_of_silu(input),  # which counts blocks of 256 threads; these have 128
     ).launch(
         grid=-(-num_rows * hidden_size // (_VEC_SIZE * _NUM_THREADS)),
         block=_NUM_THREADS,

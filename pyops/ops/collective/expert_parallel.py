@@ -21,21 +21,24 @@ __all__ = ["DispatchedRows", "ExpertParallel"]
 
 _dispatch = Kernel("collective/expert_dispatch.cu")
 _combine = Kernel("collective/expert_combine.cu")
-_GROUP = 128  # elements under one scale, as in expert_rows.cuh
+_GROUP = 128  # elements of a row that share one scale: GROUP_SIZE of expert_rows.cuh
 
 
 class DispatchedRows(NamedTuple):
-    """The tokens of all ranks that a rank received, in memory that the next dispatch of any rank overwrites.
+    """What one rank receives: a row for each token of every rank. The next dispatch of any rank overwrites the memory.
 
-    Row ``t * world_size + r`` is token t of rank r. It is undefined if all of its ids are -1.
+    Row ``t * world_size + r`` is for token t of rank r, where t < `most_tokens`, the argument of `dispatch`. If this
+    rank has none of the token's experts, or rank r has no token t, all ids of the row are -1 and its `rows` and
+    `scales` are undefined.
 
     Attributes:
-        rows: [most_tokens * world_size, hidden_size] of `quant_dtype` if given, else of `dtype`; constant row stride.
+        rows: [most_tokens * world_size, hidden_size] of the `quant_dtype` of `ExpertParallel`, or of its `dtype`
+            without one; constant row stride. An fp8 row is at the start of the memory of its row in `results`.
         topk_ids: [most_tokens * world_size, top_k] int32: local indices of this rank's experts, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
         scales: [most_tokens * world_size, hidden_size / 128] float32, for fp8 rows; None for other rows.
-        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for the argument of `combine`. It is the
-            memory of `rows`, so write it only after `rows` has been read.
+        results: [most_tokens * world_size, hidden_size] of `dtype`: memory into which the caller writes the rows that
+            `combine` takes. It overlaps `rows`, so write it only after `rows` has been read.
     """
 
     rows: Tensor
@@ -46,10 +49,10 @@ class DispatchedRows(NamedTuple):
 
 
 class ExpertParallel:
-    """Experts divided among the GPUs of a node: `dispatch` the tokens, multiply, `combine` the results.
+    """Experts divided among the GPUs of a node: `dispatch` the tokens, run the local experts, `combine` the results.
 
     Rank r has the experts ``r * num_experts / world_size`` to ``(r + 1) * num_experts / world_size - 1``. A token is
-    sent once to each other rank that has one of its experts. Every rank must make every call, in the same order; a
+    sent once to each rank that has at least one of its experts. Every rank must make every call, in the same order; a
     `dispatch` is followed by a `combine`. Both may be captured into CUDA graphs. A kernel that has waited 30 seconds
     for a rank ends with a trap, as in `all_reduce`, and the next call raises a RankError.
 
@@ -66,17 +69,18 @@ class ExpertParallel:
         group: as in `CustomAllReduce`. device: the GPU of this process, with peer access to every other.
         num_experts: number of experts on all ranks; a multiple of the number of ranks.
         max_tokens: most tokens of one rank in a call.
-        hidden_size: elements of a row; a multiple of 16 bytes.
+        hidden_size: elements of a row; the bytes of a row must be a multiple of 16.
         top_k: experts of a token.
-        dtype: dtype of rows: float32, float16 or bfloat16; None for bfloat16.
-        quant_dtype: torch.float8_e4m3fn to send rows quantized by `per_token_group_quant_fp8` in groups of 128; or
-            None. Results are of `dtype`.
+        dtype: dtype of the tokens and of the results: float32, float16 or bfloat16; None for bfloat16.
+        quant_dtype: torch.float8_e4m3fn: `dispatch` quantizes rows as `per_token_group_quant_fp8` does, in groups of
+            128, and sends fp8. None: it sends rows of `dtype`.
 
     Attributes:
-        experts: the experts of this rank.
+        experts: the experts of this rank, a range of indices into all experts.
 
     Raises:
-        OpError: for sizes that the kernels do not support; `dispatch` and `combine` raise it before any launch.
+        OpError: for sizes that the kernels do not support. `dispatch` and `combine` raise it for wrong arguments,
+            before any launch.
     """
 
     def __init__(
@@ -105,33 +109,34 @@ class ExpertParallel:
             "TOP_K": top_k,
             "NUM_EXPERTS": num_experts,
             "UNROLL": unroll(self.world_size),
-            "code_t": dtypes.float8_e4m3fn,
+            "code_t": dtypes.float8_e4m3fn,  # used only with CODES
         }
-        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch to combine next
+        self._sent: tuple[Tensor, int] | None = None  # topk_ids and most_tokens of a dispatch not yet combined
 
     def _map(self) -> None:
         """Allocates signals, rows, ids, weights and scales as one shared allocation."""
         num_rows = self.max_tokens * self.world_size
         groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
         columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
-        of = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
+        kinds = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
         offsets, end = {}, SIGNAL_BYTES
         for name, count in columns.items():
             offsets[name] = end
-            end += -(-num_rows * count * of[name].itemsize // VEC_BYTES) * VEC_BYTES
+            end += -(-num_rows * count * kinds[name].itemsize // VEC_BYTES) * VEC_BYTES
         self._offsets = {f"{name}_offset": offsets[name] for name in ("ids", "weights", "scales")}
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             memory = self._memory = GroupMemory(self.group, end)
+            # The host backend is told that other ranks access the memory before and after this rank's kernels.
             keep(memory.addresses[memory.rank], early=True)
-            table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
+            table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)  # the addresses of all signals
             self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
             own = memory.own(self.device)
             self._rows, self._ids, self._weights, self._scales = (
-                own[offsets[name] :][: num_rows * count * of[name].itemsize].view(of[name]).view(num_rows, count)
+                own[offsets[name] :][: num_rows * count * kinds[name].itemsize].view(kinds[name]).view(num_rows, count)
                 for name, count in columns.items()
             )
-        exchanged(None, self.group)  # no rank writes before all have written their tables
+        exchanged(None, self.group)  # no rank dispatches before every rank has written its table
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
@@ -142,7 +147,8 @@ class ExpertParallel:
             x: [num_tokens, hidden_size], contiguous; num_tokens may be 0, and differ among ranks.
             topk_ids: [num_tokens, top_k] int32 or int64, contiguous; ids out of range are dropped.
             topk_weights: [num_tokens, top_k] float32, contiguous.
-            most_tokens: an upper bound of num_tokens on any rank, the same on all ranks; None for `max_tokens`.
+            most_tokens: an upper bound of num_tokens on any rank, the same on all ranks: the returned tensors have rows
+                for this many tokens of each rank. None for `max_tokens`.
         """
         if self._sent is not None:
             raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
@@ -159,13 +165,14 @@ class ExpertParallel:
         return received
 
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
+        """For each token of this rank, the sum of the rows that the ranks of its experts computed for it.
 
-        The experts are those of the last `dispatch`; its topk_ids must not have been modified since.
+        The sum is float32, in the order of ranks, and rounded once. `combine` reads the topk_ids of the last `dispatch`
+        again, so they must not have been modified since.
 
         Args:
-            rows: [most_tokens * world_size, hidden_size] of `dtype`, each row summed over this rank's experts: the
-                `results` of `dispatch`, or another tensor, which is copied there.
+            rows: [most_tokens * world_size, hidden_size] of `dtype`: for each received row, the weighted sum over this
+                rank's experts. Either the `results` of `dispatch`, or another tensor, which is copied there.
             out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
 
         Returns:
@@ -187,19 +194,19 @@ class ExpertParallel:
         return out
 
     def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> DispatchedRows:
-        """`dispatch` without its checks, such as the check that `dispatch` and `combine` alternate."""
+        """`dispatch` without its checks: neither the arguments nor that a `combine` came before."""
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
         fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
         self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
-        of = slice(0, most_tokens * self.world_size)
-        ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
+        received = slice(0, most_tokens * self.world_size)
+        ids, weights, results = self._ids[received], self._weights[received], self._rows[received]
         if self.quant_dtype is None:
             return DispatchedRows(results, ids, weights, None, results)
-        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # an fp8 row overlaps its result row
-        return DispatchedRows(codes, ids, weights, self._scales[of], results)
+        quantized = results.view(self.quant_dtype)[:, : self.hidden_size]  # fp8 at the start of each result row
+        return DispatchedRows(quantized, ids, weights, self._scales[received], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
-        """`combine` of the rows in `results`, without its checks."""
+        """`combine` of the rows that were written to `results`, without its checks."""
         tensors = {"out": out, "topk_ids": topk_ids}
         self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
 
@@ -210,9 +217,9 @@ class ExpertParallel:
         most_tokens: int,
         fixed: dict[str, Any],
         tensors: dict[str, Tensor],
-        codes: bool = False,
+        quantizes: bool = False,
     ) -> None:
-        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype), "CODES": codes}
+        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype), "CODES": quantizes}
         geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
         self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
 
@@ -257,14 +264,14 @@ def _check_sizes(world_size: int, sizes: dict[str, int], dtype: Any, quant_dtype
 
 
 def _check_choices(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
-    choices = x.shape[0], top_k
+    shape = x.shape[0], top_k
     for name, tensor, allowed in (
         ("topk_ids", topk_ids, (torch.int32, torch.int64)),
         ("topk_weights", topk_weights, (torch.float32,)),
     ):
-        of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
-        if not of or tuple(tensor.shape) != choices:
-            expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
+        is_usable = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
+        if not is_usable or tuple(tensor.shape) != shape:
+            expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(shape)} on {x.device}"
             got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise OpError("dispatch", name, f"{expected}, got {got}")
 

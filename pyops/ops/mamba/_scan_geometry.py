@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # consumer and producer threads of a block of selective_scan_fwd.cu
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # threads of a block and blocks per SM of selective_scan_tokens.cu
-# selective_scan_tokens.cu, with lanes that share tokens, serves at most this many channels, and at least this many
-# tokens.
+# selective_scan_tokens.cu, in which lanes share the tokens of a channel, is chosen for at most _FEW_CHANNELS channels,
+# of all sequences together, and at least _LONG_SEQUENCE tokens per sequence.
 _FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512
 _MAX_LANES = 32  # most lanes that share a channel
 _MAX_PARTS = 8  # most parts of a tile, each with its own warps: more warps per block would have too few registers
-_FEW_WARPS = 8  # warps per SM up to which registers allow four overlapping scans per thread
+_FEW_WARPS = 8  # warps per SM: with at most this many, a thread has registers for four overlapping scans
 _BUFFERS = 2  # token tiles in shared memory: one is scanned while the next is loaded
-# Lane tiles, (channels, states) per lane: the first reads shared memory least, the last spreads a channel over most
-# lanes. The first tile is chosen that gives at least _MIN_SHARE of the device's warp schedulers a scanning warp.
-# Measured on an H200: 8192 channels of 8192 tokens take 586 us with (1, 4) and tiles of 64 tokens, 629 with tiles of
-# 32, 766 with (1, 2). (2, 4) is for short sequences: 64 of 128 tokens take 555 us, and 701 with (1, 4).
+# Lane tiles of selective_scan_fwd.cu: (channels, states) that one lane scans. The first one reads shared memory least,
+# the last one spreads a channel over the most lanes. `choose` takes the first tile with which at least _MIN_SHARE of
+# the device's warp schedulers have a scanning warp. Measured on an H200: 8192 channels with 8192 tokens each take
+# 586 us with (1, 4) and tiles of 64 tokens, 629 us with tiles of 32, and 766 us with (1, 2). (2, 4) is for short
+# sequences: 64 sequences of 128 tokens take 555 us with it, and 701 us with (1, 4).
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
 _MIN_SHARE = 0.75  # share of the warp schedulers
@@ -36,7 +37,15 @@ _MAX_STAGED_BYTES = 128  # most bytes that a producer thread holds in registers
 
 
 class ScanProblem(NamedTuple):
-    """The input of `choose`: sequences, channels, tokens of all sequences, states, elements of an access."""
+    """The input of `choose`.
+
+    Attributes:
+        batch: number of sequences.
+        dim: number of channels.
+        num_tokens: tokens of all sequences together.
+        state_size: states of a channel.
+        vec_size, state_vec_size: elements per memory access, along tokens and along states.
+    """
 
     batch: int
     dim: int
@@ -47,6 +56,7 @@ class ScanProblem(NamedTuple):
     state_vec_size: int
 
     def bucket(self) -> str:
+        """The key of a tuning table: problems with equal buckets share a tuned Config."""
         batch, tokens = tuning.power_of_two(self.batch), tuning.power_of_two(self.num_tokens)
         return (
             f"batch={batch} tokens={tokens} dim={self.dim} state_size={self.state_size} {self.dtype.name} "
@@ -97,12 +107,13 @@ class ScanConfig:
         }
 
     def shared_bytes(self, problem: ScanProblem) -> int:
-        rows = 3 * self.block_channels * (self.tile_tokens + 4)  # delta, delta * u and y
-        floats = rows + 2 * self.tile_tokens * self.lanes * self.states
+        """Bytes of the tiles, `Buffer` of selective_scan_stage.cuh."""
+        rows = 3 * self.block_channels * (self.tile_tokens + 4)  # delta, delta * u, y; 4 floats pad a row
+        floats = rows + 2 * self.tile_tokens * self.lanes * self.states  # and B and C
         return _BUFFERS * (floats * float32.itemsize + self.block_channels * self.tile_tokens * problem.dtype.itemsize)
 
     def fits(self, problem: ScanProblem, device: Device) -> bool:
-        """Whether the tiles fit into shared memory, and a thread's part of a tile into its registers."""
+        """Whether the tiles fit into shared memory, and a producer thread's part of a tile into its registers."""
         staged = (3 * self.block_channels + 2 * self.lanes * self.states) * self.tile_tokens // self.stage_threads
         staged_bytes = staged * problem.dtype.itemsize
         return self.shared_bytes(problem) <= device.shared_memory and staged_bytes <= _MAX_STAGED_BYTES
@@ -153,7 +164,9 @@ class TokensConfig:
         }
 
     def shared_bytes(self, problem: ScanProblem) -> int:
-        totals = 2 * self.parts * gcd(self.states, problem.state_size)  # a total is a pair of floats: factor and own
+        """Bytes of `Channel` of selective_scan_tokens.cu for the channels of a block."""
+        totals = 2 * self.parts * gcd(self.states, problem.state_size)  # double-buffered
+        # The factor 2: a channel has rates and states, and a total has a factor and a state.
         return self.block_channels * 2 * (problem.state_size + totals) * float32.itemsize
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[TokensConfig]:
@@ -176,7 +189,7 @@ def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) ->
 
 
 def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
-    """For few channels of long sequences, lanes share the tokens of a channel; otherwise they share its states."""
+    """With few channels and long sequences, lanes share the tokens of a channel; otherwise they share its states."""
     # All problems of a bucket get the same Config class, so that a tuning table can name its fields.
     rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
     if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
@@ -185,22 +198,28 @@ def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
 
 
 def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) -> TokensConfig:
-    """The number of parts of a tile is limited by the resident warps of the device and by the tokens of a sequence."""
-    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.num_sms
-    parts = room // max(1, problem.dim * tuning.power_of_two(problem.batch))
+    """The Config of selective_scan_tokens.cu, with as many parts of a tile as the SMs and the sequences have use for.
+
+    A part takes one warp. All parts together take at most _FEW_WARPS warps per SM, and every lane has tokens.
+    """
+    config, max_warps = TokensConfig(_MAX_LANES), _FEW_WARPS * device.num_sms
+    parts = max_warps // max(1, problem.dim * tuning.power_of_two(problem.batch))
     if parts == 0:
         return config
     parts = min(_MAX_PARTS, parts, max(1, sequence_tokens // (_MAX_LANES * max(problem.vec_size, 4))))
     parts = 1 << parts.bit_length() - 1
     num_threads = max(config.num_threads, parts * _MAX_LANES)
     min_blocks = _FEW_WARPS * _MAX_LANES // num_threads
-    # Four overlapping scans need more registers than a thread of an AMD GPU has.
+    # On AMD GPUs a thread has too few registers for four overlapping scans.
     states = config.states if device.arch.startswith("gfx") else 4
     return replace(config, states=states, num_threads=num_threads, min_blocks=min_blocks, parts=parts)
 
 
 def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
-    """The first lane tile that fills the device; token tiles are no longer than the average sequence."""
+    """The Config of selective_scan_fwd.cu: the first lane tile that fills the device.
+
+    Token tiles are no longer than the average sequence, rounded up to a power of two.
+    """
     sequence_tokens = -(-problem.num_tokens // max(1, problem.batch))
     tile_tokens = max(_MIN_TILE_TOKENS, min(_MAX_TILE_TOKENS, tuning.power_of_two(sequence_tokens)))
     short = sequence_tokens <= _SHORT_SEQUENCE

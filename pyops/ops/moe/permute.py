@@ -24,7 +24,9 @@ __all__ = ["moe_permute", "moe_permute_unpermute_supported", "moe_unpermute"]
 _moe_sort_rows = Kernel("moe/moe_sort_rows.cu")
 _moe_scatter_rows = Kernel("moe/moe_scatter_rows.cu")
 _moe_unpermute = Kernel("moe/moe_unpermute.cu")
-_SCATTER_BLOCKS, _SUM_BLOCKS = 8, 4  # blocks of 256 threads per SM: 32 registers for a copy, 64 for eight loads
+# MIN_BLOCKS of moe_scatter_rows.cu and moe_unpermute.cu, in blocks of 256 threads per SM. It leaves a thread 32
+# registers, enough for a copy, and 64, enough for eight loads in flight.
+_SCATTER_BLOCKS, _SUM_BLOCKS = 8, 4
 
 
 def moe_permute_unpermute_supported() -> bool:
@@ -46,27 +48,27 @@ def moe_permute(
     inv_permuted_idx: Tensor,
     permuted_idx: Tensor,
 ) -> None:
-    """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
+    """Copy the row of each token once for each of its topk experts, sorted by expert.
 
-    Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
-    index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
-    id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
-    is left unchanged elsewhere. Modelled on vLLM's op of this name.
+    Choice j of token t is called row ``t * topk + j``. Rows for experts on this device come first, in the order of the
+    local index, 0 to n_local_expert - 1; then rows for experts on other devices, in the order of the expert id; last
+    rows with an id out of range. The sort is stable: rows for one expert stay in ascending order. Only rows for experts
+    on this device are copied; the rest of `permuted_input` is unchanged. Modelled on vLLM's op of this name.
 
     Args:
         input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
-        topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-        expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
-            ids are not mapped.
+        topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+        token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+        expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+            device. Ids that it has no entry for are out of range. None: the local index of an expert is its id.
         n_expert, n_local_expert: number of experts on all devices, and on this device.
-        topk: choices of a token.
+        topk: experts of a token.
         permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
-        expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert, then
-            the number of rows of this device.
+        expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the permuted index of the first row
+            for each expert on this device, then the number of all rows for experts on this device.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
         permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
-            ``num_tokens * topk`` for a row that is not of this device.
+            ``num_tokens * topk`` if its expert is not on this device.
     """
     num_rows = topk_ids.numel()
     num_ids = n_expert if expert_map is None else min(n_expert, len(expert_map))
@@ -75,9 +77,9 @@ def moe_permute(
     ids = topk_ids.reshape(-1).long()
     elsewhere = torch.where((ids >= 0) & (ids < num_ids), ids + (num_bins - 1 - num_ids), num_bins - 1)
     rows, counts = sorted_rows(experts.where(experts >= 0, elsewhere), num_bins)
-    places = torch.empty_like(rows)
-    places[rows] = torch.arange(num_rows, dtype=torch.int64, device=rows.device)
-    inv_permuted_idx.view(-1).copy_(places)
+    permuted_index = torch.empty_like(rows)
+    permuted_index[rows] = torch.arange(num_rows, dtype=torch.int64, device=rows.device)
+    inv_permuted_idx.view(-1).copy_(permuted_index)
     permuted_idx.view(-1).copy_(rows.where(experts[rows] >= 0, num_rows))
     expert_first_token_offset.copy_((counts.cumsum(0) - counts)[: n_local_expert + 1])
     num_local = int(counts[:n_local_expert].sum())
@@ -85,7 +87,7 @@ def moe_permute(
 
 
 def _bins(num_ids: int, num_local: int, has_map: bool) -> int:
-    """Bins of the sort: experts of this device, experts of other devices by id, and one bin for ids out of range."""
+    """Bins of the sort: one per expert on this device, one per expert on other devices, one for ids out of range."""
     return (num_local + num_ids if has_map else max(num_local, num_ids)) + 1
 
 
@@ -134,21 +136,22 @@ def plan_moe_permute(
     num_ids = check_map(expert_map, n_expert)
     num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
     tokens = as_bytes(input)
-    # A thread loads one vector of a token and stores it for each choice, so the geometry is that of `input`.
-    first_places = replace(as_bytes(permuted_input), shape=tokens.shape)
+    # A thread loads one vector of a token's row once, and stores it topk times. `chunks.launch` takes the grid from the
+    # output, so it gets the output with as many rows as the input.
+    one_row_per_token = replace(as_bytes(permuted_input), shape=tokens.shape)
     return [
         sort_launch(
             _moe_sort_rows,
             topk_ids,
             num_bins,
             num_rows,
-            tuned=False,  # tuning of this op varies the copy of rows, not the sort
+            tuned=False,  # `tuning` varies the Config of this op's row copy, not of its sort
             HAS_MAP=expert_map is not None,
             fixed={"num_experts": num_ids, "num_local": n_local_expert, "num_bins": num_bins},
         ),
         chunks.launch(
             _moe_scatter_rows,
-            first_places,
+            one_row_per_token,
             tokens,
             out_stride="permuted_stride",
             min_blocks=_SCATTER_BLOCKS,
@@ -185,7 +188,7 @@ def example_moe_permute(
         num_local,
         topk,
         make.empty(num_tokens * topk, hidden_size, dtype=dtype),
-        make.full(num_local + 1, value=0, dtype="int64"),  # unchanged by a call without tokens
+        make.full(num_local + 1, value=0, dtype="int64"),  # not `empty`: a call without tokens does not write it
         make.empty(num_tokens, topk, dtype="int32"),
         make.empty(num_tokens * topk, dtype="int32"),
     )
@@ -200,25 +203,26 @@ def moe_unpermute(
     topk: int,
     hidden_states: Tensor,
 ) -> None:
-    """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
+    """The weighted sum of the results of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
-    Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-    is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
-    vLLM's op of this name.
+    Multiplications and additions are float32, each rounded, in the order of j; T rounds to the dtype of the output. An
+    index out of range is skipped. So is a row for an expert on another device, which has an index not below the last
+    element of `expert_first_token_offset`. Modelled on vLLM's op of this name.
 
     Args:
-        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
+        permuted_hidden_states: [num_permuted, hidden_size], float32, float16 or bfloat16; constant row stride.
         topk_weights: [num_tokens, topk] float32, contiguous: w.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
-        expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
-        topk: choices of a token.
+        expert_first_token_offset: [num_local + 1] int64, contiguous, as `moe_permute` writes it; if None, all experts
+            are on this device.
+        topk: experts of a token.
         hidden_states: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
     """
-    places = len(permuted_hidden_states)
+    num_permuted = len(permuted_hidden_states)
     if expert_first_token_offset is not None:
-        places = min(places, int(expert_first_token_offset[-1]))
+        num_permuted = min(num_permuted, int(expert_first_token_offset[-1]))
     inv = inv_permuted_idx.view(-1, topk).long()
-    exists = (inv >= 0) & (inv < places)
+    exists = (inv >= 0) & (inv < num_permuted)
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=inv.device)
     for j in range(topk):
         x = permuted_hidden_states[inv[:, j].where(exists[:, j], 0)].float()

@@ -1,4 +1,4 @@
-"""Code shared by the quantizing ops: views of quantized values, checks of matrices, the launch of static_quant.cu."""
+"""Code shared by the quantizing ops: conversions for references, checks of matrices, the launch of static_quant.cu."""
 
 from __future__ import annotations
 
@@ -20,27 +20,33 @@ _MIN_BLOCKS = 8  # resident blocks of 256 threads per SM: 2048 threads, the maxi
 
 
 def as_fp8(x: Tensor) -> Tensor:
-    """fp8 values as a float8 dtype: uint8 holds the bits of float8_e4m3fn."""
+    """`x` with a float8 dtype: uint8 is viewed as float8_e4m3fn, and any other dtype is kept."""
     return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
 
 
 def saturated(x: Tensor) -> Tensor:
-    """int8 of integers in float32 or int64, saturating; NaN becomes 0."""
+    """Converts integers, held as float32 or int64, to int8; they saturate, and NaN becomes 0."""
     return x.nan_to_num(nan=0.0).clamp(-128, 127).to(torch.int8)
 
 
 def shifted(product: Tensor, azp: Tensor) -> Tensor:
-    """int8 of ``round(product) + azp``: the rounded product saturates as int32, the sum as int8; NaN counts as 0."""
+    """``round(product) + azp`` as int8, where `product` is the scaled input and `azp` the zero point.
+
+    The rounded product saturates as int32, the sum as int8; NaN counts as 0.
+    """
     return saturated(integers(product) + azp.long())
 
 
 def integers(x: Tensor) -> Tensor:
-    """float32 values rounded to nearest even, saturated to int32, as int64; NaN becomes 0."""
+    """float32 values rounded to nearest even, as int64 within the limits of int32; NaN becomes 0."""
     return x.double().nan_to_num(nan=0.0).round().clamp(-(2**31), 2**31 - 1).long()
 
 
 def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
-    """Check `input` and its quantized `result`, with one row stride each; returns the size of a row."""
+    """Check `input` and its quantized `result` of one of `code_types`; returns the size of a row.
+
+    Each of them must have a constant row stride.
+    """
     check.floating(input)
     hidden_size = check.row_size(input)
     check.same_shape(result, input)
@@ -74,13 +80,21 @@ def static(
     grouped_rows: bool = False,
     strides: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """The launch of static_quant.cu: a scale, with `strides`, for each group_rows x group_columns elements."""
+    """The launch of static_quant.cu.
+
+    Args:
+        result, input: matrices, as `matrices` checks them.
+        azp: whether the op has a tensor azp, a zero point.
+        group_rows, group_columns: rows and columns that share a scale; 0 columns: a whole row.
+        grouped_rows: whether group_rows may be other than 1, a compile-time constant.
+        strides: elements from one scale to the next, along rows and along columns.
+    """
     fixed: dict[str, Any] = {
         "group_rows": group_rows,
         "scale_row_stride": strides[0],
         "scale_column_stride": strides[1],
     }
-    # On a device without conversion instructions registers are not bounded: integer emulation needs them.
+    # A device without instructions that convert to fp8 emulates them with integers, which takes more registers.
     has_instructions = fp8.converts_to(result)
     return chunks.launch(
         _static_quant,

@@ -1,5 +1,7 @@
-"""One small case of every op, and of every kernel that these do not launch, run by the emulator and compared with the
-reference."""
+"""Small cases of every op, and of every kernel that a small case launches, run by tinygrad's AMD emulator.
+
+The results are compared with those of the op's reference.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,26 @@ from ..packages import Folder
 from . import checkout, registers, repairs
 from .code_object import CodeObject, Size
 
-FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}  # by the emulator's names
-# The emulator runs some ten thousand instructions of a wave in a second: small rows, few tokens.
+FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}  # the emulator's names
+# The emulator runs about ten thousand instructions of a wave per second, so cases have small rows and few tokens.
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
-_MAX_THREADS = 16384  # of a case for a further kernel
-# Cases that are no op: functions of the architecture.
+_MAX_THREADS = 16384  # bound on the threads of a case that is added for one more kernel
+# Cases without an op: {name: a check that is called with the architecture}.
 CHECKS = {"matrix cores": layouts.check_arch, "registers": registers.check_arch}
 
 
-Case = tuple[str, axes.Axes]  # an op, and the axes of its example
+Case = tuple[str, axes.Axes]  # (op, axes of its example), or (key of CHECKS, arguments of the check)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case. `wrong` has the difference of the result, `missing` the reason why the emulator could
-    not run it."""
+    """The outcome of one case.
+
+    Attributes:
+        wrong: how the result differs from the reference, or how the process crashed; "" if the result is right.
+        missing: the exception that kept the case from running; "" if it ran.
+    """
 
     case: Case
     seconds: float = 0.0
@@ -63,19 +69,19 @@ class Outcome:
 
 
 def cases(arch: str, ops: Sequence[Op]) -> list[Case]:
-    """A case of each op, and one for each further kernel that a case of a few blocks launches."""
+    """A random small case of each op. For each kernel that none of these launches, the smallest."""
     chosen = [
         (op.name, random.Random(op.name).choice(list(axes.combinations(op, _SMALL))) | {"num_tokens": _TOKENS})
         for op in ops
     ]
-    reached = {one.specialisation.kernel.file for name, case in chosen for one in _launches(arch, name, case)}
+    launched = {launch.specialisation.kernel.file for name, case in chosen for launch in _launches(arch, name, case)}
     smallest: dict[str, tuple[int, Case]] = {}
     for op in ops:
         for combination in axes.combinations(op):
             case = combination | {"num_tokens": _TOKENS}
             launches = _launches(arch, op.name, case)
-            threads = sum(math.prod((*one.grid, *one.block)) for one in launches)
-            for file in {one.specialisation.kernel.file for one in launches} - reached:
+            threads = sum(math.prod((*launch.grid, *launch.block)) for launch in launches)
+            for file in {launch.specialisation.kernel.file for launch in launches} - launched:
                 if threads < smallest.get(file, (_MAX_THREADS,))[0]:
                     smallest[file] = threads, (op.name, case)
     more = [case for _, case in smallest.values()]
@@ -89,9 +95,9 @@ def _launches(arch: str, name: str, case: axes.Axes) -> list[Launch]:
 
 
 def outcomes(tinygrad: Path, folder: Folder, arch: str, cases: Sequence[Case]) -> Iterator[Outcome]:
-    """The outcome of each case. Cases run in another process, because a kernel with a wrong address ends its process.
+    """The outcome of each case. Cases run in a child process, because a kernel that uses a wrong address crashes it.
 
-    Raises checkout.Unavailable.
+    After a crash, another child runs the rest of the cases. Raises checkout.Unavailable without an emulator.
     """
     waiting = list(cases)
     context = multiprocessing.get_context("spawn")
@@ -129,7 +135,7 @@ def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, cases
 
 
 class _Function:
-    """Replaces the host backend's function."""
+    """A compiled kernel, in place of the host backend's: `launch` runs the AMD code object in the emulator."""
 
     def __init__(self, emulator: Any, family: str, code: bytes) -> None:
         self.emulator, self.family, self.code = emulator, family, CodeObject(code)
@@ -139,6 +145,8 @@ class _Function:
 
 
 def _install(emulator: Any, folder: Folder, arch: str) -> None:
+    """Make this process plan for `arch` on CPU tensors, and launch in the emulator instead of the host backend."""
+
     @cache
     def function(text: str, one: Specialisation) -> _Function:
         return _Function(emulator, FAMILIES[arch], code_object(folder, arch, one))
@@ -167,12 +175,12 @@ def _compare(name: str, case: axes.Axes) -> None:
     assert op.example is not None
     args, ulps = op.example(TorchMaker("cpu", 0), **case), op.declaration.ulps
     with cpu("kernels"):
-        right, actual = expected(op, args), run(op, args)
-    assert_results(op, right, actual, max(ulps, 1) if _calls_functions(op, args) else ulps)
+        wanted, actual = expected(op, args), run(op, args)
+    assert_results(op, wanted, actual, max(ulps, 1) if _calls_functions(op, args) else ulps)
 
 
 def _calls_functions(op: Op, args: Sequence[Any]) -> bool:
-    """Whether the reference calls functions that HIP does not round correctly."""
+    """Whether the reference calls functions, such as exp, that HIP does not round correctly."""
     called = []
 
     class Calls(TorchFunctionMode):

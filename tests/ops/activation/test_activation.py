@@ -32,7 +32,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-# The formulas in float64, of the halves g and u.
+# {op: (its arguments after the input, its formula in float64)}; g and u are the halves of a row: gate and up.
 GATED = {
     "silu_and_mul": ((), lambda g, u: g * sigmoid(g) * u),
     "mul_and_silu": ((), lambda g, u: g * u * sigmoid(u)),
@@ -52,7 +52,7 @@ PLAIN = {
     "relu2": ((), lambda x: x.clamp(min=0) ** 2),
     "silu": ((), lambda x: x * sigmoid(x)),
 }
-# The formulas of eager PyTorch, which kernels equal bit for bit on the same device.
+# The same in eager PyTorch, which kernels equal bit for bit on the same device.
 EAGER = {
     "silu_and_mul": ((), lambda g, u: F.silu(g) * u),
     "mul_and_silu": ((), lambda g, u: g * F.silu(u)),
@@ -61,7 +61,7 @@ EAGER = {
     "silu_and_mul_with_clamp": ((0.75,), lambda g, u: F.silu(g.clamp(max=0.75)) * u.clamp(-0.75, 0.75)),
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
-# Ops that compute each element independently.
+# Ops that compute each element independently: `chunks.launch` gives each thread one vector.
 BY_CHUNKS = [name for name in activation.__all__ if name not in ("gelu_and_mul_sparse", "silu_and_mul_per_block_quant")]
 
 
@@ -71,6 +71,7 @@ def make(*shape: int, dtype: torch.dtype, where: str = "cpu") -> torch.Tensor:
 
 
 def call(name: str, x: torch.Tensor, *rest: Any, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The output of the op `name`, with rows of `width` elements."""
     out = torch.full((*x.shape[:-1], width), math.nan, device=x.device).to(dtype or x.dtype)
     getattr(pyops, name)(out, x, *rest)
     return out
@@ -87,6 +88,7 @@ def every_value(dtype: torch.dtype, where: str) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype, roundings: int) -> float:
+    """The relative error of `roundings` roundings, with a safety factor of two: one rounding is off by eps / 2."""
     return roundings * torch.finfo(dtype).eps
 
 
@@ -98,7 +100,7 @@ def test_gated_matches_float64(name: str, dtype: torch.dtype, where: str) -> Non
     x = make(37, 2 * 96, dtype=dtype, where=where)
     expected = formula(*x.double().chunk(2, dim=-1))
     error = (call(name, x, *rest, width=96).double() - expected).abs()
-    # Two roundings to T, and in float32 the cancellation in 1 + erf and 1 + tanh.
+    # The kernel rounds to T twice; `atol` covers the cancellation in 1 + erf and 1 + tanh, which are float32.
     atol = 8 * 2.0**-24 * x.double().abs().amax() ** 2
     assert (error <= tolerance(dtype, 1) * expected.abs() + atol).all()
 
@@ -118,7 +120,7 @@ def test_gated_equals_eager(name: str, dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", EAGER)
 def test_gated_equals_eager_for_every_value(name: str, dtype: torch.dtype, where: str) -> None:
-    """Subnormal numbers, infinities and NaN included."""
+    """The activated half takes every value of the dtype, with subnormal numbers, infinities and NaN."""
     rest, function = EAGER[name]
     values = every_value(dtype, where)
     for other in (1.0, 1.0078125, -3.25e-3):
@@ -154,7 +156,7 @@ def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> Non
         getattr(pyops, name).reference(expected, values)
     result = call(name, values, width=len(values))
     if name == "gelu_quick" and dtype is torch.bfloat16 and (where != "cpu" or isinstance(where, Host)):
-        # The hardware's approximations: a single value lies next to a tie and is rounded the other way.
+        # The kernel approximates the exponential: one value lies so close to a tie that it is rounded the other way.
         wrong = (result != expected) & ~(result.isnan() & expected.isnan())
         assert wrong.sum() <= 1
         assert_close(expected[wrong], result[wrong], ulps=1)
@@ -174,33 +176,37 @@ def test_clamps_use_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
 
 
 def _lesser(x: float, limit: float) -> float:
+    """The minimum of both; x if either is NaN."""
     return limit if x > limit else x
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("limit", [-1.0, 0.0, math.inf, -math.inf, math.nan])
 def test_clamp_order_with_inverted_limits(limit: float, where: str) -> None:
-    """The order is vLLM's: min first in silu_and_mul_with_clamp and swigluoai_and_mul, max first in
-    swiglustep_and_mul."""
+    """With a negative limit the bounds of [-limit, limit] are swapped, so the order of the two clamps decides.
+
+    The order is vLLM's: the upper bound first in silu_and_mul_with_clamp and swigluoai_and_mul, the lower bound first
+    in swiglustep_and_mul.
+    """
     gate = [3.0, -9.0, 0.5, -0.5, 2.0, -3.0]
     up = [9.0, -9.0, 0.25, -1.0, -0.5, 2.0]
     g, u = (torch.tensor([half], dtype=torch.float32, device=where) for half in (gate, up))
-    least = torch.tensor([[_lesser(one, limit) for one in gate]])
-    min_first = torch.tensor([[-_lesser(-_lesser(one, limit), limit) for one in up]])
-    max_first = torch.tensor([[_lesser(-_lesser(-one, limit), limit) for one in up]])
-    silu = torch.tensor([[_lesser(one, limit) for one in F.silu(g)[0].tolist()]])
+    clamped = torch.tensor([[_lesser(x, limit) for x in gate]])
+    min_first = torch.tensor([[-_lesser(-_lesser(x, limit), limit) for x in up]])
+    max_first = torch.tensor([[_lesser(-_lesser(-x, limit), limit) for x in up]])
+    silu = torch.tensor([[_lesser(x, limit) for x in F.silu(g)[0].tolist()]])
     halves, pairs = torch.cat((g, u), -1), torch.stack((g, u), -1).reshape(1, 12)
-    for name, args, right in (
-        ("silu_and_mul_with_clamp", (halves, limit), F.silu(least.double()) * min_first.double()),
+    for name, args, wanted in (
+        ("silu_and_mul_with_clamp", (halves, limit), F.silu(clamped.double()) * min_first.double()),
         ("swiglustep_and_mul", (halves, limit), silu.double() * max_first.double()),
         (
             "swigluoai_and_mul",
             (pairs, 1.702, limit),
-            least * sigmoid(1.702 * least.double()) * (min_first + 1).double(),
+            clamped * sigmoid(1.702 * clamped.double()) * (min_first + 1).double(),
         ),
     ):
         actual = call(name, *args, width=6).cpu().double()
-        torch.testing.assert_close(actual, right, rtol=8 * 2.0**-23, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual, wanted, rtol=8 * 2.0**-23, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -230,8 +236,9 @@ def test_swigluoai_interleaves_clamps_and_drops_nan(dtype: torch.dtype, where: s
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_swigluoai_float32_far_below_zero(where: str) -> None:
-    """float32 must not use the approximations for 16 bits, which are wrong in its last six bits here. alpha = 1 needs
-    no rounding.
+    """float32 must not use the fast functions for 16-bit dtypes, which get the last six bits of these results wrong.
+
+    With alpha = 1, alpha * gate is exact.
     """
     gate = torch.linspace(-87.0, -20.0, 64 * 40).reshape(40, 64)
     x = torch.stack((gate, torch.zeros_like(gate)), -1).reshape(40, 128).to(where)
@@ -305,8 +312,11 @@ def test_xielu_matches_float64(dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_xielu_is_exact_without_exponential(dtype: torch.dtype, where: str) -> None:
-    """All positive values, with a strength that equals its own softplus and a slope that has to be rounded."""
-    x = torch.arange(2**15, dtype=torch.int16, device=where).view(dtype)
+    """A positive x has the exact formula ``softplus(alpha_p) * x * x + beta * x``; alpha = 100 is its own softplus.
+
+    The slope beta = 0.3 has to be rounded to the dtype first. x takes every positive value, and infinity and NaN.
+    """
+    x = torch.arange(2**15, dtype=torch.int16, device=where).view(dtype)  # x[0] is 0, which takes the other branch
     alpha = torch.full((1,), 100.0, dtype=dtype, device=where)
     strength, slope = alpha, torch.full_like(alpha, 0.3)
     assert same(call("xielu", x, alpha, alpha, 0.3, width=len(x))[1:], (strength * x * x + slope * x)[1:])
@@ -317,7 +327,10 @@ def test_xielu_is_exact_without_exponential(dtype: torch.dtype, where: str) -> N
     ("dtype", "slope", "alpha"), [(torch.bfloat16, 0.312, 20.125), (torch.float16, 0.3203025, 20.015625)]
 )
 def test_xielu_rounds_the_slope_before_adding(dtype: torch.dtype, slope: float, alpha: float, where: str) -> None:
-    """For values so negative that their exponential vanishes; a single rounding of the sum would give less."""
+    """x is so negative that exp(x) vanishes; the slope beta must be rounded, and then its sum with softplus(alpha_n).
+
+    The two values are such that rounding only the sum gives another number.
+    """
     x = torch.linspace(-1000, -32, 96, device=where).to(dtype)
     strength, rounded = (torch.full((1,), value, dtype=dtype, device=where) for value in (alpha, slope))
     assert rounded + strength != (slope + strength.double()).to(dtype)
@@ -355,7 +368,7 @@ def test_sparse_cutoff_far_from_zero(where: str) -> None:
 @pytest.mark.parametrize(
     ("hidden_size", "alignment", "dtype", "approximate"),
     [
-        (2048, 16, "float16", "none"),  # 8 bytes of local memory with NVRTC on an H200 at 64 registers
+        (2048, 16, "float16", "none"),  # limited to 64 registers, NVRTC spilled 8 bytes for an H200
         (1536, 4, "bfloat16", "none"),
         (2048, 4, "float16", "none"),
         (5120, 4, "float16", "tanh"),
@@ -422,7 +435,7 @@ def test_silu_and_mul_group_quant_transposed(num_tokens: int, where: str) -> Non
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_sparse_rows_of_one_value(where: str) -> None:
-    """A variance of 0, or rounded to just below it, cuts off everything."""
+    """A row of equal values has variance 0, or just below 0 by rounding: every element is cut off."""
     for width in (96, 1000):
         x = make(37, 1, dtype=torch.float32, where=where).expand(37, 2 * width).contiguous()
         assert torch.equal(call("gelu_and_mul_sparse", x, 0.9, width=width), torch.zeros(37, width, device=where))
@@ -501,21 +514,20 @@ def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
     # All elements are covered, and no block is without work.
     assert (x - 1) * row_threads < row_vecs <= x * row_threads
     assert num_rows <= y * z * block_rows < num_rows + z * block_rows
-    # Few threads idle, except in a single warp.
+    # Few threads of a row are idle, unless one warp covers the row.
     assert x * row_threads - row_vecs <= max(row_vecs // 16, 31)
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("limits", [(-87.4, -86.6), (-88.7, -87.0), (-104.0, -88.6)])
 def test_float32_silu_where_the_exponential_overflows(limits: tuple[float, float], where: str) -> None:
-    """exp(-x) passes 2^126 at -87.3 and the float32 maximum at -88.7. All vectors of a thread lie between these
-    limits."""
+    """exp(-x) passes 2^126 at x = -87.3 and the float32 maximum at x = -88.7. All gates lie between the `limits`."""
     gate = torch.linspace(*limits, 40 * 64, device=where).reshape(40, 64)
     with eager():
         expected = F.silu(gate)
     got = call("silu_and_mul", torch.cat((gate, torch.ones_like(gate)), dim=1), width=64)
     assert same(got, expected)
     exact = gate.double() * sigmoid(gate.double())
-    largest = exact.abs() * 2.0**-22
-    assert ((got.double() - exact).abs() <= largest + 2.0**-140)[gate > -88.7].all()
+    allowed = exact.abs() * 2.0**-22
+    assert ((got.double() - exact).abs() <= allowed + 2.0**-140)[gate > -88.7].all()
     assert (got[gate < -88.75] == 0).all()

@@ -29,21 +29,23 @@ def activations(m: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def scales_of(groups: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Powers of two times small odd numbers, so that products with quants may have to be rounded."""
+    """Random scales from 2^-9 to 2^-6 + 2^-9: a quant times its scale may have to be rounded."""
     generator = torch.Generator().manual_seed(n)
     return (torch.rand(groups, n, generator=generator) * 2.0**-6 + 2.0**-9).to(dtype)
 
 
 def each(rows: Tensor, k: int) -> Tensor:
-    """[K, N] from one row per group."""
+    """[K, N]: the row of each group, repeated for the rows of the weight that are in the group."""
     return rows.repeat_interleave(k // len(rows), 0)
 
 
 def check_product(
     out: Tensor, a: Tensor, w: Tensor, factor: Tensor | float = 1.0, shift: Tensor | float = 0.0, rounds: bool = False
 ) -> None:
-    """`out` is ``factor * (a @ w) + shift``, rounded once; if `rounds`, w may be rounded to the dtype of `out`
-    first."""
+    """Assert that `out` is ``factor * (a @ w) + shift``, rounded once.
+
+    With `rounds`, the kernel may have rounded w to the dtype of `out` before the MMA, and the nearer result counts.
+    """
     assert out.dtype in (torch.float16, torch.bfloat16)
     exact = factor * (a.cpu().double() @ w.double()) + shift
     if rounds:
@@ -56,8 +58,11 @@ def check_product(
 def check_scaled(
     out: Tensor, a: Tensor, difference: Tensor, scales: Tensor, factor: Any = 1.0, shift: Any = 0.0
 ) -> None:
-    """`check_product` for quants minus zero points, under scales of groups, or of columns, which scale the
-    accumulators."""
+    """`check_product` of a weight ``difference * scales``, where `difference` is the quants minus the zero points.
+
+    One row of scales, per column, is applied to the accumulators, so nothing is rounded before. With several groups,
+    the scaled weight may be rounded.
+    """
     if len(scales) == 1:
         check_product(out, a, difference.double(), scales.double() * factor, shift)
     else:
@@ -68,7 +73,7 @@ def check_scaled(
 
 
 def test_layouts_are_permutations() -> None:
-    """Every bit of a weight has its own position, and so has every column."""
+    """No two bits of a weight have the same offset, and no two columns the same index."""
     size = 96, 128
     k, n = torch.arange(size[0])[:, None], torch.arange(size[1])[None]
     for layout, bits in (
@@ -87,7 +92,7 @@ def test_layouts_are_permutations() -> None:
 
 
 def test_scalar_types_have_vllms_ids() -> None:
-    """Fields from bit 0 on: exponent 8, mantissa 8, sign 1, bias 32, finite 1, NaN 8."""
+    """An id is a bit field. Widths from bit 0 on: exponent 8, mantissa 8, sign 1, bias 32, finite 1, NaN 8."""
     for name, id in (
         ("uint4", 4 << 8 | 1 << 50),
         ("uint4b8", 4 << 8 | 8 << 17 | 1 << 50),
@@ -106,7 +111,7 @@ def test_scalar_types_have_vllms_ids() -> None:
 @pytest.mark.parametrize("is_a_8bit", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_marlin_repack(bits: int, is_a_8bit: bool, device: str) -> None:
-    """Bit for bit the layout of checkpoints."""
+    """Repacking weights of GPTQ and AWQ gives, bit for bit, what `packed.marlin` packs."""
     k, n = 64, 128
     codes = packed.draw(0, 1 << bits, k, n, seed=bits)
     expected = packed.marlin(codes, bits, is_a_8bit)
@@ -118,12 +123,12 @@ def test_marlin_repack(bits: int, is_a_8bit: bool, device: str) -> None:
 
 @ANY_DEVICE
 def test_marlin_repack_of_experts_in_any_order(device: str) -> None:
-    """Rows out of range are 0."""
+    """Each expert's rows are permuted by its own `perm`; a row with an index out of range is 0."""
     k, n = 32, 64
     codes = packed.draw(0, 16, 2, k, n)
     perm = torch.stack([torch.randperm(k) for _ in range(2)])
     perm[1, 5], perm[1, 7] = -1, k
-    moved = torch.stack([one[order.clamp(0, k - 1)] for one, order in zip(codes, perm, strict=True)])
+    moved = torch.stack([weight[order.clamp(0, k - 1)] for weight, order in zip(codes, perm, strict=True)])
     moved[1, [5, 7]] = 0
     raw = torch.stack([packed.gptq(one, 4) for one in codes]).to(device)
     order = perm.int().to(device)
@@ -151,7 +156,7 @@ def test_allspark_layout(columns: int, device: str) -> None:
 
 @ANY_DEVICE
 def test_int4_fp8_preprocess(device: str) -> None:
-    """Every quant and zero point."""
+    """Every quant, without zero points and with each zero point: a quant below its zero point q becomes 15 - q."""
     codes, zeros = torch.arange(16).repeat(16, 1).T.repeat_interleave(2, 0), torch.arange(16).view(1, -1)
     right = torch.where(codes >= 8, codes - 8, 15 - codes)
     found = pyops.marlin_int4_fp8_preprocess(packed.awq(codes).to(device))
@@ -182,10 +187,10 @@ def test_awq_gemm(m: int, groups: int, n: int, dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("v2", [False, True])
 def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
-    """Raw with groups in any order, and shuffled with rows in any order."""
+    """A weight as GPTQ stores it, with g_idx in any order; then one after `gptq_shuffle`, with rows in any order."""
     k, n, groups, dtype = 96, 64, 3, torch.float16
     codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
-    zeros[0, :3] = (1 << bits) - 1  # of v1, one more than fits
+    zeros[0, :3] = (1 << bits) - 1  # format v1 means one more, which does not fit into `bits`
     scales, a = scales_of(groups, n, dtype), activations(7, k, dtype, device)
     g_idx = packed.draw(0, groups, k, seed=2)
     stored = packed.gptq_zeros(zeros, bits).to(device)
@@ -204,7 +209,7 @@ def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
 
 @ANY_DEVICE
 def test_hostile_g_idx_and_permutation(device: str) -> None:
-    """Rows of a group out of range, and columns out of range, count as zeros."""
+    """Weight rows with a g_idx out of range count as zeros, and so do columns of `a` with a perm out of range."""
     k, n, groups, dtype = 64, 64, 2, torch.float16
     codes, zeros, scales = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n), scales_of(groups, n, dtype)
     a, raw = activations(3, k, dtype, device), packed.gptq(codes, 4)
@@ -230,7 +235,7 @@ def test_hostile_g_idx_and_permutation(device: str) -> None:
 
 
 def marlin_gemm(a: Tensor, weight: Tensor, kind: str, scales: Tensor, n: int, device: str, **given: Any) -> Tensor:
-    """`pyops.marlin_gemm` on CPU tensors."""
+    """`pyops.marlin_gemm` on `device`, of arguments on the CPU; `a` is on the device already."""
     names = ("b_bias", "a_scales", "global_scale", "b_zeros", "g_idx", "perm")
     bias, a_scales, global_scale, zeros, g_idx, perm = (
         None if given.get(name) is None else given[name].to(device) for name in names
@@ -241,6 +246,7 @@ def marlin_gemm(a: Tensor, weight: Tensor, kind: str, scales: Tensor, n: int, de
     return out
 
 
+# (type of the quants, dtype of the activations, number of groups).
 INTEGERS = [
     ("uint4b8", torch.bfloat16, 4),
     ("uint4b8", torch.float16, 1),
@@ -264,21 +270,21 @@ INTEGERS = [
 @ANY_DEVICE
 @pytest.mark.parametrize(("kind", "dtype", "groups"), INTEGERS)
 def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, device: str) -> None:
-    """With bias; activations are a view. Scales of 8-bit activations are prepared as callers prepare them."""
+    """With a bias, and activations with a row stride. Scales for 8-bit activations are as vLLM passes them."""
     m, k, n, type = 5, 128, 128, SCALAR_TYPES[kind]
     bits, is_a_8bit = type.size_bits, dtype.itemsize == 1
     T = torch.float16 if is_a_8bit else dtype
     codes, points = packed.draw(0, 1 << bits, k, n), torch.full((groups, n), type.bias)
-    zeros = torch.empty(0, dtype=torch.int32)  # vLLM's layers pass this for none
+    zeros = torch.empty(0, dtype=torch.int32)  # what vLLM's layers pass without zero points
     if type.bias == 0:
         points = packed.draw(0, 1 << bits, groups, n, seed=1)
         zeros = packed.marlin_zeros(points, bits, is_a_8bit)
     scales, given = scales_of(groups, n, T), codes
     stored, exponent = scales, 0
-    if dtype == FP8:  # quants are stored in another encoding, with scales times 2^9
+    if dtype == FP8:  # quants as `marlin_int4_fp8_preprocess` recodes them, with scales times 2^9
         stored, point = scales * 2.0**9, each(points, k)
         given = torch.where(codes >= point, codes - point, 15 - codes)
-    elif dtype == torch.int8 and groups > 1:  # integer scales in the bits of floats
+    elif dtype == torch.int8 and groups > 1:  # scales are int16, stored as the bits of T; a_scales are small instead
         scales = packed.draw(1, 4097, groups, n, seed=3).double()
         stored, exponent = scales.to(torch.int16).view(T), -20
     a = activations(m, k + 16, dtype, device)[:, :k]
@@ -298,7 +304,7 @@ def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, dev
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> None:
-    """Every value but NaN; scales are times 2^8 or 2^120."""
+    """Weights are any e4m3 values but NaN. Callers pass scales times 2^8 (float16) or 2^120 (bfloat16)."""
     k, n = 128, 64
     codes = packed.draw(0, 256, k, n)
     codes[codes % 128 == 127] = 0
@@ -314,7 +320,7 @@ def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_scale_wide", [False, True])
 def test_marlin_gemm_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device: str) -> None:
-    """Scales of every magnitude that callers keep; block scales and the tensor scale as callers prepare them."""
+    """Block scales are non-negative e4m3 values of any size. They and the global scale are as callers pass them."""
     k, n = 64, 64
     codes = packed.draw(0, 16, k, n)
     scales = packed.draw(0, 0x7F, k // 16, n, seed=1).to(torch.uint8).view(FP8)
@@ -347,7 +353,7 @@ def test_marlin_gemm_of_mxfp4(dtype: torch.dtype, device: str) -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("is_k_full", [True, False])
 def test_marlin_gemm_with_act_order(is_k_full: bool, device: str) -> None:
-    """Activations are permuted like the rows; where the weight is a shard, g_idx gives the groups."""
+    """Row k of the weight multiplies column perm[k] of `a`; without is_k_full, a shard, its group is g_idx[k]."""
     k, n, groups, dtype = 128, 64, 4, torch.bfloat16
     codes, scales, a = packed.draw(0, 16, k, n), scales_of(groups, n, dtype), activations(6, k, dtype, device)
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(1))
@@ -380,7 +386,7 @@ def test_marlin_gemm_with_float_zero_points(groups: int, device: str) -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize(("kind", "groups"), [("uint4b8", 1), ("uint4b8", 2), ("uint8b128", 2)])
 def test_gptq_marlin_24_gemm(kind: str, groups: int, device: str) -> None:
-    """Any two rows of four are kept; if the metadata names one position twice, the second value counts."""
+    """The metadata keeps any two rows of four. If it names one row twice, the second value counts."""
     k, n, dtype, type = 64, 64, torch.float16, SCALAR_TYPES[kind]
     codes, scales = packed.draw(0, 1 << type.size_bits, k // 2, n), scales_of(groups, n, dtype)
     first, second = packed.draw(0, 4, 2, k // 4, n, seed=1)
@@ -411,8 +417,8 @@ def test_gptq_marlin_24_gemm(kind: str, groups: int, device: str) -> None:
     ],
 )
 def test_machete(kind: str, group_size: int, dtype: torch.dtype, device: str) -> None:
-    """The last group has fewer rows."""
-    m, k, n, type = 17 if group_size == -1 else 9, 144, 128, SCALAR_TYPES[kind]  # by the large-M and small-M kernels
+    """K = 144 is no multiple of the group size 64: the last group has fewer rows."""
+    m, k, n, type = 17 if group_size == -1 else 9, 144, 128, SCALAR_TYPES[kind]  # M for the large-M and small-M kernels
     codes = packed.draw(0, 1 << type.size_bits, k, n)
     rows = k if group_size == -1 else group_size
     groups = -(-k // rows)
@@ -452,7 +458,7 @@ def test_machete_supports_its_types() -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("n", [96, 48])
 def test_w4a8(n: int, device: str) -> None:
-    """Products of quants and scales are rounded to e4m3, and saturate. The last tile of a weight may be half a tile."""
+    """The weight is quant * scale, rounded to e4m3 and saturated. With n = 48 its last tile has half the columns."""
     m, k, rows = 7, 128, 32
     codes = packed.draw(-8, 8, k, n)
     scales = (torch.randn(k // rows, n, generator=torch.Generator().manual_seed(1)) * 20.0).to(FP8)
