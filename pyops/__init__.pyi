@@ -1703,8 +1703,9 @@ class _silu_and_mul_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor) -> None:
         """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-        The reciprocal is float32. The result saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
-        fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
+        T rounds to the dtype of `input`, and the reciprocal is rounded to float32. The result saturates at +-448 (224 for
+        float8_e4m3fnuz), and NaN becomes the largest fp8 value. `static_scaled_fp8_quant` says what happens if the
+        reciprocal is not finite.
 
         Args:
             result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
@@ -1715,8 +1716,9 @@ class _silu_and_mul_quant(_Attributes, Protocol):
     def new(input: Tensor, scale: Tensor, *, quant_dtype: torch.dtype | None = None) -> Tensor:
         """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-        The reciprocal is float32. The result saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
-        fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
+        T rounds to the dtype of `input`, and the reciprocal is rounded to float32. The result saturates at +-448 (224 for
+        float8_e4m3fnuz), and NaN becomes the largest fp8 value. `static_scaled_fp8_quant` says what happens if the
+        reciprocal is not finite.
 
         Args:
             input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride.
@@ -1741,17 +1743,19 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
     ) -> None:
         """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
-        ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-        group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
-        smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
-        maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
+        ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, where T rounds to the dtype of `input`. Each group has the scale
+        ``s = max(min(max|y| / largest, scale_ub), smallest)``, and ``out = quantized(y / s)``; for int8, y is multiplied by
+        the float32 reciprocal of s. ``largest`` is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz and 127 for int8.
+        ``smallest`` is 1 / (512 * largest), and 2^-23 for int8. The maximum ignores NaN; in `out`, NaN becomes the largest
+        fp8 value, or 0 for int8. The op equals `silu_and_mul` followed by this quantization, bit for bit.
 
         Args:
             out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
             input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
-            scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
+            scales: [num_tokens, hidden_size / group_size] float32, written; any strides. num_tokens is the product of the
+                leading dimensions of `out`.
             group_size: 64 or 128.
-            scale_ub: one float32 that bounds every scale; only with fp8.
+            scale_ub: one float32, an upper bound of every scale; only with fp8.
             is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
         """
     @staticmethod
@@ -1765,15 +1769,16 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
-        ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-        group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
-        smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
-        maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
+        ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, where T rounds to the dtype of `input`. Each group has the scale
+        ``s = max(min(max|y| / largest, scale_ub), smallest)``, and ``out = quantized(y / s)``; for int8, y is multiplied by
+        the float32 reciprocal of s. ``largest`` is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz and 127 for int8.
+        ``smallest`` is 1 / (512 * largest), and 2^-23 for int8. The maximum ignores NaN; in `out`, NaN becomes the largest
+        fp8 value, or 0 for int8. The op equals `silu_and_mul` followed by this quantization, bit for bit.
 
         Args:
             input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
             group_size: 64 or 128.
-            scale_ub: one float32 that bounds every scale; only with fp8.
+            scale_ub: one float32, an upper bound of every scale; only with fp8.
             is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -7117,28 +7122,28 @@ class _moe_permute(_Attributes, Protocol):
         inv_permuted_idx: Tensor,
         permuted_idx: Tensor,
     ) -> None:
-        """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
+        """Copy the row of each token once for each of its topk experts, sorted by expert.
 
-        Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
-        index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
-        id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
-        is left unchanged elsewhere. Modelled on vLLM's op of this name.
+        Choice j of token t is called row ``t * topk + j``. Rows for experts on this device come first, in the order of the
+        local index, 0 to n_local_expert - 1; then rows for experts on other devices, in the order of the expert id; last
+        rows with an id out of range. The sort is stable: rows for one expert stay in ascending order. Only rows for experts
+        on this device are copied; the rest of `permuted_input` is unchanged. Modelled on vLLM's op of this name.
 
         Args:
             input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
-            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
-                ids are not mapped.
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. Ids that it has no entry for are out of range. None: the local index of an expert is its id.
             n_expert: number of experts on all devices, and on this device.
             n_local_expert: number of experts on all devices, and on this device.
-            topk: choices of a token.
+            topk: experts of a token.
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
-            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert, then
-                the number of rows of this device.
+            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the permuted index of the first row
+                for each expert on this device, then the number of all rows for experts on this device.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
             permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
-                ``num_tokens * topk`` for a row that is not of this device.
+                ``num_tokens * topk`` if its expert is not on this device.
         """
     @staticmethod
     def new(
@@ -7150,30 +7155,30 @@ class _moe_permute(_Attributes, Protocol):
         n_local_expert: int,
         topk: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
+        """Copy the row of each token once for each of its topk experts, sorted by expert.
 
-        Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
-        index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
-        id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
-        is left unchanged elsewhere. Modelled on vLLM's op of this name.
+        Choice j of token t is called row ``t * topk + j``. Rows for experts on this device come first, in the order of the
+        local index, 0 to n_local_expert - 1; then rows for experts on other devices, in the order of the expert id; last
+        rows with an id out of range. The sort is stable: rows for one expert stay in ascending order. Only rows for experts
+        on this device are copied; the rest of `permuted_input` is unchanged. Modelled on vLLM's op of this name.
 
         Args:
             input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
-            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
-                ids are not mapped.
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. Ids that it has no entry for are out of range. None: the local index of an expert is its id.
             n_expert: number of experts on all devices, and on this device.
             n_local_expert: number of experts on all devices, and on this device.
-            topk: choices of a token.
+            topk: experts of a token.
 
         Returns:
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype. Zeros where the op leaves it as it is.
-            expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert, then the number of rows of this
-                device.
+            expert_first_token_offset: [n_local_expert + 1] int64: the permuted index of the first row for each expert on this
+                device, then the number of all rows for experts on this device.
             inv_permuted_idx: [num_tokens, topk] int32: the permuted index of each row.
-            permuted_idx: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` for a
-                row that is not of this device.
+            permuted_idx: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` if its
+                expert is not on this device.
         """
 
 moe_permute: _moe_permute
@@ -7188,18 +7193,19 @@ class _moe_unpermute(_Attributes, Protocol):
         topk: int,
         hidden_states: Tensor,
     ) -> None:
-        """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
+        """The weighted sum of the results of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
-        Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-        is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
-        vLLM's op of this name.
+        Multiplications and additions are float32, each rounded, in the order of j; T rounds to the dtype of the output. An
+        index out of range is skipped. So is a row for an expert on another device, which has an index not below the last
+        element of `expert_first_token_offset`. Modelled on vLLM's op of this name.
 
         Args:
-            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
+            permuted_hidden_states: [num_permuted, hidden_size], float32, float16 or bfloat16; constant row stride.
             topk_weights: [num_tokens, topk] float32, contiguous: w.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
-            expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
-            topk: choices of a token.
+            expert_first_token_offset: [num_local + 1] int64, contiguous, as `moe_permute` writes it; if None, all experts
+                are on this device.
+            topk: experts of a token.
             hidden_states: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
         """
     @staticmethod
@@ -7210,18 +7216,19 @@ class _moe_unpermute(_Attributes, Protocol):
         expert_first_token_offset: Tensor | None,
         topk: int,
     ) -> Tensor:
-        """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
+        """The weighted sum of the results of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
-        Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-        is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
-        vLLM's op of this name.
+        Multiplications and additions are float32, each rounded, in the order of j; T rounds to the dtype of the output. An
+        index out of range is skipped. So is a row for an expert on another device, which has an index not below the last
+        element of `expert_first_token_offset`. Modelled on vLLM's op of this name.
 
         Args:
-            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
+            permuted_hidden_states: [num_permuted, hidden_size], float32, float16 or bfloat16; constant row stride.
             topk_weights: [num_tokens, topk] float32, contiguous: w.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
-            expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
-            topk: choices of a token.
+            expert_first_token_offset: [num_local + 1] int64, contiguous, as `moe_permute` writes it; if None, all experts
+                are on this device.
+            topk: experts of a token.
 
         Returns:
             hidden_states: [num_tokens, hidden_size] of the same dtype.
