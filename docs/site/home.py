@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 
 import pyops
 
+_RECIPE = Path(__file__).parents[1] / "recipes" / "paged_attention.py"
 _ORDER = ("Why", "Speed", "Two commands", "Use", "Ops", "Limits")
 _SCALE = 0.9  # vLLM's time, as a share of the width: slower rows need more
 _BUTTONS = """
@@ -26,6 +28,8 @@ def page(readme: str) -> str:
     sections = {title: body for title, _, body in (section.partition("\n") for section in rest)}
     sections["Why"] = f'\n<div class="grid cards" markdown>\n{sections["Why"]}\n</div>\n'
     sections["Speed"] = _with_bars(sections["Speed"])
+    recipe = _RECIPE.read_text(encoding="utf-8")
+    sections["Use"] += f"\n[Attention over a paged cache](docs/recipes/{_RECIPE.stem}.md):\n\n```python\n{recipe}```\n"
     titles = {"Two commands": "Install"}
     body = "\n".join(f"## {titles.get(title, title)}\n{sections[title]}" for title in _ORDER)
     buttons = _BUTTONS.replace("{version}", pyops.__version__)
