@@ -141,8 +141,8 @@ DEVICE int64_t row_of(const S* start, int64_t step, int64_t num_rows) {
 // return they are those of the whole CTA, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total
 // are in shared memory. Every thread of the CTA must call.
 template <int WARPS, int ROUNDS, typename F>
-DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_sum, float* warp_max, float* warp_sum,
-                       float* total, F f) {
+DEVICE void combine_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_sum, float* warp_max, float* warp_sum,
+                          float* total, F f) {
     const int warp = threadIdx.x / WARP_SIZE;
     if (threadIdx.x % WARP_SIZE == 0) {
         warp_max[warp] = max_logit;
@@ -171,12 +171,12 @@ DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_su
 // Combines N partial results of one head: part k has the row max max_of(k) and the row sum sum_of(k) relative to it. An
 // element of the combined result is weighted_sum(part), where part(k) is the element of part k.
 template <int N>
-struct Join {
+struct Combine {
     float max_logit = minus_infinity(), exp_sum = 0.0f;
     float factor[N];  // correction of part k: from its row max to the combined one
 
     template <typename M, typename S>
-    DEVICE Join(M max_of, S sum_of) {
+    DEVICE Combine(M max_of, S sum_of) {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             factor[k] = max_of(k);

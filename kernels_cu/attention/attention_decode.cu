@@ -7,7 +7,7 @@
 // sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and
 // Balance computes the number of splits of each sequence from the lengths of all. CLUSTER > 1: a sequence has one
 // split, which the CLUSTER CTAs of blockIdx.y share; they combine their results through distributed shared memory.
-// `arrived` counts the finished splits of a query head: a warp of the last one combines them (decode_join.cuh). If
+// `arrived` counts the finished splits of a query head: a warp of the last one combines them (decode_combine.cuh). If
 // `arrived` is null, decode_combine.cu combines the splits.
 //
 // Warps: the warps that share a split take steps of STEP tokens round-robin (decode_tile.cuh). A warp computes S^T = K
@@ -46,7 +46,7 @@
 
 #include "attention.cuh"
 #include "cluster.cuh"
-#include "decode_join.cuh"
+#include "decode_combine.cuh"
 #include "decode_logits.cuh"
 #include "decode_tile.cuh"
 
@@ -284,14 +284,14 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     constexpr int WRITERS = CLUSTER == 1                         ? WARP_SIZE
                             : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS
                                                                  : MIN_CLUSTER_THREADS;
-    const auto write = [&](int head, const auto& join, auto total) {
+    const auto write = [&](int head, const auto& combine, auto total) {
         const int64_t query_head = first_head + head, row = find_row();
         if constexpr (MAY_BALANCE) {
             if (!direct && arrived) {
                 constexpr int STRIDE = NUM_KV_HEADS * GROUP * RESULT_PAIRS;
                 const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
-                SplitJoin all(results + first_split * STRIDE + query_head * RESULT_PAIRS, STRIDE, splits.count);
-                all.leave(split, total, join.max_logit, join.exp_sum, value_unit);
+                SplitCombine all(results + first_split * STRIDE + query_head * RESULT_PAIRS, STRIDE, splits.count);
+                all.leave(split, total, combine.max_logit, combine.exp_sum, value_unit);
                 if (!all.arrive(arrived + int64_t(seq) * NUM_KV_HEADS * GROUP + query_head)) return;
                 write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
                     [&](int, int e) { return all.sum[e]; }, all.max_logit, all.exp_sum, 1.0f, true, sinks + query_head,
@@ -302,25 +302,25 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         }
         const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
         write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, join.max_logit, join.exp_sum, value_unit, direct, sinks + query_head,
+            total, combine.max_logit, combine.exp_sum, value_unit, direct, sinks + query_head,
             out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
             tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);
     };
     __shared__ float block_max[HEADS];
     __shared__ float block_sum[HEADS];
     for (int head = warp; head < num_heads; head += num_warps) {
-        const Join<MAX_WARPS> join([&](int w) { return warp_max[w * HEADS + head]; },
-                                   [&](int w) { return warp_sum[w * HEADS + head]; });
+        const Combine<MAX_WARPS> combine([&](int w) { return warp_max[w * HEADS + head]; },
+                                         [&](int w) { return warp_sum[w * HEADS + head]; });
         const auto total = [&](int i, int) {
-            return join.weighted_sum([&](int w) { return join.factor[w] > 0.0f ? output_of(w, head)[i] : 0.0f; });
+            return combine.weighted_sum([&](int w) { return combine.factor[w] > 0.0f ? output_of(w, head)[i] : 0.0f; });
         };
         if constexpr (CLUSTER == 1) {
-            write(head, join, total);
+            write(head, combine, total);
         } else {
             for (int i = lane; i < HEAD_SIZE; i += 32) output_of(0, head)[i] = total(i, 0);
             if (lane == 0) {
-                block_max[head] = join.max_logit;
-                block_sum[head] = join.exp_sum;
+                block_max[head] = combine.max_logit;
+                block_sum[head] = combine.exp_sum;
             }
         }
     }
@@ -338,9 +338,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) + e * WRITERS;
                 if (i < HEAD_SIZE) outputs[e][rank] = load_of_block<CLUSTER>(output_of(0, head) + i, rank);
             }
-            const Join<CLUSTER> join(of_block(block_max + head), of_block(block_sum + head));
-            write(head, join,
-                  [&](int, int e) { return join.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
+            const Combine<CLUSTER> combine(of_block(block_max + head), of_block(block_sum + head));
+            write(head, combine,
+                  [&](int, int e) { return combine.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
     }

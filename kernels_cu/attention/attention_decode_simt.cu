@@ -130,8 +130,8 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
     __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[VALUE_SIZE];
-    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total,
-                      [&](int i) { return has_value(i) ? dim_of(i) : -1; });
+    combine_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total,
+                         [&](int i) { return has_value(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t part = (seq * NUM_HEADS + head) * max_splits + split;
         write_result<float, WARP_SIZE, VALUE_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(

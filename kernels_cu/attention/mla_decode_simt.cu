@@ -97,7 +97,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
     __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[LATENT_SIZE];
-    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return element_of(i); });
+    combine_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
         const int64_t row = seq * num_heads + head, part = row * max_splits + split;
         write_result<float, WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>(

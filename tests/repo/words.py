@@ -40,7 +40,7 @@ MOST: dict[str, int] = {
     "of which": 8,
     "whose": 33,
     "place": 1057,
-    "join": 65,
+    "join": 2,
     "codes": 1406,
     "turn": 308,
     "copy engine": 0,

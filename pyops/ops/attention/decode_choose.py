@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from ... import tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fnuz
+from .combine import CombineConfig, choose_combine, lanes_of
 from .decode_problem import DecodeProblem, run_tokens
-from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
 NUM_WARPS = 4  # warps of a block by default
@@ -79,7 +79,7 @@ class DecodeConfig:
             cluster.
         max_splits: most splits of a sequence; a block takes one split.
         min_split: fewest tokens of a split.
-        join: the kernel that combines the splits; None: the last block of a row combines its splits.
+        combine: the kernel that combines the splits; None: the last block of a row combines its splits.
         pieces: parts of the keys or values, one in registers at a time; 1 unless one_at_a_time.
     """
 
@@ -91,7 +91,7 @@ class DecodeConfig:
     cluster_size: int
     max_splits: int
     min_split: int
-    join: JoinConfig | None
+    combine: CombineConfig | None
     pieces: int = 1
 
     def __post_init__(self) -> None:
@@ -164,18 +164,18 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         cluster_size,
         max_splits,
         _MIN_SPLIT,
-        _choose_join(problem, max_splits, device),
+        _choose_combine(problem, max_splits, device),
         pieces,
     )
 
 
-def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> JoinConfig | None:
+def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:
     """The kernel that combines the splits; None if the last block of a row does it."""
-    joins_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
-    if not problem.partials and (max_splits == 1 or joins_itself):
+    combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
+    if not problem.partials and (max_splits == 1 or combines_itself):
         return None
-    lanes = lanes_of(problem.head_size, problem.join_vector_width, device)
-    return choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    lanes = lanes_of(problem.head_size, problem.combine_vector_width, device)
+    return choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
 
 
 def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:

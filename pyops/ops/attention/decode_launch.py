@@ -9,15 +9,15 @@ from ..._core.launch.scratch import Scratch
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
+from .combine import TILE_TOKENS, launch_combine
 from .decode_choose import DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import DecodeProblem
-from .join import TILE_TOKENS, launch_join
 from .layout import CacheLayout, absent, heads_stride
 
 _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
-_NO_JOIN = {"arrived": 0, "results": 0}
+_NO_COMBINE = {"arrived": 0, "results": 0}
 _PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
 _LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # LONG_SPLIT (tokens) and MIN_WHOLE_HEAD (elements) of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
@@ -39,10 +39,10 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
         "length_step": problem.kv.seq_lens.strides[0],
     }
-    is_joined = problem.partials is not None or max_splits > 1
-    joins = config.join if is_joined else None
+    is_combined = problem.partials is not None or max_splits > 1
+    combines = config.combine if is_combined else None
     if not problem.partials:
-        rows = problem.num_seqs * problem.num_heads * max_splits if joins else 0
+        rows = problem.num_seqs * problem.num_heads * max_splits if combines else 0
         arguments |= workspace(rows, problem.head_size)
     constants = {
         "partial_t": problem.partial_dtype,
@@ -56,11 +56,11 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
             wave = wave_splits(
                 problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
             )
-        arguments_of_join = _join_of_last_blocks(problem, wave) if is_joined and not joins else _NO_JOIN
-        launches = [_launch_mma(problem, config, wave, constants, arguments | arguments_of_join)]
+        arguments_of_combine = _combine_of_last_blocks(problem, wave) if is_combined and not combines else _NO_COMBINE
+        launches = [_launch_mma(problem, config, wave, constants, arguments | arguments_of_combine)]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
-    if joins:
+    if combines:
         constants |= {
             "length_t": problem.kv.seq_lens.dtype,
             "out_t": problem.out_dtype,
@@ -70,11 +70,11 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         }
         arguments |= {**absent(fp8_out_scale=problem.fp8_out_scale), "wave_splits": wave}
         launches.append(
-            launch_join(
-                joins,
+            launch_combine(
+                combines,
                 problem.num_seqs,
                 problem.out,
-                problem.join_vector_width,
+                problem.combine_vector_width,
                 problem.options,
                 constants,
                 arguments,
@@ -121,8 +121,8 @@ def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
     return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
 
 
-def _join_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
-    """Workspace for the results of splits that the last block of a row combines, as decode_join.cuh lays it out."""
+def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
+    """Workspace for the results of splits that the last block of a row combines, as decode_combine.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
     nbytes = _balanced_splits(problem, wave) * problem.num_heads * pairs * _PAIR_BYTES

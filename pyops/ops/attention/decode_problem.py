@@ -9,7 +9,7 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float8_e4m3fn, float32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
-from .join import vector_width
+from .combine import vector_width
 from .layout import CacheLayout, check_kv, max_tokens_of
 
 _MAX_GRID_Y = 65535  # largest grid dimension y; each split is a block
@@ -93,7 +93,7 @@ class DecodeProblem:
         return float8_e4m3fn if self.fp8_out_scale else self.out.dtype
 
     @property
-    def join_vector_width(self) -> int:
+    def combine_vector_width(self) -> int:
         """Elements that a thread of the combine kernel loads and stores at once."""
         tmp_out = self.partials.tmp_out if self.partials else None
         return vector_width(self.out, tmp_out, self.partial_dtype, self.out_dtype)

@@ -11,8 +11,8 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32
 from . import mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
+from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_launch import NO_STARTS, workspace
-from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
 from .layout import absent, heads_stride
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem
 from .mla_sm90 import MlaSm90Config
@@ -47,7 +47,7 @@ class MlaConfig:
         min_blocks: blocks per SM; bounds the registers.
         max_splits: most splits of a sequence; a block takes one split.
         min_split: fewest tokens of a split.
-        join: the kernel that combines the splits.
+        combine: the kernel that combines the splits.
     """
 
     num_warps: int
@@ -56,7 +56,7 @@ class MlaConfig:
     min_blocks: int
     max_splits: int
     min_split: int
-    join: JoinConfig
+    combine: CombineConfig
 
     SPLIT_UNIT = TILE_TOKENS
 
@@ -100,9 +100,9 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
         wanted = _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
     min_split = _MIN_SPLIT * max(1, heads // 16)
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
-    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
-    join = choose_join(num_seqs, num_heads, max_splits, lanes, device)
-    return MlaConfig(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, join)
+    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
+    combine = choose_combine(num_seqs, num_heads, max_splits, lanes, device)
+    return MlaConfig(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, combine)
 
 
 def _choose_block(problem: MlaProblem, device: Device) -> tuple[int, int, int] | None:
@@ -139,8 +139,8 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
 
 def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that combines them where a sequence may have several."""
-    is_joined = config.max_splits > 1
-    rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
+    is_combined = config.max_splits > 1
+    rows = problem.num_seqs * problem.num_heads * config.max_splits if is_combined else 0
     arguments = {
         **absent(lse=problem.lse),
         **workspace(rows, LATENT_SIZE),
@@ -154,7 +154,7 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
         launches = [_launch_splits(problem, config, arguments)]
     else:
         launches = [config.launch(problem, arguments)]
-    if is_joined:
+    if is_combined:
         constants = {
             "out_t": problem.out.dtype,
             "length_t": problem.seq_lens.dtype,
@@ -172,7 +172,9 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
         arguments["num_rows"] = problem.num_seqs
         options = Options(lse=problem.lse)
         launches.append(
-            launch_join(config.join, problem.num_seqs, problem.out, problem.join_width, options, constants, arguments)
+            launch_combine(
+                config.combine, problem.num_seqs, problem.out, problem.combine_width, options, constants, arguments
+            )
         )
     return launches
 

@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
-from .join import vector_width
+from .combine import vector_width
 from .layout import MAX_TOKENS
 
 LATENT_SIZE, ROPE_SIZE = 512, 64  # elements of the latent vector, of the RoPE key
@@ -127,7 +127,7 @@ class MlaProblem:
         )
 
     @property
-    def join_width(self) -> int:
+    def combine_width(self) -> int:
         """Elements that a thread of the combine kernel loads and stores at once."""
         return vector_width(self.out, None, float32, self.out.dtype)
 

@@ -11,7 +11,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
-from .join import JoinConfig, choose_join, lanes_of
+from .combine import CombineConfig, choose_combine, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
@@ -33,13 +33,13 @@ class MlaSm90Config:
         cluster: CTAs that share the dequantization of a KV tile: 1, or 2 for an "fp8_ds_mla" cache.
         max_splits: most splits of a sequence; a block takes one split.
         min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
-        join: the kernel that combines the splits.
+        combine: the kernel that combines the splits.
     """
 
     cluster: int
     max_splits: int
     min_split: int
-    join: JoinConfig
+    combine: CombineConfig
 
     SPLIT_UNIT = _TOKENS
 
@@ -131,6 +131,6 @@ def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     wanted = problem.num_kv_splits
     max_splits = wanted if wanted > 0 else min(range(1, _MAX_SPLITS + 1), key=time)
     max_splits = max(1, min(max_splits, tiles))
-    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
-    join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return MlaSm90Config(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)
+    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
+    combine = choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    return MlaSm90Config(2 if _may_share(problem) else 1, max_splits, _TOKENS, combine)

@@ -10,7 +10,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .join import JoinConfig, choose_join, lanes_of
+from .combine import CombineConfig, choose_combine, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
@@ -32,13 +32,13 @@ class FewHeadsConfig:
         groups: groups of two warps of a block.
         max_splits: most splits of a sequence; a block takes one split.
         min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
-        join: the kernel that combines the splits.
+        combine: the kernel that combines the splits.
     """
 
     groups: int
     max_splits: int
     min_split: int
-    join: JoinConfig
+    combine: CombineConfig
 
     SPLIT_UNIT = 64
 
@@ -103,6 +103,6 @@ def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     all_splits = (wanted,) if wanted > 0 else range(1, _MAX_SPLITS + 1)
     groups, max_splits = min(product(_GROUPS, all_splits), key=lambda pair: time(*pair))
     max_splits = max(1, min(max_splits, units))
-    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
-    join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return FewHeadsConfig(groups, max_splits, FewHeadsConfig.SPLIT_UNIT, join)
+    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
+    combine = choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    return FewHeadsConfig(groups, max_splits, FewHeadsConfig.SPLIT_UNIT, combine)

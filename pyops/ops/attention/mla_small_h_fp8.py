@@ -8,7 +8,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .join import JoinConfig, choose_join, lanes_of
+from .combine import CombineConfig, choose_combine, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
@@ -28,12 +28,12 @@ class CodesConfig:
     Attributes:
         max_splits: most splits of a sequence; a block takes one split.
         min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
-        join: the kernel that combines the splits.
+        combine: the kernel that combines the splits.
     """
 
     max_splits: int
     min_split: int
-    join: JoinConfig
+    combine: CombineConfig
 
     SPLIT_UNIT = _TOKENS
 
@@ -72,6 +72,6 @@ def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     wanted = problem.num_kv_splits
     max_splits = wanted if wanted > 0 else min(range(1, _MAX_SPLITS + 1), key=time)
     max_splits = max(1, min(max_splits, tiles))
-    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
-    join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return CodesConfig(max_splits, _TOKENS, join)
+    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
+    combine = choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    return CodesConfig(max_splits, _TOKENS, combine)

@@ -29,7 +29,7 @@ __all__ = ["paged_attention_rocm", "paged_attention_v2"]
 _V2_PARTITION, _ROCM_PARTITION = 512, 256  # tokens of a partition
 
 
-def _joined(partition: int) -> Callable[..., float]:
+def _combined(partition: int) -> Callable[..., float]:
     """`absolute_error`, and the error of partitions: their results are rounded to T before they are combined."""
 
     def atol(
@@ -41,8 +41,8 @@ def _joined(partition: int) -> Callable[..., float]:
         seq_lens: Tensor,
         sinks: Tensor | None,
     ) -> float:
-        is_joined = sinks is not None or (seq_lens.numel() > 0 and int(seq_lens.max()) > partition)
-        rounding = float(torch.finfo(query.dtype).eps) if is_joined else 0.0
+        is_combined = sinks is not None or (seq_lens.numel() > 0 and int(seq_lens.max()) > partition)
+        rounding = float(torch.finfo(query.dtype).eps) if is_combined else 0.0
         return rounding + absolute_error(query, key_cache, scale, kv_cache_dtype, k_scale)
 
     return atol
@@ -53,7 +53,7 @@ def _joined(partition: int) -> Callable[..., float]:
     inout=("exp_sums", "max_logits", "tmp_out"),
     runtime="max_seq_len",
     keyed="logits_soft_cap",
-    atol=_joined(_V2_PARTITION),
+    atol=_combined(_V2_PARTITION),
 )
 def paged_attention_v2(
     out: Tensor,
@@ -111,8 +111,8 @@ def paged_attention_v2(
     partials, max_tokens = Partials(exp_sums, max_logits, tmp_out), exp_sums.shape[2] * _V2_PARTITION
     for s in range(len(seq_lens)):
         attended = Attended(query[s], scale, kv, s, options, sparse, max_tokens)
-        joined = partitions(attended, _V2_PARTITION, partials, s)
-        finish(out[s], *joined, sinks, None if lse is None else lse[:, s])
+        combined = partitions(attended, _V2_PARTITION, partials, s)
+        finish(out[s], *combined, sinks, None if lse is None else lse[:, s])
 
 
 @paged_attention_v2.result
@@ -173,7 +173,7 @@ def example_paged_attention_v2(
     inout=("exp_sums", "max_logits", "tmp_out", "lse"),
     runtime="max_seq_len",
     keyed="logits_soft_cap",
-    atol=_joined(_ROCM_PARTITION),
+    atol=_combined(_ROCM_PARTITION),
 )
 def paged_attention_rocm(
     out: Tensor,
@@ -227,9 +227,9 @@ def paged_attention_rocm(
             if end - row != 1 or not 0 <= row < query.shape[0]:
                 continue
         attended = Attended(query[row], scale, kv, s, options, max_tokens=max_tokens)
-        joined = partitions(attended, _ROCM_PARTITION, partials, s)
+        combined = partitions(attended, _ROCM_PARTITION, partials, s)
         result = out[row] if fp8_out_scale is None else torch.empty_like(out[row], dtype=torch.float32)
-        finish(result, *joined, sinks, None if lse is None else lse[:, row])
+        finish(result, *combined, sinks, None if lse is None else lse[:, row])
         if fp8_out_scale is not None:
             result = (result * (1.0 / fp8_out_scale.reshape(()))).clamp(-448.0, 448.0)
             out[row].view(torch.uint8).copy_(result.to(torch.float8_e4m3fn).view(torch.uint8))

@@ -15,7 +15,7 @@ from .decode_launch import workspace
 from .prefill_problem import PrefillProblem
 
 _hopper = Kernel("attention/prefill_sm90.cu")
-_join = Kernel("attention/prefill_combine.cu")
+_combine = Kernel("attention/prefill_combine.cu")
 
 ROW_BYTES = 128  # bytes of a row of a panel: the 128-byte swizzle
 _BARRIER_BYTES = 8  # bytes of an mbarrier
@@ -117,9 +117,9 @@ class PrefillSm90Config:
         if not has_splits:
             return [attend]
         names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
-        join = _join(**{name: constants[name] for name in names}, **shared_constants)
+        combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
-        return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
+        return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken(_combine, arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""

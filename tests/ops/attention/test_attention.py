@@ -16,7 +16,7 @@ from pyops._core import config
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
-from pyops.ops.attention import decode_choose, join
+from pyops.ops.attention import combine, decode_choose
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, run, written
 from tests.support.calls import DEVICES, Host, example, refusal
@@ -191,7 +191,7 @@ def test_split_kv_of_long_and_short_sequences(max_groups: int, on: str, monkeypa
     """
     if max_groups:
         monkeypatch.setattr(decode_choose, "_MAX_SPLITS_OF_LAST_BLOCK", 0)
-        monkeypatch.setattr(join, "_MAX_GROUPS", max_groups)
+        monkeypatch.setattr(combine, "_MAX_GROUPS", max_groups)
     V1.forget()
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))

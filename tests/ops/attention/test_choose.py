@@ -17,8 +17,8 @@ from pyops._core import config
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
+from pyops.ops.attention.combine import CombineConfig
 from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
-from pyops.ops.attention.join import JoinConfig
 from tests.ops.attention.test_attention import paged_call, truth
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
@@ -126,8 +126,8 @@ def test_prefill_on_matrix_cores(arch: str, head_size: int, cache: str, expected
 def test_decode_configs(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> None:
     found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL)
     num_warps, cluster_size, max_splits, groups = expected
-    join = JoinConfig(groups, 1) if groups else None
-    assert found == DecodeConfig(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, join)
+    combine = CombineConfig(groups, 1) if groups else None
+    assert found == DecodeConfig(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, combine)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         for launch in V1.launches(*args):
             texts[launch.specialisation.text] = launch.specialisation.kernel.file.split("/")[1]
     clusters = ["attention_decode.cu"] * (max_tokens == 2048)
-    joins = ["decode_combine.cu"] * (max_tokens > 2048)  # many splits
-    assert sorted(texts.values()) == sorted([*joins, "attention_decode.cu", *clusters])
+    combines = ["decode_combine.cu"] * (max_tokens > 2048)  # many splits
+    assert sorted(texts.values()) == sorted([*combines, "attention_decode.cu", *clusters])
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_varlen_configs(num_tokens: int, axes: dict[str, Any], expected: tuple[i
 def test_mla_configs() -> None:
     found = chosen(MLA, "sm_100", num_tokens=16, num_heads=12)
     assert (found.num_warps, found.heads_per_block, found.step_tokens, found.min_blocks) == (8, 16, 32, 2)
-    assert (found.max_splits, found.min_split, found.join) == (2, 64, JoinConfig(1, 1))
+    assert (found.max_splits, found.min_split, found.combine) == (2, 64, CombineConfig(1, 1))
     assert chosen(MLA, dtype="float32").step_tokens == 0
     assert chosen(MLA, replace(device.model(), shared_memory=48 * 1024)).step_tokens == 0
 
@@ -263,8 +263,11 @@ def test_oversized_config_is_refused() -> None:
         with pytest.raises(ValueError, match="expected num_warps from"):
             replace(found, **changes)
     args = V1.example(ArgMaker(device.model()), num_tokens=64, max_seq_len=2048, **MODEL)  # type: ignore[misc]
-    for join in (JoinConfig(8, 2), JoinConfig(1, 3)):
-        with tuning.forced(V1.name, replace(found, join=join)), pytest.raises(ValueError, match="expected at most 8"):
+    for combine in (CombineConfig(8, 2), CombineConfig(1, 3)):
+        with (
+            tuning.forced(V1.name, replace(found, combine=combine)),
+            pytest.raises(ValueError, match="expected at most 8"),
+        ):
             V1.launches(*args)
 
 
@@ -294,12 +297,12 @@ def test_tuning_table_overrides_the_choice(table: Path) -> None:
 
 
 @pytest.mark.parametrize("num_warps", [1, 2, 3, 4])
-@pytest.mark.parametrize("join", [None, JoinConfig(1, 1), JoinConfig(2, 4), JoinConfig(8, 1)], ids=str)
-def test_any_config_gives_the_same_result(join: JoinConfig | None, num_warps: int) -> None:
+@pytest.mark.parametrize("combine", [None, CombineConfig(1, 1), CombineConfig(2, 4), CombineConfig(8, 1)], ids=str)
+def test_any_config_gives_the_same_result(combine: CombineConfig | None, num_warps: int) -> None:
     """Warps, groups and heads of a block change nothing but the time."""
     call = paged_call([300, 1, 65], (4, 2), 64, dtype=torch.bfloat16)
     plain = call.pop("plain")
-    forced = DecodeConfig(num_warps, 8, 1, 3, False, 1, 5, 64, join)
+    forced = DecodeConfig(num_warps, 8, 1, 3, False, 1, 5, 64, combine)
     V1.forget()
     with config.cpu("kernels"), tuning.forced(V1.name, forced):
         V1.wrapper(**call)

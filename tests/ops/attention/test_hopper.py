@@ -619,9 +619,9 @@ def test_mla_choice_of_splits(
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")
     indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
-    first, *join = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
+    first, *combine = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
     assert first.grid == grid
-    assert len(join) == (grid[1] > 1)
+    assert len(combine) == (grid[1] > 1)
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 

@@ -28,7 +28,7 @@ _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
-class JoinConfig:
+class CombineConfig:
     """The geometry of decode_combine.cu, which combines splits.
 
     Attributes:
@@ -53,12 +53,12 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
     return min(check.vector_width(out.shape[-1], *(arg for arg in (out, tmp_out) if arg)), widest)
 
 
-def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
+def choose_combine(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> CombineConfig:
     """Groups for the splits of a head, heads of a block, and parts of a head if its groups do not fit into a block."""
     rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.num_sms
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
-        return JoinConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)
+        return CombineConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)
     groups = parts = 1
     while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits:
         if 2 * groups * lanes > _MAX_HEAD_THREADS:
@@ -66,11 +66,11 @@ def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, devi
                 break
             lanes, parts = lanes // 2, parts * 2
         groups *= 2
-    return JoinConfig(groups, 1, parts)
+    return CombineConfig(groups, 1, parts)
 
 
-def launch_join(
-    config: JoinConfig,
+def launch_combine(
+    config: CombineConfig,
     num_seqs: int,
     out: TensorArg,
     vec_size: int,

@@ -1,4 +1,4 @@
-// decode_join.cuh: the combine of a sequence's splits inside attention_decode: the last CTA to finish computes what
+// decode_combine.cuh: the combine of a sequence's splits inside attention_decode: the last CTA to finish computes what
 // decode_combine.cu does, without another launch.
 //
 //     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp2(m_s - m),   m = max_s m_s
@@ -24,14 +24,15 @@ constexpr int LANE_PAIRS = ceil_div(LANE_ELEMENTS, 2), RESULT_PAIRS = LANE_PAIRS
 // so the result does not depend on which CTA is last. `results` points to the RESULT_PAIRS pairs of the first split;
 // the stride between splits is `stride` pairs. All results and `counter` are zero before the first split arrives, and
 // again after the combine.
-struct SplitJoin {
+struct SplitCombine {
     PassedPair* results;
     int64_t stride;
     int count;
     // The arguments of write_result, after all splits are combined.
     float max_logit = minus_infinity(), exp_sum = 0.0f, sum[LANE_ELEMENTS] = {};
 
-    DEVICE SplitJoin(PassedPair* results, int64_t stride, int count) : results(results), stride(stride), count(count) {}
+    DEVICE SplitCombine(PassedPair* results, int64_t stride, int count)
+        : results(results), stride(stride), count(count) {}
 
     // Stores the result of a split. The arguments are those of write_result.
     template <typename F>
@@ -64,7 +65,7 @@ struct SplitJoin {
         for (int first = 0; first < count; first += JOIN_BATCH) {
             while (!complete) complete = load(batch, first) || PASSES_AT_ONCE;
             sync_warp();  // lane 0 clears what all lanes have loaded
-            join(batch, first);
+            combine(batch, first);
             complete = false;
         }
         return true;
@@ -92,7 +93,7 @@ private:
         return !any_lane(!found);
     }
 
-    DEVICE void join(const Batch& batch, int first) {
+    DEVICE void combine(const Batch& batch, int first) {
         const int lane = threadIdx.x % WARP_SIZE;
         float larger = max_logit;
 #pragma unroll
