@@ -26,8 +26,7 @@ class Layout(NamedTuple):
         pack_words: takes (buffer, 0, *words). pack_rest: takes (buffer, start, *constants, *pointers).
         start: byte offset of the constants; constants: their names.
         pointers: byte offset of kernelParams; targets: for each of its entries, the byte offset that it points to.
-        maps: {name: byte offset} of the tensor maps.
-        buffer_type: a ctypes array type for the block, with spare bytes to align the tensor maps.
+        maps: {name: byte offset} of tensor maps. buffer_type: a ctypes array type with spare bytes to align them.
     """
 
     words: dict[str, str]
@@ -47,9 +46,8 @@ def layout(
 ) -> Layout:
     """The layout for `kernel`, which takes each parameter by its name from the other arguments.
 
-    `tensors` and `runtime` are per-call words. `scalars`, which are part of the plan's key, and `fixed`, the values
-    that the plan gives, are constants. Raises TypeError for a parameter that none of them has, and for a fixed value
-    that no parameter takes.
+    `tensors` and `runtime` are per-call words; `scalars`, part of the plan's key, and `fixed` are constants. Raises
+    TypeError for a parameter that none of them has, and for a fixed value that no parameter takes.
     """
     for name in set(fixed) - {parameter for _, parameter in kernel.signature.parameters}:
         raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
@@ -111,8 +109,7 @@ class Buffer(NamedTuple):
     """The parameter block of one launch, complete except for per-call words, addresses of workspaces, and maps.
 
     Attributes:
-        pack: takes (memory, 0, *words).
-        parameters: address of kernelParams in `memory`.
+        pack: takes (memory, 0, *words). parameters: address of kernelParams in `memory`.
         workspaces: (byte offset in `memory`, the scratch memory with the address to write there).
         maps: (address in `memory`, the tensor map to encode there).
     """

@@ -33,8 +33,7 @@ _FORMATS = {
 def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> str:
     """The source `name` with its quoted includes inlined, each header once; #line keeps the line numbers of the files.
 
-    `seen` has the names of the sources that are already inlined, and grows. `text` is the source itself if no file of
-    `kernels_cu` holds it; its includes are headers of `kernels_cu` all the same. `header_of` finds a header.
+    `seen`: the sources already inlined, updated. `text`: the source, if no file holds it; it may include any header.
     """
     seen = set() if seen is None else seen
     seen.add(name)
@@ -58,11 +57,8 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
 
 @cache
 def header_of(folder: str, name: str) -> str:
-    """The path of the header that a file in `folder` includes as `name`: next to the file, else in `include/`.
-
-    A name with a folder, such as ``"linear/dequant.cuh"``, is a path in `kernels_cu`: a source without a file needs it.
-    """
-    if "/" in name:
+    """The path of the header that a file in `folder` includes as `name`: next to the file, else in `include/`."""
+    if "/" in name:  # a path already, such as "linear/dequant.cuh": a source without a file has no folder
         return name
     sibling = f"{folder}/{name}"
     return sibling if folder == "host" or sibling in kernels_cu.names() else f"include/{name}"
@@ -101,8 +97,7 @@ class Signature(NamedTuple):
     """The one ``extern "C"`` kernel of a file.
 
     Attributes:
-        entry: the name of the kernel.
-        parameters: (struct format, name) of each parameter.
+        entry: the name of the kernel. parameters: (struct format, name) of each parameter.
         overlaps: whether programmatic dependent launch is safe, because the kernel's first statement is
             ``await_previous_kernel();``. Only a call of a ``prefetch_...`` function may precede this statement.
     """
