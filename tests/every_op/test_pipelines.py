@@ -270,7 +270,7 @@ def test_every_kernel_of_a_kind_has_a_case() -> None:
     kernels = {file for file in kernels_cu.names() if file.endswith(".cu")}
     texts = {file: re.sub("//.*", "", source.inline(file, set())) for file in kernels}
     assert {file for file, text in texts.items() if re.search(r"\bSTAGES\b", text)} == CASES.keys()
-    of_groups = re.compile(r"^//     GROUP(_ROWS)? +(row )?(tiles|clusters) ", re.MULTILINE)
+    of_groups = re.compile(r"^//     GROUP(_ROWS)? +(row )?(tiles|clusters) |`group_rows`", re.MULTILINE)
     assert {file for file in kernels if of_groups.search(kernels_cu.read(file))} == GROUPS.keys()
 
 

@@ -142,7 +142,8 @@ class Declaration:
         """From values for all parameters: that of the parameter `name`, or else the dataclass `group` of them."""
         index = next((i for i, p in enumerate(self.parameters) if p.name == name), None)
         if index is not None:
-            return lambda values: values[index] if index < len(values) else default
+            missing = self.parameters[index].default if self.parameters[index].has_default else default
+            return lambda values: values[index] if index < len(values) else missing
         if not isinstance(group, type) or not is_dataclass(group):
             raise TypeError(f"{self.name}: {name} is no parameter of the op")
         parts = [self._part(field.name, field.default) for field in fields(group)]

@@ -63,14 +63,17 @@ class GemmConfig:
             raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
-        """Other tiles, clusters and tile orders."""
+        """Other tiles, clusters, tile orders and splits of the last wave."""
+        clusters = device.num_sms // self.cluster
+        rest = self.tiles(problem.m, problem.b.rows) % clusters
+        most = min(MAX_SPLITS, clusters // rest, num_k_tiles(problem)) if rest else 1
         found = tuning.varied(
             self,
             tile_n=(64, 128, 192, 224, 256),
             cluster=(1, 2),
             group=tuning.beside(self.group, 1, MAX_GROUP),
             ping_pong=(False, True),
-            splits=tuning.beside(self.splits, 1, MAX_SPLITS),
+            splits=tuning.beside(min(self.splits, most), 1, most),
         )
         return [one for one in found if one.fits(sum_block(problem, 0) > 0, problem.epilogue.is_gated)]
 
