@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import tuning
 from .._core.launch.kernel import Specialisation
 from .._core.op import torch_library
 from .._core.op.op import Op, registry
@@ -19,7 +20,7 @@ from .decoder import Decoder, Layer
 from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 
-_GROWTH = 1.1  # ratio of successive prefill sizes to plan for: neighbouring sizes mostly select the same kernels
+_GROWTH = 1.1  # largest ratio of successive prefill sizes to plan for: close sizes mostly select the same kernels
 
 
 def serving_kernels(
@@ -85,9 +86,7 @@ def _kinds(decoder: Decoder) -> list[Layer]:
 def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int, place: str) -> Iterator[Batch]:
     """Batches that prefill 1 to `max_num_batched_tokens` tokens, alone and together with decodes."""
     indices: dict[str, Any] = {"dtype": torch.int64, "device": place}
-    size = 1.0
-    while size < max_num_batched_tokens * _GROWTH:
-        num_tokens = min(int(size), max_num_batched_tokens)
+    for num_tokens in prefill_sizes(max_num_batched_tokens):
         num_prompts = min(num_tokens, max_num_seqs)
         for prompts, decodes in {(1, 0), (num_prompts, 0), (1, min(num_tokens, max_num_seqs - 1))}:
             tokens, positions, slots = (torch.empty(num_tokens + decodes, **indices) for _ in range(3))
@@ -103,7 +102,15 @@ def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int, pl
                 has_states=torch.empty(num_seqs, dtype=torch.bool, device=place),
                 num_decodes=decodes,
             )
-        size = max(size * _GROWTH, size + 1)
+
+
+def prefill_sizes(most: int) -> Iterator[int]:
+    """Numbers of tokens to plan for, up to `most`: among them one for every M that GEMMs are chosen by."""
+    size = 1
+    while size < most:
+        yield size
+        size = max(size + 1, min(int(size * _GROWTH), tuning.rounded_rows(size) + 1))
+    yield most
 
 
 @contextmanager

@@ -123,6 +123,14 @@ def occupancies(num_threads: int, min_blocks: int) -> range:
     return range(max(1, min_blocks - 1), min(_MAX_RESIDENT_THREADS // num_threads, min_blocks + 1) + 1)
 
 
+def rounded_rows(count: int) -> int:
+    """M as GEMMs are chosen by, so that few M need another kernel: rounded up to a power of two up to 16, then to whole
+    parts of tiles."""
+    power = power_of_two(count)
+    unit = power if power <= 16 else 16 if power <= 64 else 64 if power <= 1024 else 128
+    return -(-count // unit) * unit
+
+
 def power_of_two(count: int) -> int:
     """The smallest power of two that is not below `count`, for buckets."""
     return 1 << max(0, count - 1).bit_length()

@@ -14,11 +14,12 @@ import torch
 import transformers
 
 import pyops
-from pyops import ModelError, testing
+from pyops import ModelError, testing, tuning
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, load, serving_kernels
 from pyops.models import engine as engine_module
+from pyops.models.kernels import prefill_sizes
 from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
 from tests.support.small_models import CASES, PROMPTS, SIZES, folders, reference, teacher_forced, text, texts
@@ -185,6 +186,16 @@ def test_few_kernels_serve_a_real_model() -> None:
         "paged_attention_varlen",
     }
     assert counts.total() < 40, counts
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 8192])
+def test_prefill_sizes_meet_every_m_that_gemms_are_chosen_by(most: int) -> None:
+    """So a kernel that `serving_kernels` does not name is not chosen for another number of tokens."""
+    sizes = list(prefill_sizes(most))
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert {tuning.rounded_rows(size) for size in sizes} == {tuning.rounded_rows(m) for m in range(1, most + 1)}
 
 
 # Batching

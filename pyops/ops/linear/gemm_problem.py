@@ -197,10 +197,8 @@ class GemmProblem:
 
     @property
     def rounded_m(self) -> int:
-        """M rounded up, so that few M need another kernel: to a power of two up to 16, then to whole parts of tiles."""
-        power = tuning.power_of_two(self.m)
-        unit = power if power <= 16 else 16 if power <= 64 else 64 if power <= 1024 else 128
-        return -(-self.m // unit) * unit
+        """M as kernels are chosen by."""
+        return tuning.rounded_rows(self.m)
 
     @property
     def n(self) -> int:
