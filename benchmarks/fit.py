@@ -36,6 +36,7 @@ from .timing import QUICK, gpu_us
 
 KINDS = "bf16", "gated", "fp8", "blocks", "int8"
 _MOST_MULTIPLICATIONS = 2**37  # of a row: about 400 us
+_MAX_SETS = 16  # sets of operands: small ones stay in the L2 cache in part
 _RANDOM = 3  # candidates of a row that are drawn at random, in addition to the best by the model
 _BEST = 6
 _WHOLE = 0.25  # weight of the error of a whole row: candidates of one row are compared with each other only
@@ -55,9 +56,7 @@ class Sample:
 
 def sample(row: models.Row, generator: random.Random) -> list[Sample]:
     """Times of some candidates of a row: the best by the model, a few at random, and the kernel for sm_80."""
-    itemsize = 2 if row.kind in ("bf16", "gated") else 1
-    nbytes = (row.m + row.n) * row.k * itemsize + 2 * row.m * row.n
-    sets = [models.operands(row) for _ in range(max(2, min(16, -(-products._COLD // nbytes))))]
+    sets = [models.operands(row) for _ in range(min(_MAX_SETS, products.num_sets(models.num_bytes(row))))]
     op = pyops.registry["linear" if row.kind in ("bf16", "gated") else "cutlass_scaled_mm"]
     calls = [models.contenders(row.kind)["pyops"](*one) for one in sets]
     with tune.choices(tuning, op.name) as seen:

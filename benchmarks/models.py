@@ -175,11 +175,12 @@ def _apart(out: Any, a: Any, b: Any) -> Call:
 
 def measure(row: Row) -> dict[str, float]:
     """{contender: microseconds}."""
-    itemsize = 2 if row.kind in ("bf16", "bias", "gated") else 1
-    nbytes = (row.m + row.n) * row.k * itemsize + 2 * row.m * row.n
-    if row.kind in packed_products.KINDS:
-        nbytes = row.n * row.k // 2
-    return products.in_turn(str(row), contenders(row.kind), lambda: operands(row), nbytes)
+    return products.in_turn(str(row), contenders(row.kind), lambda: operands(row), num_bytes(row))
+
+
+def num_bytes(row: Row) -> int:
+    """Bytes of the operands."""
+    return products.num_bytes("bf16" if row.kind in ("bias", "gated") else row.kind, row.m, row.n, row.k)
 
 
 def ratio(times: dict[str, float]) -> float:

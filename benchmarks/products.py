@@ -100,17 +100,26 @@ def measure(row: str) -> dict[str, float]:
     """{contender: median time in microseconds}. A contender that fails is reported and left out."""
     kind, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
-    nbytes = (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
+    return in_turn(row, contenders(kind), lambda: operands(kind, m, n, k), num_bytes(kind, m, n, k))
+
+
+def num_bytes(kind: str, m: int, n: int, k: int) -> int:
+    """Bytes of the operands of a row; of packed weights alone."""
     if kind in packed_products.KINDS:
-        nbytes = n * k // 2
-    return in_turn(row, contenders(kind), lambda: operands(kind, m, n, k), nbytes)
+        return n * k // 2
+    return (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
+
+
+def num_sets(nbytes: int) -> int:
+    """Sets of operands over which calls rotate."""
+    return max(2, -(-_COLD // nbytes))
 
 
 def in_turn(
     row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
 ) -> dict[str, float]:
     """Time these contenders alternately, with operands of `nbytes`; returns the result of `measure`."""
-    sets = [operands() for _ in range(max(2, -(-_COLD // nbytes)))]
+    sets = [operands() for _ in range(num_sets(nbytes))]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
         order = list(contenders.items())
