@@ -7,7 +7,7 @@ chooses among them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
@@ -28,11 +28,28 @@ _MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
 _MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
 _MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
 MAX_GROUP = 64  # most row tiles of a group, in clusters
+MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
 MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
 MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
 _A_BOX_ROWS = 32  # rows of a box of a where the last tile of gemm_sm90.cu is not full
 MAX_SPLITS = 8  # stream-K: most clusters that share a tile
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
+
+
+class Waves(NamedTuple):
+    """The waves in which clusters take the tiles of gemm_sm90.cu.
+
+    Attributes:
+        clusters: clusters that the device holds at a time.
+        full: waves in which every cluster has a tile.
+        rest: tiles of the last wave if it is not full, else 0.
+        max_splits: the most clusters that can share a tile of the last wave.
+    """
+
+    clusters: int
+    full: int
+    rest: int
+    max_splits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +81,7 @@ class GemmConfig:
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
         """Other tiles, clusters, tile orders and splits of the last wave."""
-        clusters = device.num_sms // self.cluster
-        rest = self.tiles(problem.m, problem.b.rows) % clusters
-        most = min(MAX_SPLITS, clusters // rest, num_k_tiles(problem)) if rest else 1
+        most = self.waves(problem.m, problem.b.rows, num_k_tiles(problem), device).max_splits
         found = tuning.varied(
             self,
             tile_n=(64, 128, 192, 224, 256),
@@ -98,11 +113,11 @@ class GemmConfig:
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
-        tiles, clusters = self.tiles(problem.m, problem.b.rows), device.num_sms // self.cluster
+        waves = self.waves(problem.m, problem.b.rows, num_k_tiles(problem), device)
         box_rows = _box_rows(problem.m, self.TILE_M, _A_BOX_ROWS)
-        rest = tiles % clusters
-        sharers = rest * min(self.splits, clusters // rest, num_k_tiles(problem)) if rest else 1
-        parts = self.cluster * (rest + sharers - 1) if sharers > rest > 0 else 0  # partial accumulator tiles
+        rest, splits = waves.rest, min(self.splits, waves.max_splits)
+        sharers = max(1, rest * splits)
+        parts = self.cluster * (rest + sharers - 1) if splits > 1 else 0  # partial accumulator tiles
         return kernel(
             **constants,
             TILE_N=self.tile_n,
@@ -113,11 +128,11 @@ class GemmConfig:
             CLUSTER=self.cluster,
             STREAM_K=parts > 0,
         ).launch(
-            (min(max(tiles, sharers), clusters), self.cluster),
+            (waves.clusters if waves.full else sharers, self.cluster),
             384,
             fixed + stages * stage,
             a_map=_map(problem.a, problem.k, box_rows),
-            b_map=_b_map(problem, self.tile_n // runs),
+            b_map=_map(problem.b, problem.k, self.tile_n // runs),
             out_map=_out_map(problem, (store_columns, 16)),
             partial=Scratch(parts * self.TILE_M * self.tile_n * 4) if parts else 0,
             arrived=Scratch(self.cluster * rest * 8 * 4, zeroed=True) if parts else 0,
@@ -127,9 +142,12 @@ class GemmConfig:
             **_arguments(problem, kernel),
         )
 
-    def tiles(self, m: int, b_rows: int) -> int:
-        """Tiles of the problem, counted in clusters."""
-        return -(-m // (self.TILE_M * self.cluster)) * -(-b_rows // self.tile_n)
+    def waves(self, m: int, b_rows: int, k_tiles: int, device: Device) -> Waves:
+        """The waves of the problem's tiles."""
+        tiles = -(-m // (self.TILE_M * self.cluster)) * -(-b_rows // self.tile_n)
+        clusters = device.num_sms // self.cluster
+        full, rest = divmod(tiles, clusters)
+        return Waves(clusters, full, rest, min(MAX_SPLITS, clusters // rest, k_tiles) if rest else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +190,9 @@ class SwapConfig:
         epilogue = problem.epilogue
         return [one for one in found if one.fits(num_k_tiles(problem), epilogue.block_scaled, epilogue.is_gated)]
 
+    def tiles(self, m: int, b_rows: int) -> int:
+        return -(-m // self.tile_m) * -(-b_rows // self.tile_n)
+
     def fits(self, steps: int, blocked: bool, is_gated: bool) -> bool:
         """Whether each part of K has a k-tile, the accumulators fit into registers, and gates go with their ups."""
         registers = not blocked or self.tile_m <= MAX_BLOCKED_ROWS
@@ -187,7 +208,7 @@ class SwapConfig:
         if problem.epilogue.block_scaled:
             most = min(most, _MAX_BLOCKED_STAGES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
-        tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
+        tiles, is_gated = self.tiles(problem.m, problem.b.rows), problem.epilogue.is_gated
         box_rows = _box_rows(problem.m, self.tile_m, self.tile_m)
         return kernel(
             **problem.constants(),
@@ -201,7 +222,7 @@ class SwapConfig:
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
             a_map=_map(problem.a, problem.k, box_rows),
-            b_map=(_gated_map if problem.epilogue.is_gated else _b_map)(problem, self.tile_n),
+            b_map=_gated_map(problem, self.tile_n) if is_gated else _map(problem.b, problem.k, self.tile_n),
             a_box_rows=box_rows,
             **_arguments(problem, kernel),
         )
@@ -243,10 +264,6 @@ def _map(operand: Operand, k: int, rows: int) -> TensorMap:
     return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, K_TILE_BYTES)
 
 
-def _b_map(problem: GemmProblem, rows: int) -> TensorMap:
-    return _map(problem.b, problem.k, rows)
-
-
 def _gated_map(problem: GemmProblem, rows: int) -> TensorMap:
     """The tensor map of b as [N / 8, 2, 8, K]: groups of 8 gates and 8 ups; a box is `rows` rows of one k-tile."""
     b, itemsize = problem.b, problem.dtype.itemsize
@@ -277,6 +294,3 @@ def serves(problem: GemmProblem, device: Device) -> bool:
     sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
     gated = epilogue.is_gated and (epilogue.block_scaled or not problem.out_is_aligned)
     return device.supports("wgmma") and sums and mapped and not (empty or gated or epilogue.has_matrix_bias)
-
-
-MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu

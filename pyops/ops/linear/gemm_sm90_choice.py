@@ -15,7 +15,6 @@ from .gemm_sm90 import (
     K_TILE_BYTES,
     MAX_BLOCKED_ROWS,
     MAX_GROUP,
-    MAX_SPLITS,
     MAX_SWAP_COLUMNS,
     MAX_SWAP_ROWS,
     GemmConfig,
@@ -73,12 +72,12 @@ def _choose(shape: Shape, mma: MmaConfig, device: Device) -> Config:
 
 
 def candidates(shape: Shape, mma: MmaConfig, device: Device) -> list[Config]:
-    """The configs that `choose` compares; `mma` is that of gemm_sm80.cu, which multiplies 16-bit elements as fast."""
+    """The configs that `choose` compares. `mma` is that of gemm_sm80.cu; for 8-bit elements it is never the fastest."""
     found: list[Config] = [] if shape.eight_bits else [mma]
     if shape.m <= MAX_SWAP_ROWS and not (shape.is_gated and shape.n % 16):
         found += _swap_configs(shape, device.num_sms)
     if shape.out_is_aligned:
-        found += _gemm_configs(shape, device.num_sms)
+        found += _gemm_configs(shape, device)
     return found
 
 
@@ -86,7 +85,7 @@ def config_us(config: Config, shape: Shape, device: Device, rates: cost.GemmRate
     """Microseconds of a config by the cost model."""
     nbytes = (shape.m + shape.n) * shape.num_k_tiles * K_TILE_BYTES + shape.m * shape.n * (1 if shape.is_gated else 2)
     if isinstance(config, GemmConfig):
-        launch, (loop, ends) = rates.launch, _gemm_us(config, shape, device.num_sms, rates)
+        launch, (loop, ends) = rates.launch, _gemm_us(config, shape, device, rates)
     elif isinstance(config, SwapConfig):
         launch, (loop, ends) = rates.swap_launch, _swap_us(config, shape, device.num_sms, rates)
     else:
@@ -94,27 +93,23 @@ def config_us(config: Config, shape: Shape, device: Device, rates: cost.GemmRate
     return launch + rates.overlapped(loop, nbytes) + ends
 
 
-def _gemm_us(config: GemmConfig, shape: Shape, sms: int, rates: cost.GemmRates) -> tuple[float, float]:
+def _gemm_us(config: GemmConfig, shape: Shape, device: Device, rates: cost.GemmRates) -> tuple[float, float]:
     """Microseconds of the main loops, and of what they do not overlap: epilogues, and stream-K's reduction."""
-    clusters = sms // config.cluster
-    waves, rest = divmod(config.tiles(shape.m, shape.n), clusters)
-    splits = min(config.splits, clusters // rest, shape.num_k_tiles) if rest else 1
-    k_tiles = waves * shape.num_k_tiles + (-(-shape.num_k_tiles // splits) if rest else 0)
+    waves = config.waves(shape.m, shape.n, shape.num_k_tiles, device)
+    splits, has_rest = min(config.splits, waves.max_splits), waves.rest > 0
+    k_tiles = waves.full * shape.num_k_tiles + has_rest * -(-shape.num_k_tiles // splits)
     rows = min(shape.m, config.TILE_M) + config.tile_n / config.cluster
     k_tile = rates.k_tile + rates.mma * config.tile_n + rates.l2 * rows
     k_tile *= (rates.blocked if shape.blocked else 1.0) * (rates.eight_bits if shape.eight_bits else 1.0)
-    epilogues = 1 if config.ping_pong else waves + (rest > 0)
-    # A cluster writes its part; the last one of a tile reads all others.
-    parts = splits if splits > 1 else 0
-    return k_tiles * k_tile, epilogues * rates.epilogue * config.tile_n + parts * (
-        rates.part + rates.part_column * config.tile_n
-    )
+    ends = (1 if config.ping_pong else waves.full + has_rest) * rates.epilogue * config.tile_n
+    if splits > 1:  # a cluster writes its part; the last one of a tile reads all others
+        ends += splits * (rates.part + rates.part_column * config.tile_n)
+    return k_tiles * k_tile, ends
 
 
 def _swap_us(config: SwapConfig, shape: Shape, sms: int, rates: cost.GemmRates) -> tuple[float, float]:
     """Microseconds of the main loops, and of the reductions among the CTAs of a cluster."""
-    tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
-    waves = -(-tiles // max(1, int(cost.CLUSTERS[config.splits] * sms)))
+    waves = -(-config.tiles(shape.m, shape.n) // max(1, int(cost.CLUSTERS[config.splits] * sms)))
     of_row = rates.swap_m + (rates.swap_promoted if shape.is_fp8 else 0.0)
     of_row += rates.swap_blocked if shape.blocked else 0.0
     k_tile = rates.swap_k_tile + of_row * config.tile_m + rates.swap_n * config.tile_n
@@ -131,7 +126,7 @@ def _mma_us(config: MmaConfig, shape: Shape, sms: int, rates: cost.GemmRates) ->
     return per_sm * -(-shape.num_k_tiles // config.splits) * k_tile, parts * rates.mma_part
 
 
-def _gemm_configs(shape: Shape, sms: int) -> Iterator[GemmConfig]:
+def _gemm_configs(shape: Shape, device: Device) -> Iterator[GemmConfig]:
     """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
     part of the tile's time."""
     wide = () if shape.blocked else (112, 32) if shape.promoted else (192, 224, 256, 32)
@@ -144,9 +139,8 @@ def _gemm_configs(shape: Shape, sms: int) -> Iterator[GemmConfig]:
             if not one.fits(shape.promoted, shape.is_gated):
                 continue
             yield one
-            rest = one.tiles(shape.m, shape.n) % (sms // cluster)
-            most = min(MAX_SPLITS, sms // cluster // max(1, rest), shape.num_k_tiles) if rest else 1
-            for splits in range(2, most + 1):
+            waves = one.waves(shape.m, shape.n, shape.num_k_tiles, device)
+            for splits in range(2, waves.max_splits + 1):
                 yield replace(one, splits=splits)
         for tile_n in ping_pong:
             yield GemmConfig(tile_n, cluster, group, ping_pong=True)
