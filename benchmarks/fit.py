@@ -1,9 +1,9 @@
-"""Fit the cost model of the Hopper GEMMs to this device: ``pyops/tuning/gemm_sm90.json``.
+"""Fit the cost model of dense GEMMs to this device: ``pyops/tuning/gemm.json``.
 
 python -m benchmarks.fit --minutes 4 --out times.json
 python -m benchmarks.fit --times times.json --save
 
-Times candidates of GEMMs that `benchmarks.models` draws, fits the rates of `gemm_sm90_cost.GemmRates` by coordinate
+Times candidates of GEMMs that `benchmarks.models` draws, fits the rates of `GemmRates` by coordinate
 descent on the logarithms of the times, and prints the errors: how far the model is from the times, and how far the
 config that it chooses is from the best one that was timed, on rows that the fit has not seen.
 """
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ import torch
 import pyops
 from pyops import compile_ahead, tuning
 from pyops._core.system.device import Device
-from pyops.ops.linear import gemm_sm90, gemm_sm90_cost
-from pyops.ops.linear.gemm_sm80 import MmaConfig, choose_mma
-from pyops.ops.linear.gemm_sm90_choice import Config, Shape, candidates, config_us
-from pyops.ops.linear.gemm_sm90_cost import GemmRates
+from pyops._core.tensors import dtypes
+from pyops.ops.linear.gemm_engines import choose
+from pyops.ops.linear.gemm_rates import FAMILY, GemmRates
+from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.tuning import engines
 
 from . import models, products, tune
 from .timing import QUICK, gpu_us
@@ -40,8 +42,10 @@ _MAX_SETS = 16  # sets of operands: small ones stay in the L2 cache in part
 _RANDOM = 3  # candidates of a row that are drawn at random, in addition to the best by the model
 _BEST = 6
 _WHOLE = 0.25  # weight of the error of a whole row: candidates of one row are compared with each other only
+_MAX_RATIO = 4.0  # most time of a candidate by the model, as a multiple of the best one's
 _ROUNDS = 60  # most rounds of the descent
 _STEPS = (2.0, 1.3, 1.1, 1.03, 1.01)  # factors by which a rate is changed
+_ENGINES = {engine.name: engine for engine in choose.engines}
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,14 @@ class Sample:
     """A config of a row and its time."""
 
     row: str
-    config: dict[str, Any]  # its fields, and `kernel`
+    engine: str
+    config: str  # as it prints
     us: float
-    shape: Shape
+    shape: GemmShape
 
 
 def sample(row: models.Row, generator: random.Random) -> list[Sample]:
-    """Times of some candidates of a row: the best by the model, a few at random, and the kernel for sm_80."""
+    """Times of some candidates of a row: the best of each engine by the model, the next of all, a few at random."""
     sets = [models.operands(row) for _ in range(min(_MAX_SETS, products.num_sets(models.num_bytes(row))))]
     op = pyops.registry["linear" if row.kind in ("bf16", "gated") else "cutlass_scaled_mm"]
     calls = [models.contenders(row.kind)["pyops"](*one) for one in sets]
@@ -63,20 +68,19 @@ def sample(row: models.Row, generator: random.Random) -> list[Sample]:
         op.forget()
         calls[0]()
     problem, device = seen[-1].problem, seen[-1].device
-    if not gemm_sm90.serves(problem, device):
-        return []
-    shape, rates = Shape.of(problem), gemm_sm90_cost.of(device)
-    configs = candidates(shape, choose_mma(problem, device), device)
-    configs.sort(key=lambda config: config_us(config, shape, device, rates))
-    rest = configs[_BEST:]
-    chosen = configs[:_BEST] + generator.sample(rest, min(_RANDOM, len(rest)))
-    compile_ahead.load([(op, config.launch(problem).specialisation) for config in chosen], device.index)
+    shape = choose.shape_of(problem)
+    known = sorted(choose.candidates(shape, device), key=lambda one: one.us)
+    first = list({one.engine: one for one in reversed(known)}.values())
+    rest = [one for one in known[_BEST:] if one not in first]
+    chosen = list(dict.fromkeys(first + known[:_BEST] + generator.sample(rest, min(_RANDOM, len(rest)))))
+    chosen = [one for one in chosen if one.us < _MAX_RATIO * known[0].us]
+    compile_ahead.load([(op, one.config.launch(problem).specialisation) for one in chosen], device.index)
     found = []
-    for config in chosen:
+    for one in chosen:
         op.forget()
-        with tuning.forced(op.name, config):
+        with tuning.forced(op.name, one.config):
             us = gpu_us(calls, QUICK).median
-        found.append(Sample(str(row), asdict(config) | {"kernel": type(config).__name__}, us, shape))
+        found.append(Sample(str(row), one.engine, repr(one.config), us, shape))
     op.forget()
     return found
 
@@ -98,19 +102,15 @@ def collect(minutes: float, seed: int) -> list[Sample]:
     return found
 
 
-def config_of(values: dict[str, Any]) -> Config:
-    """The Config of a sample."""
-    kinds: dict[str, type[Config]] = {
-        "GemmConfig": gemm_sm90.GemmConfig,
-        "SwapConfig": gemm_sm90.SwapConfig,
-        "MmaConfig": MmaConfig,
-    }
-    return kinds[values["kernel"]](**{name: value for name, value in values.items() if name != "kernel"})
-
-
 def predicted(rates: GemmRates, one: Sample, device: Device) -> float:
     """Microseconds of a sample by the model."""
-    return config_us(config_of(one.config), one.shape, device, rates)
+    return _ENGINES[one.engine].time_us(_config(one.shape, one.engine, one.config, device), one.shape, device, rates)
+
+
+@cache
+def _config(shape: GemmShape, engine: str, config: str, device: Device) -> Any:
+    """The Config of a sample. It is among those of the engine for the shape."""
+    return next(one for one in _ENGINES[engine].configs(shape, device) if repr(one) == config)
 
 
 def error(rates: GemmRates, samples: Sequence[Sample], device: Device) -> float:
@@ -159,6 +159,17 @@ def errors(rates: GemmRates, samples: Sequence[Sample], device: Device) -> dict[
     }
 
 
+def as_json(one: Sample) -> dict[str, Any]:
+    names = {"dtype": one.shape.dtype.name, "out_dtype": one.shape.out_dtype.name}
+    return {**asdict(one), "shape": asdict(one.shape) | names}
+
+
+def shape_of(values: dict[str, Any]) -> GemmShape:
+    """The shape that `as_json` has written."""
+    kinds = {name: getattr(dtypes, values[name]) for name in ("dtype", "out_dtype")}
+    return GemmShape(**values | kinds)
+
+
 def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Samples of every other row of a kind: to fit, and to check."""
     rows = list(dict.fromkeys(one.row for one in samples))
@@ -173,19 +184,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the times to this file")
     parser.add_argument("--times", type=Path, action="append", help="fit to the times of a file, without a GPU")
     parser.add_argument("--name", default="nvidia-h200", help="with --times: the device that the times are of")
-    parser.add_argument("--save", action="store_true", help=f"write {gemm_sm90_cost.TABLE}")
+    parser.add_argument("--save", action="store_true", help=f"write {engines.table(FAMILY)}")
     asked = parser.parse_args(arguments)
     if asked.times:
         values = [one for path in asked.times for one in json.loads(path.read_text())]
-        samples = [Sample(one["row"], one["config"], one["us"], Shape(**one["shape"])) for one in values]
+        samples = [replace(Sample(**one), shape=shape_of(one["shape"])) for one in values]
         device, name = pyops._core.system.device.model("sm_90"), asked.name
     else:
         samples, device = collect(asked.minutes, asked.seed), pyops._core.system.device.get(torch.cuda.current_device())
         name = device.name
     if asked.out:
-        asked.out.write_text(json.dumps([asdict(one) for one in samples]) + "\n")
+        asked.out.write_text(json.dumps([as_json(one) for one in samples]) + "\n")
     first, second = halves(samples)
-    start = gemm_sm90_cost.of(device)
+    start = choose.rates_of(device)
     print("as it is", errors(start, second, device))
     print("fitted to half of the rows, on the others", errors(fit(start, first, device), second, device))
     rates = fit(start, samples, device)
@@ -194,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for one, value in zip(fields(rates), astuple(rates), strict=True):
         print(f"  {one.name} {value:.5g}")
     if asked.save:
-        path = gemm_sm90_cost.TABLE
-        known = json.loads(path.read_text()) if path.exists() else {}
+        path = engines.table(FAMILY)
+        known = json.loads(path.read_text())
         rounded = {key: float(f"{value:.4g}") for key, value in asdict(rates).items()}
         known[name] = {"rates": rounded, "errors": found}
         path.write_text(json.dumps(known, indent=1) + "\n")

@@ -19,7 +19,8 @@
 //
 // Cluster split-K: the CTAs of a cluster share a tile, each with a part of K. Partial accumulators of CTAs, and of
 // warpgroups that alternate k-tiles, are sent to one CTA per fragment, which reduces them (cluster_reduce.cuh). A
-// lane's fragment is two rows and two columns of out.
+// lane's fragment is two rows and two columns of out. Those of large tiles (IN_RING) take the place of the ring, so
+// they are sent when every warp of the cluster has read its last k-tile.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
@@ -27,7 +28,7 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
-//     TILE_M        rows of a tile: a multiple of 16
+//     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of b of a tile: a multiple of 8, GATED of 16, at most 256
 //     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
 //     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
@@ -48,6 +49,7 @@ constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODU
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + PADDED_N * ROW_BYTES;
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
 constexpr int PARTS = SPLITS * TURNS;  // partial accumulators per element of out
+constexpr bool IN_RING = PARTS > 1 && TILE_M > 64;
 // Promotions per k-tile, and WGMMAs along K between two promotions.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
@@ -56,6 +58,7 @@ static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the bar
 static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
 
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
+static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of a_box_rows x TILE_K, swizzled
@@ -74,12 +77,14 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
     zero_stages<STAGES, STAGE_BYTES>(shared, int(a_box_rows) * ROW_BYTES, A_BYTES, NUM_THREADS);
     zero_stages<STAGES, STAGE_BYTES>(shared, A_BYTES + B_BYTES, STAGE_BYTES, NUM_THREADS);
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;
-    const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(behind),
-                              reinterpret_cast<uint64_t*>(behind + cluster_sums_t::BYTES)};
-    Ring<STAGES> ring(sums.all_received + 1);
+    const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(IN_RING ? shared : behind),
+                              reinterpret_cast<uint64_t*>(behind + (IN_RING ? 0 : cluster_sums_t::BYTES))};
+    uint64_t* const all_read = sums.all_received + 1;  // IN_RING: an mbarrier of the consumer warps of the cluster
+    Ring<STAGES> ring(all_read + IN_RING);
     const int split = SPLITS > 1 ? blockIdx.y : 0;
     if (threadIdx.x == 0) {
         sums.init();
+        if constexpr (IN_RING) mbarrier_init(all_read, SPLITS * CONSUMER_WARPS);
         ring.init(ROW_WARPS);
     }
     start_cluster<SPLITS>();
@@ -198,6 +203,11 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
             if (accumulate) ring.release(previous);
+        }
+
+        if constexpr (IN_RING) {
+            if (lane < SPLITS) mbarrier_arrive_cluster(all_read, lane);
+            mbarrier_wait(all_read, 0);
         }
 
         // Accumulator j of four in the warp's fragment i; then the epilogue of a reduced fragment.

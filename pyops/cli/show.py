@@ -19,6 +19,7 @@ from .._core.op.op import Op
 from .._core.system import device
 from .._core.tensors import dtypes
 from .._core.text import source as sources
+from ..tuning.engines import Choice
 from . import table
 
 
@@ -54,6 +55,9 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
         lines += [f"        {name}: {value}" for name, value in one.fixed.items() if isinstance(value, TensorMap)]
     if op.name in tuning.last:
         lines.append(f"    chosen: {tuning.last[op.name]}")
+        problem, choose = tuning.last_choice[op.name]
+        if isinstance(choose, Choice):
+            lines += [f"        {line}" for line in choose.explained(problem, problem.device)]
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
     lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
     return "\n".join(lines)

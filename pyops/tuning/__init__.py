@@ -53,6 +53,7 @@ P = TypeVar("P", bound=Problem)
 C = TypeVar("C", bound=Config)
 
 last: dict[str, Any] = {}  # {op: the Config of the plan made last}
+last_choice: dict[str, tuple[Any, Any]] = {}  # {op: the problem of the plan made last, and its `choose`}
 _forced: dict[str, Any] = {}
 
 
@@ -65,7 +66,7 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
         found = choose(problem, device)
         if entries := table(device.name).get(op):
             found = replace(found, **entries.get(problem.bucket(), {}))  # type: ignore[type-var]
-    last[op] = found
+    last[op], last_choice[op] = found, (problem, choose)
     return found
 
 
@@ -124,10 +125,10 @@ def occupancies(num_threads: int, min_blocks: int) -> range:
 
 
 def rounded_rows(count: int) -> int:
-    """M as GEMMs are chosen by, so that few M need another kernel: rounded up to a power of two up to 16, then to whole
-    parts of tiles."""
+    """M as GEMMs are chosen by, so that few M need another kernel: rounded up to a power of two up to 16, then to an
+    eighth of one, of 16 to 128 rows."""
     power = power_of_two(count)
-    unit = power if power <= 16 else 16 if power <= 64 else 64 if power <= 1024 else 128
+    unit = power if power <= 16 else max(16, min(power // 8, 128))
     return -(-count // unit) * unit
 
 

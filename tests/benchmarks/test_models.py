@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ import pytest
 from benchmarks import fit, models, packed_products
 from benchmarks.models import MODELS, Row
 from pyops._core.system import device
-from pyops.ops.linear import gemm_sm90_cost
-from pyops.ops.linear.gemm_sm80 import MmaConfig
-from pyops.ops.linear.gemm_sm90_choice import Shape, candidates, config_us
+from pyops._core.tensors import dtypes
+from pyops.ops.linear.gemm_engines import choose
+from pyops.ops.linear.gemm_rates import FAMILY, GemmRates
+from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.tuning import engines
 
 H200 = device.model("sm_90")
-MMA = MmaConfig(64, 64, 2, 2, 4, 1, 2)
-FILE = gemm_sm90_cost.TABLE
+FILE = engines.table(FAMILY)
 
 
 @pytest.mark.parametrize("kind", [*models.KINDS, *packed_products.KINDS])
@@ -53,22 +54,28 @@ def test_report_compares_with_the_best_rival() -> None:
     assert text.index("bf16:1x16x16") < text.index("bf16:2x16x16"), "the worst row comes first"
 
 
-def samples(rates: gemm_sm90_cost.GemmRates) -> list[fit.Sample]:
+def samples(rates: GemmRates) -> list[fit.Sample]:
     """Times that the model has for these rates."""
     found = []
-    for m, n, steps in ((16, 4096, 64), (64, 28672, 64), (192, 4096, 224), (1024, 7168, 56), (4096, 4096, 64)):
-        for blocked, eight_bits, gated in ((False, False, False), (False, False, True), (True, True, False)):
-            shape = Shape(m, n, steps, blocked, blocked, eight_bits, eight_bits, gated, True)
-            for config in candidates(shape, MMA, H200):
-                values = asdict(config) | {"kernel": type(config).__name__}
-                us = config_us(config, shape, H200, rates)
-                found.append(fit.Sample(f"{m}x{n}x{steps} {blocked} {gated}", values, us, shape))
+    for m, n, k in ((2, 1024, 4096), (16, 4096, 4096), (64, 28672, 4096), (192, 4096, 14336), (1024, 7168, 3584)):
+        for dtype, blocked, gated in (
+            (dtypes.bfloat16, False, False),
+            (dtypes.bfloat16, False, True),
+            (dtypes.float8_e4m3fn, True, False),
+        ):
+            vec_size, plain = 16 // dtype.itemsize, not (blocked or gated)
+            shape = GemmShape(
+                m, n, k, dtype, dtypes.bfloat16, vec_size, block_scaled=blocked, is_gated=gated, is_plain=plain
+            )
+            for one in choose.candidates(shape, H200):
+                us = next(e for e in choose.engines if e.name == one.engine).time_us(one.config, shape, H200, rates)
+                found.append(fit.Sample(f"{m}x{n}x{k} {blocked} {gated}", one.engine, repr(one.config), us, shape))
     return found
 
 
 def test_fit_finds_rates_again() -> None:
     """From rates that are a fifth off, with times that the model has for the right ones."""
-    right = gemm_sm90_cost.of(H200)
+    right = choose.rates_of(H200)
     wrong = replace(right, k_tile=right.k_tile * 1.2, mma=right.mma / 1.2, swap_n=right.swap_n * 1.2, part=1.2)
     timed = samples(right)
     before, after = fit.errors(wrong, timed, H200), fit.errors(fit.fit(wrong, timed, H200), timed, H200)
@@ -77,7 +84,7 @@ def test_fit_finds_rates_again() -> None:
 
 
 def test_errors_count_what_the_choice_loses() -> None:
-    rates = gemm_sm90_cost.of(H200)
+    rates = choose.rates_of(H200)
     timed = [replace(one, us=100.0) for one in samples(rates) if one.row.startswith("16x")]
     chosen = min(timed, key=lambda one: fit.predicted(rates, one, H200))
     worse = [replace(one, us=150.0) if one is chosen else one for one in timed]
@@ -88,7 +95,7 @@ def test_errors_count_what_the_choice_loses() -> None:
 
 def test_times_of_a_file_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = tmp_path / "times.json"
-    times.write_text(json.dumps([asdict(one) for one in samples(gemm_sm90_cost.of(H200))[::9]]))
+    times.write_text(json.dumps([fit.as_json(one) for one in samples(choose.rates_of(H200))[::9]]))
     before = FILE.read_text()
     fit.main(["--times", str(times)])
     assert "fitted to all rows" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from .gemm_problem import HELD_STAGES, GemmProblem
+from .gemm_shape import GemmShape
 
 _mma = Kernel("linear/gemm_sm80.cu")
 
@@ -97,12 +98,12 @@ class MmaConfig:
         )
 
 
-def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
+def choose(shape: GemmShape, device: Device) -> MmaConfig:
     """The largest tile that leaves no SM idle; else split-K."""
-    m = problem.rounded_m
+    m = shape.m
 
     def tiles(tile_m: int, tile_n: int) -> int:
-        return -(-m // tile_m) * -(-problem.b.rows // tile_n)
+        return -(-m // tile_m) * -(-shape.n // tile_n)
 
     if m <= 16:
         tile_m, tile_n, warps_m, warps_n = 16, 64, 1, 4
@@ -111,8 +112,8 @@ def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
     elif m <= 64 or tiles(128, 128) < device.num_sms:
         tile_m, tile_n, warps_m, warps_n = 64, 64, 2, 2
     else:
-        tile_m, tile_n, warps_m, warps_n = 64 if problem.epilogue.block_scaled else 128, 128, 2, 4
-    steps = -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
+        tile_m, tile_n, warps_m, warps_n = 64 if shape.block_scaled else 128, 128, 2, 4
+    steps = -(-shape.k * shape.dtype.itemsize // _STEP_BYTES)
     idle = 2 * device.num_sms // max(1, tiles(tile_m, tile_n))
     splits = 1
     while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):

@@ -14,23 +14,26 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
-from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
+from ..._core.tensors.dtypes import bfloat16, float16, int8
 from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
+from .gemm_shape import FP8, K_TILE_BYTES
 
 _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
-FP8 = float8_e4m3fn, float8_e5m2
-_DTYPES = bfloat16, float16, *FP8, int8
-K_TILE_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
+DTYPES = bfloat16, float16, *FP8, int8
 _BARRIER_BYTES = 8  # bytes of an mbarrier
 _MAX_STAGES = 8  # most stages
 _MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
 _MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
 _MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
 MAX_GROUP = 64  # most row tiles of a group, in clusters
-MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
 MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
-MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
+# Largest tile M of gemm_sm90_swap_ab.cu that registers allow; promotion doubles the accumulators.
+_MAX_SWAP_ROWS, _MAX_PROMOTED_ROWS, _MAX_BLOCKED_ROWS = 192, 128, 32
+# Most rows that gemm_sm90_swap_ab.cu serves: of more, tiles of 128 rows are full but for an eighth, and the persistent
+# gemm_sm90.cu overlaps the stores of a tile with the loads of the next one.
+MAX_SWAP_M = 1024
+_MAX_APART_ROWS = 64  # largest tile M with which split-K has its accumulators behind the ring, not in its place
 _A_BOX_ROWS = 32  # rows of a box of a where the last tile of gemm_sm90.cu is not full
 MAX_SPLITS = 8  # stream-K: most clusters that share a tile
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
@@ -164,7 +167,8 @@ class SwapConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= MAX_SWAP_COLUMNS
+        shape = self.tile_m % 16 == 0 and 0 < self.tile_m <= _MAX_SWAP_ROWS
+        shape = shape and self.tile_n % 8 == 0 and 0 < self.tile_n <= MAX_SWAP_COLUMNS
         if not shape or self.splits not in (1, 2, 4, 8):
             raise ValueError(f"no geometry of gemm_sm90_swap_ab.cu: {self}")
 
@@ -183,31 +187,34 @@ class SwapConfig:
         """Other tiles and splits."""
         found = tuning.varied(
             self,
-            tile_m=tuning.beside(self.tile_m, 16, 64),
+            tile_m=tuning.beside(self.tile_m, 16, _MAX_SWAP_ROWS),
             tile_n=tuning.beside(self.tile_n, 16, MAX_SWAP_COLUMNS),
             splits=tuning.beside(self.splits, 1, 8),
         )
         epilogue = problem.epilogue
-        return [one for one in found if one.fits(num_k_tiles(problem), epilogue.block_scaled, epilogue.is_gated)]
+        most = max_swap_rows(problem.dtype in FP8, epilogue.block_scaled)
+        return [one for one in found if one.fits(num_k_tiles(problem), epilogue.is_gated) and one.tile_m <= most]
 
     def tiles(self, m: int, b_rows: int) -> int:
         return -(-m // self.tile_m) * -(-b_rows // self.tile_n)
 
-    def fits(self, steps: int, blocked: bool, is_gated: bool) -> bool:
-        """Whether each part of K has a k-tile, the accumulators fit into registers, and gates go with their ups."""
-        registers = not blocked or self.tile_m <= MAX_BLOCKED_ROWS
-        return self.parts <= steps and registers and not (is_gated and self.tile_n % 16)
+    def fits(self, steps: int, is_gated: bool) -> bool:
+        """Whether each part of K has a k-tile, and gates go with their ups."""
+        return self.parts <= steps and not (is_gated and self.tile_n % 16)
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One CTA or cluster per tile with split-K; else a persistent grid."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
-        sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
-        exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
+        sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits if self.parts > 1 else 0
+        apart = self.tile_m <= _MAX_APART_ROWS
+        exchanged = (sums if apart else 0) + 2 * _BARRIER_BYTES
         stage = (self.tile_m + self.padded_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
-        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * K_TILE_BYTES)
+        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * K_TILE_BYTES) if apart else _MAX_STAGES
         if problem.epilogue.block_scaled:
             most = min(most, _MAX_BLOCKED_STAGES)
-        stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
+        turns = self.parts // self.splits  # warpgroups that alternate k-tiles
+        stages = min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most) // turns * turns
+        stages = max(2 * turns, stages)
         tiles, is_gated = self.tiles(problem.m, problem.b.rows), problem.epilogue.is_gated
         box_rows = _box_rows(problem.m, self.tile_m, self.tile_m)
         return kernel(
@@ -242,6 +249,11 @@ def sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
     if problem.epilogue.out.dtype is float16:
         return _FLOAT16_SUMS
     return SCALE_BLOCK if problem.epilogue.block_scaled else of_bfloat16
+
+
+def max_swap_rows(is_fp8: bool, block_scaled: bool) -> int:
+    """The largest tile M of gemm_sm90_swap_ab.cu, which promotes the accumulators of fp8 operands."""
+    return _MAX_BLOCKED_ROWS if block_scaled else _MAX_PROMOTED_ROWS if is_fp8 else _MAX_SWAP_ROWS
 
 
 def num_k_tiles(problem: GemmProblem) -> int:
@@ -283,14 +295,3 @@ def _arguments(problem: GemmProblem, kernel: Kernel) -> dict[str, Any]:
     """The arguments of the problem that the kernel takes. Tensor maps replace the pointers to the operands."""
     taken = {name for _, name in kernel.signature.parameters}
     return {name: value for name, value in problem.arguments().items() if name in taken}
-
-
-def serves(problem: GemmProblem, device: Device) -> bool:
-    """Whether the kernels run on the device and take this problem: 8- or 16-bit operands that TMA can load."""
-    epilogue = problem.epilogue
-    empty = 0 in (problem.m, problem.n, problem.k)
-    mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= MAX_SWAP_ROWS)
-    sums = problem.dtype in _DTYPES and epilogue.out.dtype.itemsize == 2
-    sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
-    gated = epilogue.is_gated and (epilogue.block_scaled or not problem.out_is_aligned)
-    return device.supports("wgmma") and sums and mapped and not (empty or gated or epilogue.has_matrix_bias)

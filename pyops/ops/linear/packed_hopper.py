@@ -13,7 +13,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fn, float16, int32, int64
 from ..._core.tensors.tensor import TensorArg
-from .gemm_sm90_cost import CLUSTERS
+from .gemm_rates import CLUSTERS
 from .packed_problem import PackedProblem
 
 _wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")

@@ -16,7 +16,7 @@ from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile
-from .gemm_sm90_cost import CLUSTERS
+from .gemm_rates import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
 from .packed_narrow import PackedNarrowConfig
 from .packed_problem import PackedProblem, PackedWeight

@@ -12,6 +12,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import GemmProblem, check_linear
+from .gemm_shape import GemmShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = ["skinny_linear"]
 
 _gemv = Kernel("linear/gemv.cu")
 # Measured on an H200: docs/performance/products.md, "`skinny_linear`".
+MAX_ROWS = 16  # most rows of a for which a GEMM may choose it
 _MAX_TOKENS = 4  # rows of the input of a block; a lane has an accumulator for each of them
 _MAX_BATCH = 4  # vectors that a lane multiplies while it waits for the next ones
 _MIN_WARPS = 4  # fewest warps of a block
@@ -94,8 +96,12 @@ class SkinnyConfig:
 
 
 def choose(problem: GemmProblem, device: Device) -> SkinnyConfig:
+    return config_for(GemmShape.of(problem), device)
+
+
+def config_for(shape: GemmShape, device: Device) -> SkinnyConfig:
     """The geometry for one token or for several."""
-    return _choose(problem.k, problem.vec_size, problem.m != 1, device.warp_size)
+    return _choose(shape.k, shape.vec_size, shape.m != 1, device.warp_size)
 
 
 @cache  # a plan miss must not pay for it

@@ -23,9 +23,12 @@ from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 from pyops.host.toolchain import toolchains
-from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, choose
+from pyops.ops.linear import gemm_sm80
+from pyops.ops.linear.gemm_engines import choose
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
-from pyops.ops.linear.gemm_sm80 import MmaConfig, choose_mma
+from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.ops.linear.gemm_simt import GemmSimtConfig
+from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
@@ -59,7 +62,7 @@ def columns(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def forced(op: str, one: Config) -> Iterator[None]:
+def forced(op: str, one: Any) -> Iterator[None]:
     """In this context, `op` runs with this Config, on the CPU, too."""
     pyops.registry[op].forget()
     try:
@@ -378,7 +381,7 @@ TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=2, warps_n=1, stages=3, splits=1,
 @needs_compiler
 @pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL, GemmSimtConfig(16, 64)], ids=str)
 @given(m=st.integers(1, 34), n=st.integers(1, 70), k=st.integers(1, 40), seed=st.integers(0, 99))
-def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
+def test_edges_of_tiles(one: Any, m: int, n: int, k: int, seed: int) -> None:
     """Any sizes, several k-tiles, more splits than k-tiles: exact for integers, with the same bits under every
     schedule."""
     a = draw(m, 8 * k, dtype=torch.int8, seed=seed)
@@ -395,7 +398,7 @@ def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("one", [replace(SMALL, splits=4), TALL], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
-def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
+def test_rows_do_not_depend_on_others(one: Any, activation: str) -> None:
     """Under one Config a row has the same bits, whatever rows follow and whatever the schedule."""
     weight = draw(80, 200, dtype=torch.bfloat16)
     x = draw(70, 200, dtype=torch.bfloat16, seed=1)
@@ -413,7 +416,7 @@ def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL], ids=str)
-def test_edges_of_tiles_by_mfma(one: Config) -> None:
+def test_edges_of_tiles_by_mfma(one: Any) -> None:
     """In warps of 64 lanes, with several k-tiles and interleaved gate and up columns: exact for integers."""
     a, b = draw(35, 328, dtype=torch.int8), draw(72, 328, dtype=torch.int8, seed=1)
     scale, out = torch.full((1,), 2.0**-9), torch.empty(35, 72, dtype=torch.bfloat16)
@@ -441,7 +444,7 @@ def test_edges_of_tiles_by_mfma(one: Config) -> None:
     ],
     ids=str,
 )
-def test_block_scale_promotion(one: Config, dtype: torch.dtype) -> None:
+def test_block_scale_promotion(one: Any, dtype: torch.dtype) -> None:
     """Splits begin at any scale block; fp8 by its own MMA and as float16; by multiply-adds."""
     m, n, k = 18, 40, 900
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
@@ -507,7 +510,7 @@ INSTINCT = device.model("gfx942")
 )
 def test_choice_of_config(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:
     one = problem(m, n, k, dtype, on)
-    found = choose_mma(one, on) if isinstance(expected, MmaConfig) else choose(one, on)
+    found = gemm_sm80.choose(GemmShape.of(one), on) if isinstance(expected, MmaConfig) else choose(one, on)
     assert isinstance(found, expected) if isinstance(expected, type) else found == expected
 
 
@@ -522,7 +525,7 @@ def test_choices_fit(on: Device) -> None:
                     problem(m, n, k, dtypes.float8_e4m3fn, on, blocks=True),
                     problem(m, n, k, dtypes.float16, on, activation="silu_and_mul"),
                 ):
-                    found = choose_mma(one, on)
+                    found = gemm_sm80.choose(GemmShape.of(one), on)
                     assert found.shared_memory <= on.shared_memory // found.min_blocks
                     assert found.splits == 1 or found.splits * 512 <= k * one.dtype.itemsize
                     launch = found.launch(one)

@@ -1,22 +1,15 @@
-"""The cost model of the GEMMs on Hopper: microseconds of a config from the rates of a device.
-
-`python -m benchmarks.fit` fits the rates on a device and prints the errors of the fit. A kernel's time is a launch, the
-slower of two streams (the main loop of the busiest SM, and the bytes of the operands from device memory), and the
-epilogues and reductions that nothing overlaps.
-"""
+"""The rates of the cost model of dense GEMMs, as `python -m benchmarks.fit` fits them on a device."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
 
-from ... import tuning
 from ..._core.system.device import Device
+from ...tuning import engines
 
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
-TABLE = tuning.TABLES / "gemm_sm90.json"  # {device: rates and the errors of their fit}
+FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
 _SOFTNESS = 4.0  # two streams that overlap take the 4-norm of their times: 19 % above the slower if they are equal
 
 
@@ -37,8 +30,12 @@ class GemmRates:
         swap_m, swap_n: for each row of a, and of b, of the k-tile.
         swap_promoted, swap_blocked: to promote fp8 accumulators, and block scales, for each row of a of the k-tile.
         exchange: to reduce a tile through distributed shared memory, for each doubling of the split-K CTAs.
+        swap_end: to store the tile, or to send its parts, for each row of a of a CTA's share.
         mma_row: gemm_sm80.cu: a k-tile of an SM, for each of its operand rows.
         mma_part: to write, or to read and add, a part of a tile of split-K.
+        gemv_launch, gemv_bytes_per_us: gemv.cu: a launch, and the bytes that it loads.
+        gemv_row: for each element of the weight of an SM, and each further row of a.
+        simt: gemm_simt.cu: a multiplication of an SM.
     """
 
     launch: float
@@ -58,8 +55,13 @@ class GemmRates:
     swap_promoted: float
     swap_blocked: float
     exchange: float
+    swap_end: float
     mma_row: float
     mma_part: float
+    gemv_launch: float
+    gemv_bytes_per_us: float
+    gemv_row: float
+    simt: float
 
     def overlapped(self, loop: float, nbytes: int) -> float:
         """Microseconds of main loops that take `loop` while `nbytes` come from device memory."""
@@ -67,8 +69,11 @@ class GemmRates:
         return float((loop**_SOFTNESS + memory**_SOFTNESS) ** (1 / _SOFTNESS))
 
 
-@cache
 def of(device: Device) -> GemmRates:
-    """The rates of a device; those of the H200 for a device that has not been measured."""
-    known = json.loads(TABLE.read_text(encoding="utf-8"))
-    return GemmRates(**known.get(device.name, known["nvidia-h200"])["rates"])
+    """The rates of a device."""
+    return engines.rates(GemmRates, FAMILY, device.name)
+
+
+def num_clusters(size: int, device: Device) -> int:
+    """Clusters of `size` CTAs that a device holds at a time, one CTA to an SM."""
+    return int(CLUSTERS[size] * device.num_sms)

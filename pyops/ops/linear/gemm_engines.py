@@ -1,0 +1,170 @@
+"""The kernels for dense GEMMs: which shapes each of them serves, its Configs, and their times by the cost model.
+
+A kernel's time is a launch, the slower of two streams (the main loop of the busiest SM, and the bytes of the operands
+from device memory), and the epilogues and reductions that nothing overlaps. `gemm_rates` has the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import FLOATS, int8
+from ...tuning.engines import Choice, Engine
+from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, skinny_linear
+from .gemm_problem import multiplies
+from .gemm_rates import GemmRates
+from .gemm_shape import K_TILE_BYTES, GemmShape
+from .gemm_simt import GemmSimtConfig
+from .gemm_sm80 import MmaConfig
+from .gemm_sm90 import GemmConfig, SwapConfig
+from .skinny_linear import SkinnyConfig
+
+_GROUP_BYTES = 16 << 20  # bytes of a that the tiles of one group share; they stay in the L2 cache
+
+
+# gemm_sm90.cu, gemm_sm90_swap_ab.cu
+
+
+def _no_tma(shape: GemmShape, device: Device) -> str | None:
+    """Why neither WGMMA kernel serves a shape."""
+    eight_bits = shape.dtype.itemsize == 1
+    if not device.supports("wgmma"):
+        return "the device has no WGMMA"
+    if shape.dtype not in gemm_sm90.DTYPES or shape.out_dtype.itemsize != 2:
+        return f"no WGMMA of {shape.dtype} with {shape.out_dtype} results"
+    if 0 in (shape.m, shape.n, shape.k):
+        return "an empty operand"
+    if shape.vec_size * shape.dtype.itemsize != 16:
+        return "TMA loads rows that begin at multiples of 16 bytes"
+    if shape.has_matrix_bias:
+        return "a bias for each element"
+    if shape.block_scaled and (shape.dtype is int8 or shape.is_gated or not eight_bits):
+        return "block scales are for fp8 operands without a gated activation"
+    return None
+
+
+def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
+    return _no_tma(shape, device) or (
+        None if shape.out_is_aligned else "TMA stores rows of out at multiples of 16 bytes"
+    )
+
+
+def _gemm_configs(shape: GemmShape, device: Device) -> Iterator[GemmConfig]:
+    """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
+    part of the tile's time."""
+    wide = () if shape.block_scaled else (112, 96, 32) if shape.promoted else (96, 160, 192, 224, 256, 32)
+    ping_pong = (192, 128) if shape.dtype.itemsize == 1 and not shape.promoted else ()
+    for cluster in (2, 1) if shape.m > GemmConfig.TILE_M else (1,):
+        row_bytes = GemmConfig.TILE_M * cluster * shape.num_k_tiles * K_TILE_BYTES
+        group = max(1, min(gemm_sm90.MAX_GROUP, _GROUP_BYTES // row_bytes))
+        for tile_n in (128, 64, *wide):
+            one = GemmConfig(tile_n, cluster, group)
+            if not one.fits(shape.promoted, shape.is_gated):
+                continue
+            yield one
+            waves = one.waves(shape.m, shape.n, shape.num_k_tiles, device)
+            for splits in range(2, waves.max_splits + 1):
+                yield replace(one, splits=splits)
+        for tile_n in ping_pong:
+            yield GemmConfig(tile_n, cluster, group, ping_pong=True)
+
+
+def _gemm_us(config: GemmConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    waves = config.waves(shape.m, shape.n, shape.num_k_tiles, device)
+    splits, has_rest = min(config.splits, waves.max_splits), waves.rest > 0
+    k_tiles = waves.full * shape.num_k_tiles + has_rest * -(-shape.num_k_tiles // splits)
+    rows = min(shape.m, config.TILE_M) + config.tile_n / config.cluster
+    k_tile = rates.k_tile + rates.mma * config.tile_n + rates.l2 * rows
+    k_tile *= (rates.blocked if shape.block_scaled else 1.0) * (rates.eight_bits if shape.dtype.itemsize == 1 else 1.0)
+    ends = (1 if config.ping_pong else waves.full + has_rest) * rates.epilogue * config.tile_n
+    if splits > 1:  # a cluster writes its part; the last one of a tile reads all others
+        ends += splits * (rates.part + rates.part_column * config.tile_n)
+    return rates.launch + rates.overlapped(k_tiles * k_tile, shape.nbytes) + ends
+
+
+def _swap_refusal(shape: GemmShape, device: Device) -> str | None:
+    if shape.m > gemm_sm90.MAX_SWAP_M:
+        return f"it is for at most {gemm_sm90.MAX_SWAP_M} rows"
+    if shape.is_gated and (shape.n % 16 or not shape.out_is_aligned):
+        return "gates and ups are loaded in groups of 8 rows"
+    return _no_tma(shape, device)
+
+
+def _swap_configs(shape: GemmShape, device: Device) -> Iterator[SwapConfig]:
+    """Configs of the fewest row tiles, or of one more, with equal work for all CTAs in the fewest waves."""
+    fewest = -(-shape.m // gemm_sm90.max_swap_rows(shape.is_fp8, shape.block_scaled))
+    for row_tiles in (fewest, fewest + 1):
+        tile_m = -(-shape.m // (16 * row_tiles)) * 16
+        if tile_m * (row_tiles - 1) >= shape.m:
+            continue
+        for splits in gemm_rates.CLUSTERS:
+            clusters = max(1, gemm_rates.num_clusters(splits, device) // row_tiles)
+            waves = -(-shape.n // (gemm_sm90.MAX_SWAP_COLUMNS * clusters))
+            unit = 16 if shape.is_gated else 8
+            tile_n = -(-shape.n // (unit * waves * clusters)) * unit
+            for one in {SwapConfig(tile_m, size, splits): None for size in (tile_n, gemm_sm90.MAX_SWAP_COLUMNS)}:
+                if one.fits(shape.num_k_tiles, shape.is_gated):
+                    yield one
+
+
+def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    waves = -(-config.tiles(shape.m, shape.n) // max(1, gemm_rates.num_clusters(config.splits, device)))
+    of_row = rates.swap_m + (rates.swap_promoted if shape.is_fp8 else 0.0)
+    of_row += rates.swap_blocked if shape.block_scaled else 0.0
+    k_tile = rates.swap_k_tile + of_row * config.tile_m + rates.swap_n * config.tile_n
+    loop = waves * -(-shape.num_k_tiles // config.splits) * k_tile
+    ends = waves * (rates.exchange * (config.splits.bit_length() - 1) + rates.swap_end * config.tile_m / config.splits)
+    return rates.swap_launch + rates.overlapped(loop, shape.nbytes) + ends
+
+
+# gemm_sm80.cu
+
+
+def _mma_refusal(shape: GemmShape, device: Device) -> str | None:
+    if not multiplies(shape.dtype, device):
+        return f"no tensor cores for {shape.dtype} on the device"
+    by_wgmma = None in (_gemm_refusal(shape, device), _swap_refusal(shape, device))
+    return "WGMMA multiplies 8-bit elements much faster" if by_wgmma and shape.dtype.itemsize == 1 else None
+
+
+def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
+    k_tile = rates.mma_row * (config.tile_m + config.tile_n)
+    loop = -(-blocks // device.num_sms) * -(-shape.num_k_tiles // config.splits) * k_tile
+    parts = config.splits if config.splits > 1 else 0  # through device memory
+    return rates.swap_launch + rates.overlapped(loop, shape.nbytes) + parts * rates.mma_part
+
+
+# gemm_simt.cu, gemv.cu
+
+
+def _simt_us(config: GemmSimtConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
+    loop = -(-tiles // device.num_sms) * shape.k * config.tile_m * config.tile_n * rates.simt
+    return rates.swap_launch + rates.overlapped(loop, shape.nbytes)
+
+
+def _gemv_refusal(shape: GemmShape, device: Device) -> str | None:
+    if not shape.is_plain or shape.dtype is not shape.out_dtype or shape.dtype not in FLOATS:
+        return "it has no epilogue but a bias, and one float dtype"
+    if not shape.rows_are_dense or shape.k == 0:
+        return "elements of a row are apart, or there are none"
+    return None if shape.m <= skinny_linear.MAX_ROWS else f"it is for at most {skinny_linear.MAX_ROWS} rows"
+
+
+def _gemv_us(config: SkinnyConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    rows = shape.n * shape.k * rates.gemv_row * (shape.m - 1)
+    return rates.gemv_launch + shape.nbytes / rates.gemv_bytes_per_us + rows / device.num_sms
+
+
+choose: Choice[GemmShape, GemmRates] = Choice(
+    GemmShape.of,
+    gemm_rates.of,
+    Engine("gemm_sm90.cu", _gemm_refusal, _gemm_configs, _gemm_us),
+    Engine("gemm_sm90_swap_ab.cu", _swap_refusal, _swap_configs, _swap_us),
+    Engine("gemm_sm80.cu", _mma_refusal, lambda shape, device: (gemm_sm80.choose(shape, device),), _mma_us),
+    Engine("gemv.cu", _gemv_refusal, lambda shape, device: (skinny_linear.config_for(shape, device),), _gemv_us),
+    Engine("gemm_simt.cu", lambda shape, device: None, lambda shape, device: (gemm_simt.choose(shape),), _simt_us),
+)

@@ -1,0 +1,115 @@
+"""Engines: the kernels that a family of ops chooses among, by the times that a cost model gives them.
+
+A family has a shape, a hashable value with everything that its choice depends on besides the device, and one `Engine`
+for each kernel. An engine says why its kernel cannot serve a shape, or which Configs come into question and how long
+each of them takes. `Choice` is the `choose` of `tuning.config`: the Config with the least time of all engines.
+
+The times are made of a device's rates: a dataclass of numbers for each family, which `python -m benchmarks.fit` fits on
+a device. `pyops/tuning/<family>.json` has them with the errors of the fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .._core.system.device import Device
+from . import TABLES
+
+S = TypeVar("S", bound=Hashable)  # a shape
+R = TypeVar("R")  # rates
+_REFERENCE = "nvidia-h200"  # the device whose rates stand in for those of a device that has not been measured
+_MAX_CHOICES = 4096  # choices that a process remembers
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(Generic[S, R]):
+    """A kernel of a family.
+
+    Attributes:
+        name: file of the kernel.
+        refusal: why the kernel cannot serve a shape on a device; None: it can.
+        configs: the Configs that come into question for a shape that it serves.
+        time_us: microseconds of a Config, from the rates of the device.
+    """
+
+    name: str
+    refusal: Callable[[S, Device], str | None]
+    configs: Callable[[S, Device], Iterable[Any]]
+    time_us: Callable[[Any, S, Device, R], float]
+
+
+class Candidate(NamedTuple):
+    """A Config of an engine, and its time by the model."""
+
+    us: float
+    engine: str
+    config: Any
+
+
+class Choice(Generic[S, R]):
+    """`choose` of a family: the Config with the least time by the cost model.
+
+    Attributes:
+        shape_of: the shape of a problem.
+        rates_of: the rates of a device.
+        engines: where times are equal, the earlier engine is chosen.
+    """
+
+    def __init__(self, shape_of: Callable[[Any], S], rates_of: Callable[[Device], R], *engines: Engine[S, R]) -> None:
+        self.shape_of, self.rates_of, self.engines = shape_of, rates_of, engines
+        self._fastest = lru_cache(_MAX_CHOICES)(lambda shape, device: min(self.candidates(shape, device), key=_us))
+
+    def __call__(self, problem: Any, device: Device) -> Any:
+        return self._fastest(self.shape_of(problem), device).config
+
+    def candidates(self, shape: S, device: Device) -> list[Candidate]:
+        """All Configs of all engines that serve the shape."""
+        rates = self.rates_of(device)
+        return [
+            Candidate(engine.time_us(config, shape, device, rates), engine.name, config)
+            for engine in self.engines
+            if engine.refusal(shape, device) is None
+            for config in engine.configs(shape, device)
+        ]
+
+    def explained(self, problem: Any, device: Device) -> list[str]:
+        """A line for each engine: its time and fastest Config, or the reason why it is out of the question."""
+        shape = self.shape_of(problem)
+        best: dict[str, Candidate] = {}
+        for one in self.candidates(shape, device):
+            best[one.engine] = min(best.get(one.engine, one), one, key=_us)
+        lines = []
+        for engine in self.engines:
+            if reason := engine.refusal(shape, device):
+                lines.append(f"{engine.name}: no, {reason}")
+            elif engine.name not in best:
+                lines.append(f"{engine.name}: no config for this shape")
+            else:
+                lines.append(f"{engine.name}: {best[engine.name].us:.1f} us by the model, {best[engine.name].config}")
+        return lines
+
+
+def _us(one: Candidate) -> float:
+    return one.us
+
+
+def rates(kind: type[R], family: str, device_name: str) -> R:
+    """The rates of a device: those that were fitted on it, else those of an H200."""
+    found: R = _rates(kind, family, device_name)  # type: ignore[arg-type]
+    return found
+
+
+@cache
+def _rates(kind: type[Any], family: str, device_name: str) -> Any:
+    known = json.loads(table(family).read_text(encoding="utf-8"))
+    return kind(**known.get(device_name, known[_REFERENCE])["rates"])
+
+
+def table(family: str) -> Path:
+    """The file of a family: {device: its rates and the errors of their fit}."""
+    return TABLES / f"{family}.json"
