@@ -72,9 +72,20 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
                   const out_t* bias,          // [N]
                   int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
                   int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows) {
+    const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
+    const int64_t b_rows = GATED ? 2 * n : n;
+    if constexpr (B_SCALES || BIAS > 0 || AZP > 0) {
+        // The first tile's operands of the epilogue are in the L2 cache when the main loop ends. Not those of the ups.
+        const int64_t first = int64_t(blockIdx.x) / rows * TILE_N / (GATED ? 2 : 1),
+                      last = min(int64_t(TILE_N), n - first) - 1;
+        if (B_SCALES) prefetch_part(b_scales + first * b_scale_step, last * b_scale_step, threadIdx.x);
+        if (BIAS > 0) prefetch_part(bias + first, last, threadIdx.x);
+        if (AZP > 0) prefetch_part(azp_adj + first, last, threadIdx.x);
+    }
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
-    zero_stages<STAGES, STAGE_BYTES>(shared, int(a_box_rows) * ROW_BYTES, A_BYTES, NUM_THREADS);
+    const int last_rows = int((m - 1) % TILE_M + a_box_rows) / int(a_box_rows) * int(a_box_rows);  // that are loaded
+    zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
     zero_stages<STAGES, STAGE_BYTES>(shared, A_BYTES + B_BYTES, STAGE_BYTES, NUM_THREADS);
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;
     const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(IN_RING ? shared : behind),
@@ -89,25 +100,27 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
     }
     start_cluster<SPLITS>();
 
-    const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
-    const int tiles = rows * int(((GATED ? 2 * n : n) + TILE_N - 1) / TILE_N);
+    const int tiles = rows * int((b_rows + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
     if (warp == CONSUMER_WARPS) {
         if (!elect_one()) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int row = tile % rows * TILE_M, column = tile / rows * TILE_N;
+            const int box_rows = int(a_box_rows), boxes = (min(TILE_M, int(m) - row) + box_rows - 1) / box_rows;
             for (int step = first_step; step < last_step; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                mbarrier_arrive_expect_tx(ring.full(), int(a_box_rows) * ROW_BYTES + B_BYTES);
-                const int column = tile / rows * TILE_N;
+                mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
                 if constexpr (GATED) {
                     tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, 0, 0, column / 16);
                 } else {
                     tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, column);
                 }
-                tma_load(to, &a_map, ring.full(), step * TILE_K, tile % rows * TILE_M);
+                for (int i = 0; i < boxes; ++i) {
+                    tma_load(to + i * box_rows * ROW_BYTES, &a_map, ring.full(), step * TILE_K, row + i * box_rows);
+                }
             }
         }
         return;

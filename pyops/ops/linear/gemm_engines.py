@@ -75,13 +75,15 @@ def _gemm_us(config: GemmConfig, shape: GemmShape, device: Device, rates: GemmRa
     waves = config.waves(shape.m, shape.n, shape.num_k_tiles, device)
     splits, has_rest = min(config.splits, waves.max_splits), waves.rest > 0
     k_tiles = waves.full * shape.num_k_tiles + has_rest * -(-shape.num_k_tiles // splits)
-    rows = min(shape.m, config.TILE_M) + config.tile_n / config.cluster
-    k_tile = rates.k_tile + rates.mma * config.tile_n + rates.l2 * rows
-    k_tile *= (rates.blocked if shape.block_scaled else 1.0) * (rates.eight_bits if shape.dtype.itemsize == 1 else 1.0)
-    ends = (1 if config.ping_pong else waves.full + has_rest) * rates.epilogue * config.tile_n
-    if splits > 1:  # a cluster writes its part; the last one of a tile reads all others
-        ends += splits * (rates.part + rates.part_column * config.tile_n)
-    return rates.launch + rates.overlapped(k_tiles * k_tile, shape.nbytes) + ends
+    k_tile = (rates.k_tile + rates.mma * config.tile_n) * (rates.blocked if shape.block_scaled else 1.0)
+    ctas = (waves.full * waves.clusters + waves.rest) * config.cluster
+    l2_rows = ctas * shape.num_k_tiles * (min(shape.m, config.TILE_M) + config.tile_n / config.cluster)
+    loop = rates.overlapped(k_tiles * k_tile, shape.nbytes, l2_rows * K_TILE_BYTES, shape.macs)
+    epilogues = 1 if config.ping_pong else waves.full + has_rest
+    ends = epilogues * (rates.tile + rates.epilogue * config.tile_n)
+    if splits > 1:
+        ends += rates.stream_k + (rates.stream_k_column + rates.stream_k_part * splits) * config.tile_n
+    return rates.launch + loop + ends
 
 
 def _swap_refusal(shape: GemmShape, device: Device) -> str | None:
@@ -110,13 +112,20 @@ def _swap_configs(shape: GemmShape, device: Device) -> Iterator[SwapConfig]:
 
 
 def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
-    waves = -(-config.tiles(shape.m, shape.n) // max(1, gemm_rates.num_clusters(config.splits, device)))
+    """One launch takes all waves if they are not split; their loads begin before the previous wave's stores end."""
+    tiles, is_split = config.tiles(shape.m, shape.n), config.parts > 1
+    waves = -(-tiles // max(1, gemm_rates.num_clusters(config.splits, device)))
     of_row = rates.swap_m + (rates.swap_promoted if shape.is_fp8 else 0.0)
     of_row += rates.swap_blocked if shape.block_scaled else 0.0
-    k_tile = rates.swap_k_tile + of_row * config.tile_m + rates.swap_n * config.tile_n
-    loop = waves * -(-shape.num_k_tiles // config.splits) * k_tile
-    ends = waves * (rates.exchange * (config.splits.bit_length() - 1) + rates.swap_end * config.tile_m / config.splits)
-    return rates.swap_launch + rates.overlapped(loop, shape.nbytes) + ends
+    k_tile = rates.swap_k_tile + of_row * config.tile_m
+    k_tile *= rates.swap_turns if config.parts > config.splits else 1.0
+    l2_rows = tiles * shape.num_k_tiles * (min(shape.m, config.tile_m) + config.tile_n)
+    k_tiles = waves * -(-shape.num_k_tiles // config.splits)
+    end = rates.swap_tile + rates.swap_store * config.tile_m * config.tile_n / config.splits
+    if is_split:
+        end = waves * (end + rates.exchange + rates.exchange_row * config.tile_m * config.padded_n / 64)
+    end += rates.swap_scales if shape.dtype.itemsize == 1 else 0.0
+    return rates.swap_launch + rates.overlapped(k_tiles * k_tile, shape.nbytes, l2_rows * K_TILE_BYTES) + end
 
 
 # gemm_sm80.cu
@@ -131,10 +140,11 @@ def _mma_refusal(shape: GemmShape, device: Device) -> str | None:
 
 def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
     blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
-    k_tile = rates.mma_row * (config.tile_m + config.tile_n)
-    loop = -(-blocks // device.num_sms) * -(-shape.num_k_tiles // config.splits) * k_tile
-    parts = config.splits if config.splits > 1 else 0  # through device memory
-    return rates.swap_launch + rates.overlapped(loop, shape.nbytes) + parts * rates.mma_part
+    of_sm = -(-blocks // device.num_sms)
+    k_tile = rates.mma_k_tile + rates.mma_area * config.tile_m * config.tile_n
+    loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
+    split = rates.mma_split if config.splits > 1 else 0.0
+    return rates.mma_launch + rates.overlapped(loop, shape.nbytes) + of_sm * rates.mma_block + split
 
 
 # gemm_simt.cu, gemv.cu
@@ -143,7 +153,7 @@ def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRate
 def _simt_us(config: GemmSimtConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
     tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
     loop = -(-tiles // device.num_sms) * shape.k * config.tile_m * config.tile_n * rates.simt
-    return rates.swap_launch + rates.overlapped(loop, shape.nbytes)
+    return rates.mma_launch + rates.overlapped(loop, shape.nbytes)
 
 
 def _gemv_refusal(shape: GemmShape, device: Device) -> str | None:

@@ -10,7 +10,7 @@ from ...tuning import engines
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
-_SOFTNESS = 4.0  # two streams that overlap take the 4-norm of their times: 19 % above the slower if they are equal
+_SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,55 +18,72 @@ class GemmRates:
     """What the times of the kernels are made of, in microseconds.
 
     Attributes:
-        launch, swap_launch: a launch of gemm_sm90.cu, and of the other two, with the first loads.
-        bytes_per_us: bytes from device memory.
-        k_tile: gemm_sm90.cu: a k-tile.
-        mma: for each row of b of the k-tile: the tensor cores, and the writes to shared memory.
-        l2: for each operand row of the k-tile that comes from the L2 cache; a cluster of two loads half of b's.
-        eight_bits, blocked: factors on a k-tile of 8-bit operands, and of block scales.
-        epilogue: the epilogue of a tile, for each of its columns.
-        part, part_column: stream-K: to write, or to read and add, a partial tile, and for each of its columns.
-        swap_k_tile: gemm_sm90_swap_ab.cu: a k-tile.
-        swap_m, swap_n: for each row of a, and of b, of the k-tile.
+        bytes_per_us: bytes of the operands, from device memory.
+        l2_bytes_per_us: bytes that all tiles load, from the L2 cache.
+        macs_per_us: multiplications of 16-bit elements that the device's power allows; of 8-bit ones twice as many.
+        launch: gemm_sm90.cu: a launch, with the first loads.
+        k_tile: a k-tile.
+        mma: for each row of b of the k-tile.
+        blocked: factor on a k-tile with block scales.
+        tile, epilogue: the epilogue of a tile, and for each of its columns.
+        stream_k, stream_k_column, stream_k_part: to reduce the tiles of the last wave, for each of their columns, and for
+            each column of each part.
+        swap_launch: gemm_sm90_swap_ab.cu: a launch, with the first loads.
+        swap_k_tile: a k-tile.
+        swap_m: for each row of a of the k-tile.
         swap_promoted, swap_blocked: to promote fp8 accumulators, and block scales, for each row of a of the k-tile.
-        exchange: to reduce a tile through distributed shared memory, for each doubling of the split-K CTAs.
-        swap_end: to store the tile, or to send its parts, for each row of a of a CTA's share.
-        mma_row: gemm_sm80.cu: a k-tile of an SM, for each of its operand rows.
-        mma_part: to write, or to read and add, a part of a tile of split-K.
+        swap_turns: factor on a k-tile where the two warpgroups alternate k-tiles.
+        swap_tile: a wave of tiles.
+        swap_store: to store the tile, for each of its elements that a CTA stores.
+        swap_scales: to load the scales of 8-bit operands for the epilogue.
+        exchange, exchange_row: to reduce a tile through distributed shared memory, and for each row of a, of 64 of b.
+        mma_launch: gemm_sm80.cu: a launch, with the first loads.
+        mma_k_tile, mma_area: a k-tile, and for each element of its tile.
+        mma_block: to begin and end a block's tile.
+        mma_split: to reduce the parts of a tile of split-K through device memory.
         gemv_launch, gemv_bytes_per_us: gemv.cu: a launch, and the bytes that it loads.
         gemv_row: for each element of the weight of an SM, and each further row of a.
         simt: gemm_simt.cu: a multiplication of an SM.
     """
 
-    launch: float
-    swap_launch: float
     bytes_per_us: float
+    l2_bytes_per_us: float
+    macs_per_us: float
+    launch: float
     k_tile: float
     mma: float
-    l2: float
-    eight_bits: float
     blocked: float
+    tile: float
     epilogue: float
-    part: float
-    part_column: float
+    stream_k: float
+    stream_k_column: float
+    stream_k_part: float
+    swap_launch: float
     swap_k_tile: float
     swap_m: float
-    swap_n: float
     swap_promoted: float
     swap_blocked: float
+    swap_turns: float
+    swap_tile: float
+    swap_store: float
+    swap_scales: float
     exchange: float
-    swap_end: float
-    mma_row: float
-    mma_part: float
+    exchange_row: float
+    mma_launch: float
+    mma_k_tile: float
+    mma_area: float
+    mma_block: float
+    mma_split: float
     gemv_launch: float
     gemv_bytes_per_us: float
     gemv_row: float
     simt: float
 
-    def overlapped(self, loop: float, nbytes: int) -> float:
-        """Microseconds of main loops that take `loop` while `nbytes` come from device memory."""
-        memory = nbytes / self.bytes_per_us
-        return float((loop**_SOFTNESS + memory**_SOFTNESS) ** (1 / _SOFTNESS))
+    def overlapped(self, loop: float, nbytes: float, l2_bytes: float = 0.0, macs: float = 0.0) -> float:
+        """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, bytes from device memory
+        and from the L2 cache, and multiplications."""
+        streams = loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us, macs / self.macs_per_us
+        return float(sum(one**_SOFTNESS for one in streams) ** (1 / _SOFTNESS))
 
 
 def of(device: Device) -> GemmRates:

@@ -76,3 +76,8 @@ class GemmShape:
         """Bytes of a, b and out."""
         columns = self.n // 2 if self.is_gated else self.n
         return (self.m + self.n) * self.k * self.dtype.itemsize + self.m * columns * self.out_dtype.itemsize
+
+    @property
+    def macs(self) -> float:
+        """Multiplications, two of 8-bit elements counted as one."""
+        return self.m * self.n * self.k * self.dtype.itemsize / 2

@@ -216,7 +216,7 @@ class SwapConfig:
         stages = min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most) // turns * turns
         stages = max(2 * turns, stages)
         tiles, is_gated = self.tiles(problem.m, problem.b.rows), problem.epilogue.is_gated
-        box_rows = _box_rows(problem.m, self.tile_m, self.tile_m)
+        box_rows = _box_rows(problem.m, self.tile_m, 32 if self.tile_m % 32 == 0 else 16)
         return kernel(
             **problem.constants(),
             SUM_BLOCK=sum_block(problem, K_TILE_BYTES),
