@@ -23,8 +23,8 @@
 // TMA takes as long for a row past the end of a tensor as for another one. So a's tile is loaded in boxes of
 // `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
 //
-// The tile order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks `group_rows` clusters down
-// M, then the next column.
+// Four parts make the kernel: the scheduler (tile_scheduler.cuh), the loader (TileLoader), the main loop
+// (mainloop_sm90.cuh) and the epilogue (tile_epilogue.cuh).
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
@@ -41,52 +41,122 @@
 //     CLUSTER       CTAs of a cluster; TILE_N is a multiple of 8 * CLUSTER
 
 #include "cluster.cuh"
-#include "column_params.cuh"
-#include "pipeline.cuh"
-#include "stream_k.cuh"
-#include "wgmma.cuh"
+#include "mainloop_sm90.cuh"
+#include "tile_epilogue.cuh"
+#include "tile_scheduler.cuh"
 
-using accum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 128;
-// Warpgroups that share a tile; warpgroups that alternate by ping-pong; WGMMAs of 64 rows by which a warpgroup covers
-// its part of a tile.
-constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, PING_PONG_WAYS = CONSUMERS / WGS_PER_TILE,
-              M_SLICES = TILE_M / 64 / WGS_PER_TILE;
+// Warpgroups that share a tile; WGMMAs of 64 rows by which a warpgroup covers its part of a tile.
+constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, M_SLICES = TILE_M / 64 / WGS_PER_TILE;
 static_assert(!PING_PONG || (SUM_BLOCK == 0 && !STREAM_K));
 // Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of the cluster, or all by the only one.
 constexpr int B_RUNS = GATED ? 2 : CLUSTER, RUN_ROWS = TILE_N / B_RUNS;
 static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER <= B_RUNS));
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), MMA_K_BYTES = 32;  // K of one WGMMA
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int STORE_BYTES = 16 * STORE_COLUMNS * sizeof(out_t);
-constexpr int STORE_STAGES = 2;  // store buffers of a warp: one is filled while TMA reads the other
+using tma_store_t = TmaStore<out_t, STORE_COLUMNS>;
 // Columns of a tile that share a block scale of b. A tile that begins in the middle of a SCALE_BLOCK also ends in the
 // middle of one, hence half a block.
 constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK == 0 ? SCALE_BLOCK : SCALE_BLOCK / 2;
-struct BlockScales { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
 // Promotions per k-tile, and accumulators of a thread: with promotion two, so that one is promoted while WGMMAs fill
 // the other.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && PIECES <= 2);
+using mainloop_t = WgmmaMainloop<scalar_t, M_SLICES, TILE_N, PIECES, STAGES, STAGE_BYTES, CLUSTER>;
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of STORE_COLUMNS columns, in TMA's swizzle.
-DEVICE int stored_at(int row, int chunk) {
-    constexpr int BYTES = STORE_COLUMNS * sizeof(out_t);
-    return row * BYTES + (chunk ^ row * BYTES / 128 % (BYTES / 16)) * 16;
-}
+// The producer of a tile: loads its k-tiles by TMA.
+struct TileLoader {
+    const TensorMap *a_map, *b_map;
+    uint8_t* shared;
+    int rank, first_row, first_column;
+    int box_rows, boxes;  // rows of a box of a, and boxes that have rows of a
+    int run_stride;       // from each run of b's rows to the next
+
+    // (row, column): the cluster's tile.
+    DEVICE TileLoader(const TensorMap& a_map, const TensorMap& b_map, uint8_t* shared, int rank, int row, int column,
+                      int64_t m, int64_t n, int64_t a_box_rows)
+        : a_map(&a_map),
+          b_map(&b_map),
+          shared(shared),
+          rank(rank),
+          first_row((row * CLUSTER + rank) * TILE_M),
+          first_column(column * OUT_N),
+          box_rows(int(a_box_rows)),
+          run_stride(GATED ? int(n) : RUN_ROWS) {
+        const int exist = max(0, min(TILE_M, int(m) - first_row));
+        boxes = (exist + box_rows - 1) / box_rows;
+    }
+    DEVICE void load(const Ring<STAGES>& ring, int k_tile) const {
+        uint8_t* to = shared + ring.stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
+        for (int i = 0; i < boxes; ++i) {
+            tma_load(to + i * box_rows * ROW_BYTES, a_map, ring.full(), k_tile * TILE_K, first_row + i * box_rows);
+        }
+#pragma unroll
+        for (int i = 0; i < B_RUNS / CLUSTER; ++i) {
+            const int run = CLUSTER > 1 ? rank : i;
+            load_box<CLUSTER>(to + A_BYTES + run * RUN_ROWS * ROW_BYTES, b_map, ring.full(), k_tile * TILE_K,
+                              first_column + run * run_stride);
+        }
+    }
+};
+
+// The block scales of a and b.
+struct BlockScales {
+    const a_scale_t* a_scales;
+    const b_scale_t* b_scales;
+    int64_t a_step, b_step, a_block_step, b_block_step;
+
+    DEVICE float of_row(int64_t row, int k_tile) const {
+        return to_float(a_scales[row * a_step + k_tile * a_block_step]);
+    }
+    DEVICE float of_column(int64_t column, int k_tile) const {
+        const int64_t block = column / max(SCALE_BLOCK, 1);
+        return to_float(b_scales[k_tile * b_block_step + block * b_step]);
+    }
+};
+
+// The threads' accumulators with SUM_BLOCK, and the block scales of the pieces in flight.
+struct Promotion {
+    float promoted[M_SLICES][TILE_N / 2];
+    float row_scales[BUFFERS][2], column_scales[BUFFERS][TILE_N / SCALE_COLUMNS];
+
+    DEVICE Promotion() {
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; ++i) promoted[0][i] = 0.0f;
+    }
+    // Loads the scales of a k-tile for two rows, and for the columns from first_column on; n is the number of columns.
+    DEVICE void
+    load(const BlockScales& scales, int buffer, int k_tile, const int64_t (&rows)[2], int64_t first_column, int64_t n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_scales[buffer][i] = scales.of_row(rows[i], k_tile);
+#pragma unroll
+        for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
+            column_scales[buffer][i] = scales.of_column(min(first_column + i * SCALE_COLUMNS, n - 1), k_tile);
+        }
+    }
+    // Adds the complete accumulators of a piece, times its block scales.
+    DEVICE void add(mainloop_t::accum_t& accum, int buffer) {
+        mainloop_t::fence(accum);
+#pragma unroll
+        for (int j = 0; j < TILE_N / SCALE_COLUMNS; ++j) {
+            const float scales[2] = {row_scales[buffer][0] * column_scales[buffer][j],
+                                     row_scales[buffer][1] * column_scales[buffer][j]};
+#pragma unroll
+            for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
+                const int at = j * SCALE_COLUMNS / 2 + i;
+                const float sum = float(accum[0][at]);
+                if constexpr (SCALE_BLOCK > 0) promoted[0][at] = fmaf(scales[i / 2 % 2], sum, promoted[0][at]);
+                else promoted[0][at] += sum;
+            }
+        }
+    }
+};
 
 // Named barriers: one per warpgroup for its own threads, and one per warpgroup for the ping-pong order.
 constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
-
-// The row and column, counted in tiles, of tile number `index`.
-DEVICE void locate(int index, int rows, int columns, int group_rows, int& row, int& column) {
-    const int group = index / (group_rows * columns), first = group * group_rows, size = min(group_rows, rows - first);
-    const int within = index - group * group_rows * columns;
-    row = first + within % size;
-    column = within / size;
-}
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_rows x TILE_K, swizzled
@@ -109,16 +179,16 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_
         zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
     }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
-    uint8_t* column_params_memory = stores + 4 * CONSUMERS * STORE_STAGES * STORE_BYTES;
+    uint8_t* column_params_memory = stores + 4 * CONSUMERS * tma_store_t::BYTES;
     Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
     if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER);
     start_cluster<CLUSTER>();
 
     const int rank = CLUSTER > 1 ? blockIdx.y : 0;
     const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + OUT_N - 1) / OUT_N);
-    const int tiles = rows * columns, num_k_tiles = int((k + TILE_K - 1) / TILE_K);
-    CutTile<STREAM_K> tile(tiles, 0, num_k_tiles, int(sharers));
-    const int64_t rest = tiles - tile.whole;  // each CTA of a cluster has its own workspace
+    const int num_k_tiles = int((k + TILE_K - 1) / TILE_K);
+    TileScheduler<STREAM_K> tile(rows, columns, num_k_tiles, group_rows, int(sharers));
+    const int64_t rest = tile.tiles - tile.whole;  // each CTA of a cluster has its own workspace
     partial += rank * (sharers + rest - 1) * (TILE_M * TILE_N);
     arrived += rank * rest * CONSUMERS * 4;
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
@@ -128,27 +198,12 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0 && elect_one()) {
-            // From each run of b's rows to the next.
-            const int run_stride = GATED ? int(n) : RUN_ROWS;
             for (; tile.exists(); tile.advance()) {
-                locate(tile.number, rows, columns, int(group_rows), row, column);
-                const int first_row = (row * CLUSTER + rank) * TILE_M, first_column = column * OUT_N;
-                const int box_rows = int(a_box_rows), exist = max(0, min(TILE_M, int(m) - first_row));
-                const int boxes = (exist + box_rows - 1) / box_rows;
+                tile.locate(row, column);
+                const TileLoader loader(a_map, b_map, shared, rank, row, column, m, n, a_box_rows);
                 for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                     ring.acquire();
-                    uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                    mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
-                    for (int i = 0; i < boxes; ++i) {
-                        tma_load(to + i * box_rows * ROW_BYTES, &a_map, ring.full(), k_tile * TILE_K,
-                                 first_row + i * box_rows);
-                    }
-#pragma unroll
-                    for (int i = 0; i < B_RUNS / CLUSTER; ++i) {
-                        const int run = CLUSTER > 1 ? rank : i;
-                        load_box<CLUSTER>(to + A_BYTES + run * RUN_ROWS * ROW_BYTES, &b_map, ring.full(),
-                                          k_tile * TILE_K, first_column + run * run_stride);
-                    }
+                    loader.load(ring, k_tile);
                 }
             }
             ring.drain();
@@ -157,192 +212,58 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
         ColumnParams column_params{{}, reinterpret_cast<float*>(column_params_memory + warpgroup * COLUMN_PARAM_BYTES)};
-        uint8_t* own_stores = stores + (warpgroup * 4 + warp) * STORE_STAGES * STORE_BYTES;
-        int store = 0;
+        tma_store_t tma_store{&out_map, stores + (warpgroup * 4 + warp) * tma_store_t::BYTES, lane};
+        const TileEpilogue tile_epilogue{epilogue, column_params, tma_store};
         // The warpgroup's index in the ping-pong order, and its first row within a tile.
         const int ping_pong_index = PING_PONG ? warpgroup : 0, own_row = PING_PONG ? 0 : warpgroup * 64 * M_SLICES;
+        mainloop_t mainloop{ring, shared, own_row * ROW_BYTES, A_BYTES};
         ring.skip(ping_pong_index * num_k_tiles);
         if (ping_pong_index > 0) tile.advance();
         for (; tile.exists(); tile.advance()) {
-            locate(tile.number, rows, columns, int(group_rows), row, column);
+            tile.locate(row, column);
             const int64_t first_column = int64_t(column) * OUT_N;
             const int64_t warp_row = int64_t(row * CLUSTER + rank) * TILE_M + own_row + warp * 16;
-            // Rows of the thread's accumulator elements in each slice. Rows past M are clamped; the TMA store drops
-            // them.
-            int64_t own_rows[M_SLICES][2];
-            typename epilogue_t::Row row_params[M_SLICES][2];
-#pragma unroll
-            for (int slice = 0; slice < M_SLICES; ++slice) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    own_rows[slice][i] = min(warp_row + slice * 64 + lane / 4 + i * 8, m - 1);
-                    row_params[slice][i] = epilogue.row(own_rows[slice][i]);
-                }
-            }
+            const RowParams<M_SLICES> row_params(epilogue, warp_row, m, lane);
             column_params.load(epilogue, first_column, n);
             // An mbarrier's phase is one parity bit, so a waiter must be less than one lap of the ring behind. Hence a
             // ping-pong main loop begins only after the other warpgroup has waited for all of its k-tiles.
             if (PING_PONG && tile.number != blockIdx.x)
                 named_barrier_sync(PING_PONG_BARRIER + ping_pong_index, 128 * CONSUMERS);
 
-            accum_t accums[BUFFERS][M_SLICES][TILE_N / 2];
-            // Waits for the stage, then issues and commits the WGMMAs of one piece of its k-tile.
-            const auto issue_wgmma = [&](accum_t(&accum)[M_SLICES][TILE_N / 2], bool accumulate, int piece = 0) {
-                const uint8_t* from = shared + ring.stage * STAGE_BYTES;
-                const uint64_t a = make_smem_desc(from + own_row * ROW_BYTES);
-                const uint64_t b = make_smem_desc(from + A_BYTES);
-                if (piece == 0) ring.wait();
-#pragma unroll
-                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accum[slice]);
-                warpgroup_arrive();
-#pragma unroll
-                for (int i = 0; i < ROW_BYTES / MMA_K_BYTES / PIECES; ++i) {
-                    const int at = (piece * (ROW_BYTES / MMA_K_BYTES / PIECES) + i) * MMA_K_BYTES;
-#pragma unroll
-                    for (int slice = 0; slice < M_SLICES; ++slice) {
-                        wgmma<scalar_t, TILE_N>(accum[slice], advance_smem_desc(a, slice * 64 * ROW_BYTES + at),
-                                                advance_smem_desc(b, at), accumulate || i > 0);
-                    }
-                }
-                warpgroup_commit_batch();
-#pragma unroll
-                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accum[slice]);
-            };
+            mainloop_t::accum_t accums[BUFFERS];
             // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one of
             // its rows, so the barriers of the warpgroup come before.
             const auto store_tile = [&](auto(&accum)[M_SLICES][TILE_N / 2]) {
-                if constexpr (COLUMN_PARAMS > 0) {
-                    named_barrier_sync(OWN_BARRIER + warpgroup, 128);  // all have read the previous tile's operands
-                    column_params.store();
-                    named_barrier_sync(OWN_BARRIER + warpgroup, 128);
-                }
+                column_params.share(OWN_BARRIER + warpgroup);
                 if (!tile.template complete<CONSUMERS * 4>(accum, partial, arrived)) return;
-#pragma unroll
-                for (int number = 0; number < M_SLICES * OUT_N / STORE_COLUMNS; ++number) {
-                    const int slice = number % M_SLICES, chunk = number / M_SLICES;
-                    uint8_t* to = own_stores + store * STORE_BYTES;
-                    store = (store + 1) % STORE_STAGES;
-                    if (lane == 0) tma_store_wait_read<STORE_STAGES - 1>();
-                    sync_warp();
-#pragma unroll
-                    for (int i = 0; i < STORE_COLUMNS / 16; ++i) {
-                        uint32_t pairs[4];
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            const int at = chunk * STORE_COLUMNS + i * 16 + j / 2 * 8;
-                            typename epilogue_t::Column params[2], up_params[2];
-                            column_params.get(at + lane % 4 * 2, params);
-                            if constexpr (GATED) column_params.get(OUT_N + at + lane % 4 * 2, up_params);
-                            float x[2];
-#pragma unroll
-                            for (int l = 0; l < 2; ++l) {
-                                const auto& of_row = row_params[slice][j % 2];
-                                const int own = at / 2 + j % 2 * 2 + l;
-                                x[l] = ACTIVATION<out_t>(epilogue.value(of_row, params[l], accum[slice][own]));
-                                if constexpr (GATED) {
-                                    const auto up = accum[slice][OUT_N / 2 + own];
-                                    x[l] *= epilogue.value(of_row, up_params[l], up);
-                                }
-                            }
-                            pairs[j] = pack_pair<out_t>(x[0], x[1]);
-                        }
-                        stmatrix<4>(to + stored_at(lane % 16, i * 2 + lane / 16), pairs);
-                    }
-                    fence_proxy_async();
-                    sync_warp();
-                    if (lane == 0) {
-                        tma_store(&out_map, to, int(first_column) + chunk * STORE_COLUMNS, int(warp_row) + slice * 64);
-                        tma_store_commit();
-                    }
-                }
+                tile_epilogue.store(accum, row_params, warp_row, first_column);
             };
 
             if constexpr (SUM_BLOCK == 0) {
-                int previous = 0;  // stage of the previous k-tile
-                for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
-                    issue_wgmma(accums[0], k_tile > tile.first);
-                    warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
-                    if (k_tile > tile.first) ring.template release<CLUSTER>(previous);
-                    previous = ring.stage;
-                }
-                if (PING_PONG && tile.number + int(gridDim.x) < tiles) {
-                    named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
-                }
-                warpgroup_wait<0>();
-#pragma unroll
-                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accums[0][slice]);
-                ring.template release<CLUSTER>(previous);
+                mainloop.run(accums[0], tile.first, tile.last, [&] {
+                    if (PING_PONG && !tile.is_last()) {
+                        named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
+                    }
+                });
                 store_tile(accums[0]);
             } else {
-                float promoted[M_SLICES][TILE_N / 2];
-#pragma unroll
-                for (int i = 0; i < TILE_N / 2; ++i) promoted[0][i] = 0.0f;
-                BlockScales block_scales[BUFFERS];
-                const auto load_scales = [&](int k_tile, BlockScales& of_k_tile) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        of_k_tile.rows[i] =
-                            to_float(a_scales[own_rows[0][i] * a_scale_step + k_tile * a_scale_block_step]);
-                    }
-#pragma unroll
-                    for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
-                        const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
-                        of_k_tile.columns[i] = to_float(b_scales[k_tile * b_scale_block_step + block * b_scale_step]);
-                    }
+                Promotion promotion;
+                const BlockScales scales{a_scales,     b_scales,           a_scale_step,
+                                         b_scale_step, a_scale_block_step, b_scale_block_step};
+                const auto start = [&](int piece, int buffer) {
+                    if constexpr (SCALE_BLOCK > 0)
+                        promotion.load(scales, buffer, piece / PIECES, row_params.rows[0], first_column, n);
+                    mainloop.issue(accums[buffer], false, buffer % PIECES);
                 };
-                const auto promote = [&](accum_t(&accum)[M_SLICES][TILE_N / 2], const BlockScales& of_k_tile) {
-                    warpgroup_fence_operand(accum[0]);
-#pragma unroll
-                    for (int j = 0; j < TILE_N / SCALE_COLUMNS; ++j) {
-                        const float scales[2] = {of_k_tile.rows[0] * of_k_tile.columns[j],
-                                                 of_k_tile.rows[1] * of_k_tile.columns[j]};
-#pragma unroll
-                        for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
-                            const int at = j * SCALE_COLUMNS / 2 + i;
-                            const float sum = float(accum[0][at]);
-                            if constexpr (SCALE_BLOCK > 0)
-                                promoted[0][at] = fmaf(scales[i / 2 % 2], sum, promoted[0][at]);
-                            else promoted[0][at] += sum;
-                        }
-                    }
-                };
-                // Successive pieces alternate between the two accumulators.
-                const auto start = [&](int piece, int now) {
-                    if constexpr (SCALE_BLOCK > 0) load_scales(piece / PIECES, block_scales[now]);
-                    issue_wgmma(accums[now], false, now % PIECES);
-                };
-                // The WGMMAs of a piece run while the threads promote the previous piece.
-                const auto next = [&](int piece, int now) {
-                    const int before = ring.stage;
-                    if (now % PIECES == 0) ring.advance();
-                    start(piece, now);
-                    warpgroup_wait<1>();
-                    if (now % PIECES == 0) ring.template release<CLUSTER>(before);
-                    promote(accums[1 - now], block_scales[1 - now]);
-                };
-                int piece = tile.first * PIECES;
-                start(piece++, 0);
-                for (; piece + 1 < tile.last * PIECES; piece += 2) {
-                    next(piece, 1);
-                    next(piece + 1, 0);
-                }
-                if (piece < tile.last * PIECES) {
-                    next(piece, 1);
-                    warpgroup_wait<0>();
-                    promote(accums[1], block_scales[1]);
-                } else {
-                    warpgroup_wait<0>();
-                    promote(accums[0], block_scales[0]);
-                }
-                ring.template release<CLUSTER>(ring.stage);
-                ring.advance();
-                store_tile(promoted);
+                const auto promote = [&](int buffer) { promotion.add(accums[buffer], buffer); };
+                mainloop.run_promoted(tile.first, tile.last, start, promote);
+                store_tile(promotion.promoted);
             }
             if (PING_PONG) {
                 ring.skip(num_k_tiles);
                 tile.advance();
             }
         }
-        if (lane == 0) tma_store_wait<0>();
+        tma_store.wait();
     }
 }
