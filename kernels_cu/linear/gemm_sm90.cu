@@ -20,8 +20,8 @@
 // tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a warp stores 16 rows x
 // STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
 //
-// TMA takes as long for a row past the end of a tensor as for another one. So a's tile is loaded in boxes of
-// `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
+// TMA spends about 2 ns on each row past the end of a tensor. So a box of its own size, a_tail_map, loads the rows of
+// the last, partial row tile; the accumulators of the other rows are never stored.
 //
 // Four parts make the kernel: the scheduler (tile_scheduler.cuh), the loader (TileLoader), the main loop
 // (mainloop_sm90.cuh) and the epilogue (tile_epilogue.cuh).
@@ -66,34 +66,34 @@ using mainloop_t = WgmmaMainloop<scalar_t, M_SLICES, TILE_N, PIECES, STAGES, STA
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
+// Rows of the box that loads the last, partial row tile of a.
+DEVICE int tail_rows(int64_t m) { return int((m % TILE_M + 7) / 8 * 8); }
+
 // The producer of a tile: loads its k-tiles by TMA.
 struct TileLoader {
     const TensorMap *a_map, *b_map;
     uint8_t* shared;
     int rank, first_row, first_column;
-    int box_rows, boxes;  // rows of a box of a, and boxes that have rows of a
-    int run_stride;       // from each run of b's rows to the next
+    int a_rows;      // rows of a's box, 0: the CTA has none
+    int run_stride;  // from each run of b's rows to the next
 
     // (row, column): the cluster's tile.
-    DEVICE TileLoader(const TensorMap& a_map, const TensorMap& b_map, uint8_t* shared, int rank, int row, int column,
-                      int64_t m, int64_t n, int64_t a_box_rows)
-        : a_map(&a_map),
-          b_map(&b_map),
+    DEVICE TileLoader(const TensorMap& full_map, const TensorMap& tail_map, const TensorMap& b_map, uint8_t* shared,
+                      int rank, int row, int column, int64_t m, int64_t n)
+        : b_map(&b_map),
           shared(shared),
           rank(rank),
           first_row((row * CLUSTER + rank) * TILE_M),
           first_column(column * OUT_N),
-          box_rows(int(a_box_rows)),
           run_stride(GATED ? int(n) : RUN_ROWS) {
-        const int exist = max(0, min(TILE_M, int(m) - first_row));
-        boxes = (exist + box_rows - 1) / box_rows;
+        const int exist = min(TILE_M, int(m) - first_row);
+        a_map = exist < TILE_M ? &tail_map : &full_map;
+        a_rows = exist < TILE_M ? exist > 0 ? tail_rows(m) : 0 : TILE_M;
     }
     DEVICE void load(const Ring<STAGES>& ring, int k_tile) const {
         uint8_t* to = shared + ring.stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
-        for (int i = 0; i < boxes; ++i) {
-            tma_load(to + i * box_rows * ROW_BYTES, a_map, ring.full(), k_tile * TILE_K, first_row + i * box_rows);
-        }
+        mbarrier_arrive_expect_tx(ring.full(), a_rows * ROW_BYTES + B_BYTES);
+        if (a_rows > 0) tma_load(to, a_map, ring.full(), k_tile * TILE_K, first_row);
 #pragma unroll
         for (int i = 0; i < B_RUNS / CLUSTER; ++i) {
             const int run = CLUSTER > 1 ? rank : i;
@@ -159,24 +159,24 @@ struct Promotion {
 constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_rows x TILE_K, swizzled
-          const __grid_constant__ TensorMap b_map,    // [N, K], GATED [2 N, K], boxes of RUN_ROWS x TILE_K, swizzled
-          const __grid_constant__ TensorMap out_map,  // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
-          const a_scale_t* a_scales,                  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-          const b_scale_t* b_scales,                  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
-          const int32_t* azp_adj,                     // [N]
-          const int32_t* azp,                         // [M]
-          const out_t* bias,                          // [N], GATED [2 N]
-          float* partial,                             // STREAM_K: the workspace of stream_k.cuh, and its counters
+gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
+          const __grid_constant__ TensorMap a_tail_map,  // [M, K], boxes of the last M % TILE_M rows (times 8) x TILE_K
+          const __grid_constant__ TensorMap b_map,       // [N, K], GATED [2 N, K], boxes of RUN_ROWS x TILE_K, swizzled
+          const __grid_constant__ TensorMap out_map,     // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
+          const a_scale_t* a_scales,                     // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+          const b_scale_t* b_scales,                     // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+          const int32_t* azp_adj,                        // [N]
+          const int32_t* azp,                            // [M]
+          const out_t* bias,                             // [N], GATED [2 N]
+          float* partial,                                // STREAM_K: the workspace of stream_k.cuh, and its counters
           uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t a_scale_step, int64_t b_scale_step,
-          int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows, int64_t group_rows,
-          int64_t sharers) {
+          int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t group_rows, int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     // Rows of the last tile that are not loaded; with a cluster it may have none.
-    const int last_rows = CLUSTER > 1 ? 0 : int((m % TILE_M + a_box_rows - 1) / a_box_rows * a_box_rows);
     if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
-        zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
+        const int loaded = CLUSTER > 1 ? 0 : tail_rows(m);
+        zero_stages<STAGES, STAGE_BYTES>(shared, loaded * ROW_BYTES, A_BYTES, NUM_THREADS);
     }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * tma_store_t::BYTES;
@@ -200,7 +200,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_
         if (warp == 0 && elect_one()) {
             for (; tile.exists(); tile.advance()) {
                 tile.locate(row, column);
-                const TileLoader loader(a_map, b_map, shared, rank, row, column, m, n, a_box_rows);
+                const TileLoader loader(a_map, a_tail_map, b_map, shared, rank, row, column, m, n);
                 for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                     ring.acquire();
                     loader.load(ring, k_tile);

@@ -61,17 +61,18 @@ using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of a_box_rows x TILE_K, swizzled
-                  const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled; GATED:
-                                                            // [N / 8, 2, 8, K] by the strides of [2, N / 8, 8, K]
-                  out_t* out,                               // [M, N]
-                  const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
+                  const __grid_constant__ TensorMap a_tail_map,  // [M, K], boxes of the last M % TILE_M rows (times 8)
+                  const __grid_constant__ TensorMap b_map,       // [N, K], boxes of TILE_N x TILE_K, swizzled; GATED:
+                                                                 // [N / 8, 2, 8, K] by the strides of [2, N / 8, 8, K]
+                  out_t* out,                                    // [M, N]
+                  const a_scale_t* a_scales,                     // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
                   const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
                   const int32_t* azp_adj,     // [N]
                   const int32_t* azp,         // [M]
                   const out_t* bias,          // [N]
                   int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
-                  int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows) {
+                  int64_t a_scale_block_step, int64_t b_scale_block_step) {
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
     const int64_t b_rows = GATED ? 2 * n : n;
     if constexpr (B_SCALES || BIAS > 0 || AZP > 0) {
@@ -84,8 +85,9 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
     }
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
-    const int last_rows = int((m - 1) % TILE_M + a_box_rows) / int(a_box_rows) * int(a_box_rows);  // that are loaded
-    zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
+    // Rows of the box that loads the last, partial row tile of a, as in gemm_sm90.cu.
+    const int tail_rows = int((m % TILE_M + 7) / 8 * 8);
+    if (tail_rows > 0) zero_stages<STAGES, STAGE_BYTES>(shared, tail_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
     zero_stages<STAGES, STAGE_BYTES>(shared, A_BYTES + B_BYTES, STAGE_BYTES, NUM_THREADS);
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;
     const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(IN_RING ? shared : behind),
@@ -108,19 +110,17 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
         if (!elect_one()) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row = tile % rows * TILE_M, column = tile / rows * TILE_N;
-            const int box_rows = int(a_box_rows), boxes = (min(TILE_M, int(m) - row) + box_rows - 1) / box_rows;
+            const bool is_tail = row + TILE_M > m;
             for (int step = first_step; step < last_step; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                mbarrier_arrive_expect_tx(ring.full(), boxes * box_rows * ROW_BYTES + B_BYTES);
+                mbarrier_arrive_expect_tx(ring.full(), (is_tail ? tail_rows : TILE_M) * ROW_BYTES + B_BYTES);
                 if constexpr (GATED) {
                     tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, 0, 0, column / 16);
                 } else {
                     tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, column);
                 }
-                for (int i = 0; i < boxes; ++i) {
-                    tma_load(to + i * box_rows * ROW_BYTES, &a_map, ring.full(), step * TILE_K, row + i * box_rows);
-                }
+                tma_load(to, is_tail ? &a_tail_map : &a_map, ring.full(), step * TILE_K, row);
             }
         }
         return;

@@ -26,8 +26,8 @@ class GemmRates:
         mma: for each row of b of the k-tile.
         blocked: factor on a k-tile with block scales.
         tile, epilogue: the epilogue of a tile, and for each of its columns.
-        stream_k, stream_k_column, stream_k_part: to reduce the tiles of the last wave, for each of their columns, and for
-            each column of each part.
+        stream_k: to reduce the tiles of the last wave.
+        stream_k_column, stream_k_part: for each of their columns, and for each column of each part.
         swap_launch: gemm_sm90_swap_ab.cu: a launch, with the first loads.
         swap_k_tile: a k-tile.
         swap_m: for each row of a of the k-tile.

@@ -34,7 +34,6 @@ _MAX_SWAP_ROWS, _MAX_PROMOTED_ROWS, _MAX_BLOCKED_ROWS = 192, 128, 32
 # gemm_sm90.cu overlaps the stores of a tile with the loads of the next one.
 MAX_SWAP_M = 1024
 _MAX_APART_ROWS = 64  # largest tile M with which split-K has its accumulators behind the ring, not in its place
-_A_BOX_ROWS = 32  # rows of a box of a where the last tile of gemm_sm90.cu is not full
 MAX_SPLITS = 8  # stream-K: most clusters that share a tile
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
 
@@ -117,7 +116,6 @@ class GemmConfig:
         stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
         waves = self.waves(problem.m, problem.b.rows, num_k_tiles(problem), device)
-        box_rows = _box_rows(problem.m, self.TILE_M, _A_BOX_ROWS)
         rest, splits = waves.rest, min(self.splits, waves.max_splits)
         sharers = max(1, rest * splits)
         parts = self.cluster * (rest + sharers - 1) if splits > 1 else 0  # partial accumulator tiles
@@ -134,12 +132,11 @@ class GemmConfig:
             (waves.clusters if waves.full else sharers, self.cluster),
             384,
             fixed + stages * stage,
-            a_map=_map(problem.a, problem.k, box_rows),
+            **_a_maps(problem, self.TILE_M),
             b_map=_map(problem.b, problem.k, self.tile_n // runs),
             out_map=_out_map(problem, (store_columns, 16)),
             partial=Scratch(parts * self.TILE_M * self.tile_n * 4) if parts else 0,
             arrived=Scratch(self.cluster * rest * 8 * 4, zeroed=True) if parts else 0,
-            a_box_rows=box_rows,
             group_rows=self.group,
             sharers=sharers,
             **_arguments(problem, kernel),
@@ -216,7 +213,6 @@ class SwapConfig:
         stages = min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most) // turns * turns
         stages = max(2 * turns, stages)
         tiles, is_gated = self.tiles(problem.m, problem.b.rows), problem.epilogue.is_gated
-        box_rows = _box_rows(problem.m, self.tile_m, 32 if self.tile_m % 32 == 0 else 16)
         return kernel(
             **problem.constants(),
             SUM_BLOCK=sum_block(problem, K_TILE_BYTES),
@@ -228,9 +224,8 @@ class SwapConfig:
             (tiles if self.parts > 1 else min(tiles, device.num_sms), self.splits),
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
-            a_map=_map(problem.a, problem.k, box_rows),
+            **_a_maps(problem, self.tile_m),
             b_map=_gated_map(problem, self.tile_n) if is_gated else _map(problem.b, problem.k, self.tile_n),
-            a_box_rows=box_rows,
             **_arguments(problem, kernel),
         )
 
@@ -260,11 +255,10 @@ def num_k_tiles(problem: GemmProblem) -> int:
     return -(-problem.k * problem.dtype.itemsize // K_TILE_BYTES)
 
 
-def _box_rows(m: int, tile_m: int, part: int) -> int:
-    """Rows of a box of a: what there is of one tile, a `part` of tiles where the last is not full, else the tile."""
-    if m <= tile_m:
-        return -(-m // 8) * 8
-    return part if m % tile_m else tile_m
+def _a_maps(problem: GemmProblem, tile_m: int) -> dict[str, Any]:
+    """The tensor maps of a: for whole row tiles, and for the last, partial one."""
+    tail = -(-(problem.m % tile_m) // 8) * 8 or tile_m
+    return {"a_map": _map(problem.a, problem.k, tile_m), "a_tail_map": _map(problem.a, problem.k, tail)}
 
 
 def _map(operand: Operand, k: int, rows: int) -> TensorMap:
