@@ -140,6 +140,13 @@ DEVICE void tma_store_wait() {
 #endif
 }
 
+// Prefetches a tensor map, a parameter of the kernel, so that the first load by it does not wait for the map.
+DEVICE void prefetch_tensor_map(const TensorMap* map) {
+#if PYOPS_CUDA
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
 // Prefetches a box into the L2 cache.
 DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
 #if PYOPS_CUDA

@@ -171,8 +171,14 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
           float* partial,                                // STREAM_K: the workspace of stream_k.cuh, and its counters
           uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t a_scale_step, int64_t b_scale_step,
           int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t group_rows, int64_t sharers) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&a_map);
+        prefetch_tensor_map(&a_tail_map);
+        prefetch_tensor_map(&b_map);
+        prefetch_tensor_map(&out_map);
+    }
     // Rows of the last tile that are not loaded; with a cluster it may have none.
     if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
         const int loaded = CLUSTER > 1 ? 0 : tail_rows(m);
@@ -183,6 +189,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
     if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER);
     start_cluster<CLUSTER>();
+    await_previous_kernel();
 
     const int rank = CLUSTER > 1 ? blockIdx.y : 0;
     const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + OUT_N - 1) / OUT_N);

@@ -83,8 +83,13 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         if (BIAS > 0) prefetch_part(bias + first, last, threadIdx.x);
         if (AZP > 0) prefetch_part(azp_adj + first, last, threadIdx.x);
     }
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&a_map);
+        prefetch_tensor_map(&a_tail_map);
+        prefetch_tensor_map(&b_map);
+    }
     // Rows of the box that loads the last, partial row tile of a, as in gemm_sm90.cu.
     const int tail_rows = int((m % TILE_M + 7) / 8 * 8);
     if (tail_rows > 0) zero_stages<STAGES, STAGE_BYTES>(shared, tail_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
@@ -101,6 +106,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         ring.init(ROW_WARPS);
     }
     start_cluster<SPLITS>();
+    await_previous_kernel();
 
     const int tiles = rows * int((b_rows + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);

@@ -116,6 +116,10 @@ def test_signature(kernel: MakeKernel) -> None:
         ("{ await_previous_kernel(); ", True),
         ("{ *out = 1; await_previous_kernel(); ", False),
         ("{ // await_previous_kernel();\n", False),
+        ("{ if (threadIdx.x == 0) { setup(); } await_previous_kernel(); ", True),
+        ("{ prefetch_line(out); await_previous_kernel(); ", True),
+        ("{ if (*out) prefetch_line(out); await_previous_kernel(); ", False),
+        ("{ if (threadIdx.x == 0) { await_previous_kernel(); } ", False),
     ],
 )
 def test_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: str, overlaps: bool) -> None:

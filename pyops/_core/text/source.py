@@ -14,7 +14,7 @@ _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
-_AWAITS = re.compile(r"\{\s*(?:(?:const \w+ \w+ = )?prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
+_PREFETCH = re.compile(r"\bprefetch_\w+\([^;]*\);")
 TENSOR_MAP = "128s"  # the 128 bytes of a tensor map
 # {C type of a kernel parameter: struct format of its value, padded to eight bytes}.
 _FORMATS = {
@@ -98,8 +98,8 @@ class Signature(NamedTuple):
 
     Attributes:
         entry: the name of the kernel. parameters: (struct format, name) of each parameter.
-        overlaps: whether programmatic dependent launch is safe, because the kernel's first statement is
-            ``await_previous_kernel();``. Only a call of a ``prefetch_...`` function may precede this statement.
+        overlaps: whether programmatic dependent launch is safe: the statements of the kernel that precede
+            ``await_previous_kernel();`` name none of its pointers and tensor maps but in calls of ``prefetch_...``.
     """
 
     entry: str
@@ -115,14 +115,24 @@ def signature(name: str, text: str | None = None) -> Signature:
     if len(entries) != 1:
         raise ValueError(f'{name}: expected one extern "C" kernel, found {len(entries)}')
     entry, parameters = entries[0].groups()
-    parsed = []
+    parsed, pointers = [], []
     for parameter in parameters.split(","):
         c_type, _, identifier = parameter.strip().rpartition(" ")
         c_type = c_type.removeprefix("const ").strip()
+        if "*" in parameter or "TensorMap" in parameter:
+            pointers.append(identifier.lstrip("*"))
         if "*" in parameter:
             parsed.append(("Q", identifier.lstrip("*")))
         elif c_type in _FORMATS:
             parsed.append((_FORMATS[c_type], identifier))
         else:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
-    return Signature(entry, tuple(parsed), _AWAITS.match(text, text.index("{", entries[0].end())) is not None)
+    body = text[text.index("{", entries[0].end()) + 1 :]
+    return Signature(entry, tuple(parsed), _overlaps(body, pointers))
+
+
+def _overlaps(body: str, pointers: list[str]) -> bool:
+    before, waits, _ = body.partition("await_previous_kernel();")
+    before = _PREFETCH.sub("", before)
+    nested = before.count("{") != before.count("}")
+    return bool(waits) and not nested and not any(re.search(rf"\b{name}\b", before) for name in pointers)

@@ -112,7 +112,7 @@ def _swap_configs(shape: GemmShape, device: Device) -> Iterator[SwapConfig]:
 
 
 def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
-    """One launch takes all waves if they are not split; their loads begin before the previous wave's stores end."""
+    """If tiles are not split, CTAs are persistent: the loads of a tile begin before the previous tile is stored."""
     tiles, is_split = config.tiles(shape.m, shape.n), config.parts > 1
     waves = -(-tiles // max(1, gemm_rates.num_clusters(config.splits, device)))
     of_row = rates.swap_m + (rates.swap_promoted if shape.is_fp8 else 0.0)
@@ -121,9 +121,10 @@ def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRa
     k_tile *= rates.swap_turns if config.parts > config.splits else 1.0
     l2_rows = tiles * shape.num_k_tiles * (min(shape.m, config.tile_m) + config.tile_n)
     k_tiles = waves * -(-shape.num_k_tiles // config.splits)
-    end = rates.swap_tile + rates.swap_store * config.tile_m * config.tile_n / config.splits
+    end = (waves if is_split else 1) * rates.swap_tile
+    end += waves * rates.swap_store * config.tile_m * config.tile_n / config.splits
     if is_split:
-        end = waves * (end + rates.exchange + rates.exchange_row * config.tile_m * config.padded_n / 64)
+        end += waves * (rates.exchange + rates.exchange_row * config.tile_m * config.padded_n / 64)
     end += rates.swap_scales if shape.dtype.itemsize == 1 else 0.0
     return rates.swap_launch + rates.overlapped(k_tiles * k_tile, shape.nbytes, l2_rows * K_TILE_BYTES) + end
 
