@@ -115,13 +115,19 @@ def _config(shape: GemmShape, engine: str, config: str, device: Device) -> Any:
 
 def error(rates: GemmRates, samples: Sequence[Sample], device: Device) -> float:
     """Mean of the squared logarithms of the model's time over the measured one: all of it, and what of it differs
-    within a row, where it decides."""
-    logs: dict[str, list[float]] = {}
+    within a row, where it decides. Configs that are far from the best of their row count less."""
+    rows: dict[str, list[Sample]] = {}
     for one in samples:
-        logs.setdefault(one.row, []).append(math.log(predicted(rates, one, device) / one.us))
-    within = [log - statistics.fmean(row) for row in logs.values() for log in row]
-    whole = [log for row in logs.values() for log in row]
-    return statistics.fmean(log * log for log in within) + _WHOLE * statistics.fmean(log * log for log in whole)
+        rows.setdefault(one.row, []).append(one)
+    total = weights = 0.0
+    for row in rows.values():
+        best = min(one.us for one in row)
+        weight = [(best / one.us) ** 2 for one in row]
+        logs = [math.log(predicted(rates, one, device) / one.us) for one in row]
+        mean = sum(w * log for w, log in zip(weight, logs, strict=True)) / sum(weight)
+        total += sum(w * ((log - mean) ** 2 + _WHOLE * log**2) for w, log in zip(weight, logs, strict=True))
+        weights += sum(weight)
+    return total / weights
 
 
 def fit(rates: GemmRates, samples: Sequence[Sample], device: Device) -> GemmRates:

@@ -80,10 +80,10 @@ class GemmRates:
     simt: float
 
     def overlapped(self, loop: float, nbytes: float, l2_bytes: float = 0.0, macs: float = 0.0) -> float:
-        """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, bytes from device memory
-        and from the L2 cache, and multiplications."""
-        streams = loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us, macs / self.macs_per_us
-        return float(sum(one**_SOFTNESS for one in streams) ** (1 / _SOFTNESS))
+        """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, and bytes from device
+        memory and from the L2 cache; at least those of the multiplications that power allows."""
+        streams = loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us
+        return max(float(sum(one**_SOFTNESS for one in streams) ** (1 / _SOFTNESS)), macs / self.macs_per_us)
 
 
 def of(device: Device) -> GemmRates:
