@@ -63,7 +63,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split, int64_t out_stride,
     int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
     float scale) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;
     __shared__ uint64_t full[STAGES * PANELS];
@@ -75,6 +75,18 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]: row sums; fp8 cache: at first the descale of query rows
     uint8_t* const queries = shared;
     const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
+    if (threadIdx.x == 0) {
+        mbarrier_init(&queries_full, 1);
+        tiles.init();
+    }
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&nope_map);
+        prefetch_tensor_map(&pe_map);
+        prefetch_tensor_map(&cache_map);
+        prefetch_tensor_map(&half_map);
+    }
+    start_cluster<CLUSTER>();
+    await_previous_kernel();
 
     const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, split = blockIdx.y / CLUSTER;
     const int groups = ceil_div(int(num_heads), HEADS * CLUSTER);
@@ -85,11 +97,6 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     const Split own{page_table + seq * table_stride, table_step, num_pages, splits.begin(split), splits.end(split)};
     const int pairs = own.pairs();
 
-    if (threadIdx.x == 0) {
-        mbarrier_init(&queries_full, 1);
-        tiles.init();
-    }
-    start_cluster<CLUSTER>();
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
 
     if (warpgroup == 2) {

@@ -61,7 +61,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                  int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
                  int64_t max_tokens, int64_t sliding_window, int64_t q_scale_step, int64_t out_stride,
                  int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
@@ -75,7 +75,13 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         ones[threadIdx.x] = FOUR_ONES;
         fence_proxy_async();
     }
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&query_map);
+        prefetch_tensor_map(&key_map);
+        prefetch_tensor_map(&value_map);
+    }
     __syncthreads();
+    await_previous_kernel();
     const Window window{int(sliding_window)};
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
