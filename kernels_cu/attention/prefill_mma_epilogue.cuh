@@ -11,7 +11,7 @@ struct Results {
     PartialRows<true> rows;
     float value_unit;  // the factor from accumulators to values
 
-    // Stores row `half` of the lane's rows of a tile `o`, whose columns begin at `t`: the final result if splits == 1,
+    // Stores row `half` of the lane's rows of a tile `o`, from column `t` on: the final result if splits == 1,
     // else that of split blockIdx.z.
     DEVICE void store(const float (&o)[OUT_TILES][PRODUCT_SUMS], int half, int t, float row_max, float row_sum,
                       int64_t token, int64_t head, int splits) const {

@@ -163,14 +163,14 @@ def stages_of(
     """
     query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
     code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
-    room = (device.shared_memory + _RESERVED_BYTES) // min_blocks - _RESERVED_BYTES
-    room -= _STATIC_BYTES + fixed + query + MIN_CODE_STAGES * code
+    left = (device.shared_memory + _RESERVED_BYTES) // min_blocks - _RESERVED_BYTES
+    left -= _STATIC_BYTES + fixed + query + MIN_CODE_STAGES * code
     # KV stages come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
-    stages = min(_MAX_STAGES, room // stage)
-    room -= stages * stage
-    code_stages = min(max_code_stages, MIN_CODE_STAGES + room // code)
-    room -= (code_stages - MIN_CODE_STAGES) * code
-    query_stages = 2 if query <= room else 1
+    stages = min(_MAX_STAGES, left // stage)
+    left -= stages * stage
+    code_stages = min(max_code_stages, MIN_CODE_STAGES + left // code)
+    left -= (code_stages - MIN_CODE_STAGES) * code
+    query_stages = 2 if query <= left else 1
     return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
 
 

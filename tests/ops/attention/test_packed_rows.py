@@ -1,5 +1,5 @@
-"""Decode attention, and few query tokens per sequence, by the prefill kernels, whose rows are query tokens and the
-query heads of a key-value head: against float64 attention, under every schedule; and when plans choose them.
+"""Decode attention, and few query tokens per sequence, by the prefill kernels. Their rows are query tokens and the
+query heads of a key-value head. Against float64 attention, under every schedule; and when plans choose them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
 from tests.ops.attention.test_attention import V1, in_codes_of_heads, paged_call
+from tests.ops.attention.test_hopper import _in_codes as over_fp8
 from tests.ops.attention.test_hopper import _problem, _varlen
 from tests.ops.attention.test_varlen import VARLEN, reference
 from tests.ops.attention.test_varlen import _assert_is_attention as assert_is_varlen
 from tests.ops.attention.test_varlen import _call as varlen_call
 from tests.support.profiles import few
 
-FP8 = torch.float8_e4m3fn
 # Lengths around multiples of 16-token blocks and of KV tiles; an empty sequence; one of a single token.
 LENGTHS = [0, 1, 63, 129, 400]
 # Errors of results near 1: rounding to the type of the queries; with an fp8 cache also weights rounded to float16.
@@ -76,13 +76,6 @@ def _assert_is_decode(one: Any, schedules: Any, bias: Any = None, **call: Any) -
         torch.testing.assert_close(call["lse"][:, s].double(), log_sum[:, 0], rtol=1e-5, atol=2e-5)
 
 
-def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with fp8 caches."""
-    plain = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
-    codes = {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
-    return call | codes | {"plain": plain, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
-
-
 # (geometry, heads, head size, block size, dtype)
 GEOMETRIES = [
     (PrefillSm90Config(128, 2, max_splits=3), (71, 1), 64, 16, torch.bfloat16),
@@ -102,12 +95,12 @@ def test_decode(
     _assert_is_decode(_on(arch, one), SCHEDULES, **call)
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "fp8"])
-def test_options(arch: str, codes: bool) -> None:
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+def test_options(arch: str, is_fp8: bool) -> None:
     """Each option alone, and all of them; blocks with invalid numbers."""
     heads = 20
     call = paged_call(LENGTHS, (heads, 1), head_size=64, dtype=torch.bfloat16)
-    call = _in_codes(call) if codes else call
+    call = over_fp8(call) if is_fp8 else call
     slopes = torch.linspace(-0.1, 0.4, heads)
     one = _on(arch, PrefillSm90Config(64, 1, max_splits=2))
     for options in (
@@ -152,9 +145,9 @@ def test_few_query_tokens(
     _varlen(_on(arch, one), SCHEDULES, **call | {"causal": causal, "sliding_window": 0 if count % 2 else 150})
 
 
-def test_few_query_tokens_of_codes(arch: str) -> None:
+def test_few_query_tokens_over_fp8(arch: str) -> None:
     call = varlen_call([5, 5, 2], [90, 300, 2], (6, 2), dtype=torch.bfloat16, head_size=128)
-    _varlen(_on(arch, PrefillSm90Config(64, 1, max_splits=2)), SCHEDULES[:2], **_in_codes(call))
+    _varlen(_on(arch, PrefillSm90Config(64, 1, max_splits=2)), SCHEDULES[:2], **over_fp8(call))
 
 
 def test_counts_that_only_look_equal() -> None:
