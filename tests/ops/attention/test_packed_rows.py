@@ -15,7 +15,8 @@ from pyops._core import config
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose
+from pyops.ops.attention import prefill_sm90
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
@@ -196,10 +197,17 @@ def test_choice(on: str, op: Op, axes: dict[str, Any], kernel: str, tiles: int) 
 
 def test_few_rows_choose_two_ctas_per_sm() -> None:
     """Rows of one warpgroup; splits where work items would leave CTAs idle; more rows take two warpgroups."""
+    hopper = device.model("sm_90")
     for num_seqs, count, expected in (
         (256, 4, PrefillSm90Config(64, 1)),
         (256, 8, PrefillSm90Config(64, 1)),
         (64, 8, PrefillSm90Config(64, 1, max_splits=2)),
         (64, 16, PrefillSm90Config(128, 2)),
     ):
-        assert choose(_problem(num_seqs * count, 128, num_seqs=num_seqs), device.model("sm_90")) == expected
+        problem = _problem(num_seqs * count, 128, num_seqs=num_seqs)
+        assert choose(problem, hopper) == expected
+        found = launch(problem, expected)[0]
+        ctas = found.specialisation.constants["MIN_BLOCKS"]
+        assert ctas == 3 - expected.consumers
+        # Static shared memory, and 1 KB for the system, in each CTA; an SM has 1 KB more than a CTA may ask for.
+        assert ctas * (found.shared + prefill_sm90._STATIC_BYTES + 1024) <= hopper.shared_memory + 1024
