@@ -16,8 +16,8 @@ mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
 
 CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
 bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode, TOKENS of 1-16384 means
-evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode: torch's choice)
-reads contiguous keys and values; it is timed only for whole prompts and equal lengths.
+evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode and new tokens after
+cached ones: torch's choice) reads contiguous keys and values; it is timed only for equal lengths.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ ROWS = (
     *(f"ragged:bf16:1x4096:{heads}/{heads}x192/128" for heads in (16, 128)),
     *(f"full:bf16:{num_seqs}x1024:16/16x{size}" for num_seqs in (1, 16) for size in (72, 80)),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
+    *(f"decode:bf16:{one}" for one in ("33x3000:71/1x64", "17x5000:48/1x128", "40x3000:48/4x128")),
+    *(f"prompts:bf16:64x{one}:32/8x128" for one in ("4+2044", "8+2040")),
     *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
@@ -209,6 +211,15 @@ def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
     return lambda: F.scaled_dot_product_attention(query, keys, values)
 
 
+def _sdpa_after_cached(call: dict[str, Any]) -> Call:
+    """torch's attention for new tokens after cached ones."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    query, keys, values = _contiguous(call)
+    mask = causal_lower_right(query.shape[2], keys.shape[2])
+    return lambda: F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+
 def _two_calls(call: dict[str, Any]) -> Call:
     """The batch of `mixed` as two calls: decode attention, and prefill of the prompt."""
     rows = len(call["seq_lens"]) - 1
@@ -242,6 +253,8 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
     elif cache == "bf16" and whole:
         found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
         found["FlashAttention"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
+    elif cache == "bf16" and kind == "prompts":
+        found["SDPA"] = _sdpa_after_cached
     return found
 
 

@@ -20,6 +20,9 @@
 // values after P V of the previous tile. MMAs are those of product.cuh; probabilities are rounded to T. Values of an
 // fp8 cache are converted to T, which represents them exactly.
 //
+// Split-KV (HAS_SPLITS): blockIdx.z counts parts of a tile's keys; a tile of few keys has fewer. The last CTA of a tile
+// to arrive combines its splits (combine_splits.cuh).
+//
 // A token with an invalid block number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
@@ -38,9 +41,11 @@
 //     ROW_TILES      tiles of 16 rows per warp
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
+//     HAS_STARTS     cu_seqlens_q is given; else each sequence has one query token
+//     P_HI_LO        probabilities are split into hi + lo of T, as in attention_decode.cu
 
+#include "prefill_mma_epilogue.cuh"
 #include "ragged.cuh"
-#include "prefill_mma_loader.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, VALUE_SIZE]
@@ -58,7 +63,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             int64_t sliding_window, int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
             int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
             int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride,
-            float scale, float logits_soft_cap) {
+            float scale, float logits_soft_cap,
+            float* tmp_out,     // [num_tokens, num_heads, max_splits, VALUE_SIZE]
+            float* max_logits,  // [num_tokens, num_heads, max_splits]
+            float* exp_sums,    // [num_tokens, num_heads, max_splits]
+            uint32_t* arrived,  // [gridDim.x, gridDim.y], zero before and after
+            int64_t max_splits) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
@@ -70,9 +80,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     // Binary search for the sequence of this tile: the last one that begins at this tile or before. Tiles are taken
     // from the last to the first: under CAUSAL the later tiles of a sequence take longer and should not be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
-    const auto first_tile = [&](int64_t seq) {
-        return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq;
-    };
+    const auto start_of = [&](int64_t seq) { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; };
+    const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
     int64_t low = 0, high = num_seqs;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -81,7 +90,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     }
     const int64_t seq = low - 1;
     if (seq < 0) return;
-    const int64_t first_token = cu_seqlens_q[seq * starts_step], end_token = cu_seqlens_q[(seq + 1) * starts_step];
+    const int64_t first_token = start_of(seq), end_token = start_of(seq + 1);
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
     if (end_token - first_token < min_tokens) return;
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
@@ -95,9 +104,19 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int kv_head = blockIdx.y;
     // The last key that a row sees. A row beyond the last one is treated as the last one.
     const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
-    const int last = limit_of(tile_row + TILE_ROWS - 1);
+    const int newest = limit_of(tile_row + TILE_ROWS - 1);
     const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
     const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
+
+    // The keys of the CTA's split: KV tiles from `start` on, up to key `last`.
+    int start = first / TOKENS * TOKENS, last = newest, splits = 1;
+    if constexpr (HAS_SPLITS) {
+        int split_tile = first / TOKENS, last_tile = max(newest, 0) / TOKENS;
+        splits = take_split(blockIdx.z, int(max_splits), split_tile, last_tile);
+        if (blockIdx.z >= splits) return;
+        start = split_tile * TOKENS;
+        last = min(newest, last_tile * TOKENS + TOKENS - 1);
+    }
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
 
@@ -128,8 +147,6 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride};
 
-    constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
-    constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // accumulators of a thread per 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
     float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
 #pragma unroll
@@ -144,7 +161,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const float unit =
         logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
 
-    int start = first / TOKENS * TOKENS, stage = 0;
+    int stage = 0;
     if (start <= last) {
         tiles.note_place(0, place_at(start));
         tiles.note_place(1, place_at(start + TOKENS));
@@ -187,7 +204,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         }
 
         // Whether every row sees every token.
-        const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
+        const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > newest - window;
         const bool whole = in_view & tiles.is_whole(stage);
         // If plain, s keeps scores instead of logits; the exponential multiplies by `unit`.
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
@@ -216,6 +233,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             }
         }
         uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
+        uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             float base[LANE_ROWS], correction[LANE_ROWS];
@@ -261,11 +279,19 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
                 const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
                 exp_sum[r][half] += low + high;
-                probabilities[r][n / COLUMN_TILES][n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair] =
-                    pack_pair<scalar_t>(low, high);
+                const int k = n / COLUMN_TILES, word = n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair;
+                probabilities[r][k][word] = pack_pair<scalar_t>(low, high);
+                if constexpr (P_HI_LO) {
+                    float low_hi, high_hi;
+                    unpack_pair<scalar_t>(probabilities[r][k][word], low_hi, high_hi);
+                    p_lo[r][k][word] = pack_pair<scalar_t>(low - low_hi, high - high_hi);
+                }
             }
 #pragma unroll
-            for (int k = 0; k < TOKENS / 16; ++k) finish_operand(probabilities[r][k]);
+            for (int k = 0; k < TOKENS / 16; ++k) {
+                finish_operand(probabilities[r][k]);
+                if constexpr (P_HI_LO) finish_operand(p_lo[r][k]);
+            }
         }
 
         cp_async_wait<1>();
@@ -285,8 +311,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    product<scalar_t>(o[r][COLUMN_TILES * step], probabilities[r][k], b, 0);
-                    if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], probabilities[r][k], b, 1);
+                    const auto multiply = [&](const uint32_t (&p)[SHORT_WORDS]) {
+                        product<scalar_t>(o[r][COLUMN_TILES * step], p, b, 0);
+                        if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], p, b, 1);
+                    };
+                    multiply(probabilities[r][k]);
+                    if constexpr (P_HI_LO) multiply(p_lo[r][k]);
                 }
             }
         }
@@ -294,6 +324,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     }
     cp_async_wait<0>();
 
+    const Results results{{out, lse, tmp_out, max_logits, exp_sums, sinks, num_tokens, max_splits, out_stride,
+                           int64_t(gridDim.y) * GROUP},
+                          FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f)};
 #pragma unroll
     for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
         const int r = i / LANE_ROWS, half = i % LANE_ROWS;
@@ -303,19 +336,14 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         row_sum *= FULL_SCALE<scalar_t>;
         const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= num_rows) continue;
-        const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
-        const float correction = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
-        const float factor = correction / (row_sum + 1e-6f) *
-                             (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
-        scalar_t* const to = out + token * out_stride + head * VALUE_SIZE + t;
-#pragma unroll
-        for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
-            const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
-            if (!ALL_VALUE_CHUNKS && m * PRODUCT_COLUMNS + t + l % ROW_SUMS >= VALUE_SIZE) continue;
-            Vec<scalar_t, 2> pair;
-            store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
-            pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);
+        const int64_t head = kv_head * GROUP + row % GROUP;
+        results.store(o[r], half, t, row_max, row_sum, first_token + row / GROUP, head, splits);
+    }
+    if constexpr (HAS_SPLITS) {
+        __shared__ uint32_t is_last;
+        if (splits == 1 || !arrives_last(arrived + blockIdx.x * gridDim.y + kv_head, splits, &is_last)) return;
+        for (int64_t row = tile_row + warp; row < min(num_rows, tile_row + TILE_ROWS); row += NUM_WARPS) {
+            results.rows.combine(first_token + row / GROUP, kv_head * GROUP + row % GROUP, splits);
         }
-        if (HAS_LSE && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
     }
 }

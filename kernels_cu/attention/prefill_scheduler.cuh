@@ -6,19 +6,18 @@
 // heads that share the KV head (GQA packing), heads first. Items are numbered by sections of `section_heads` KV heads,
 // chosen so that their keys and values fit in L2; within a section by tiles of query tokens, and then by heads. The
 // tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, so each sequence has at most one number
-// without tokens. Sequences of fewer than `min_tokens` query tokens have no work.
+// without tokens. Sequences of fewer than `min_tokens` query tokens have no work. Without HAS_STARTS, sequence s has one
+// query token, row s, and the tile with number s.
 //
 // HAS_SPLITS (split-KV): each item has `max_splits` numbers, one for each part of its keys that a CTA may process
 // alone. An item of few keys has fewer splits, and its other numbers have no work.
 #pragma once
 #include "arith.cuh"
 #include "ragged.cuh"
+#include "tile_splits.cuh"
 #include "vec.cuh"
 
 constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
-// MIN_SPLIT_TILES: fewest KV tiles of a split. An item costs as much as two KV tiles on top of its own, and so does the
-// combine.
-constexpr int MIN_SPLIT_TILES = 4;
 static_assert(GROUP <= ITEM_ROWS);
 
 // A work item, or the end of all work.
@@ -48,15 +47,16 @@ struct Sequences {
     int64_t starts_step, length_step, num_seqs, num_tokens, min_tokens, max_tokens, num_kv_heads, section_heads,
         max_splits;
 
-    DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
-    DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
+    DEVICE int64_t start_of(int seq) const { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; }
+    DEVICE int64_t first_tile_of(int seq) const { return HAS_STARTS ? start_of(seq) / ITEM_TOKENS + seq : seq; }
 
     // Finds the work of a number, and the `length` and `origin` of the keys of its sequence. `origin` is the index of
     // the sequence (its row of the block table), or, RAGGED, the first row of its keys. Returns false if the number has
     // no work. Every lane of the warp must call.
     DEVICE bool find(int number, const Window& window, Work& work, int& origin, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
-        const int section_tiles = int(num_tokens / ITEM_TOKENS + num_seqs), heads = int(section_heads);
+        const int section_tiles = int((HAS_STARTS ? num_tokens / ITEM_TOKENS : 0) + num_seqs),
+                  heads = int(section_heads);
         const int first_head = item / (section_tiles * heads) * heads;
         const int in_section = item - first_head * section_tiles,
                   own_heads = min(heads, int(num_kv_heads) - first_head);
@@ -64,7 +64,7 @@ struct Sequences {
         // that a load narrows the range by a factor of 32. The answer lies in [low, high].
         const int tile = in_section / own_heads;
         work.kv_head = first_head + in_section % own_heads;
-        int low = 0, high = int(num_seqs);
+        int low = HAS_STARTS ? 0 : tile + 1, high = HAS_STARTS ? int(num_seqs) : low;
         while (low < high) {
             const int step = ceil_div(high - low, WARP_SIZE);
             const int probe = min(low + (int(threadIdx.x % WARP_SIZE) + 1) * step, high);
@@ -91,14 +91,9 @@ struct Sequences {
         work.split = 0;
         work.splits = 1;
         if constexpr (HAS_SPLITS) {
-            const int tiles = work.last_tile - work.first_tile + 1;
             work.split = number % int(max_splits);
-            work.splits = max(1, min(int(max_splits), tiles / MIN_SPLIT_TILES));
+            work.splits = take_split(work.split, int(max_splits), work.first_tile, work.last_tile);
             if (work.split >= work.splits) return false;
-            // If tiles % splits != 0, the first splits have one tile more.
-            const int even = tiles / work.splits, longer = tiles % work.splits;
-            work.first_tile += work.split * even + min(work.split, longer);
-            work.last_tile = work.first_tile + even + (work.split < longer) - 1;
         }
         return true;
     }

@@ -35,10 +35,14 @@
 //     STAGES         stages of the key ring, and of the value ring
 //     QUERY_STAGES   stages of the query ring: work items with queries in shared memory
 //     CODE_STAGES    stages of the ring of fp8 tiles
-//     CONSUMERS      consumer warpgroups: 2 or 3
+//     CONSUMERS      consumer warpgroups: 1 to 3
+//     MIN_BLOCKS     CTAs of an SM: 2 with one consumer warpgroup, else 1
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 //     HEAD_SCALES    each KV head of an fp8 cache has its own scales; needs logits that are linear in the scores
 //     HAS_SPLITS     split-KV: an item may have several splits, which prefill_combine.cu combines
+//     HAS_STARTS     cu_seqlens_q is given; else each sequence has one query token
+//     P_HI_LO        probabilities are split into hi + lo of T, as in attention_decode.cu; needs HAS_SPLITS,
+//                    which adds up unrounded probabilities
 
 #include "attention.cuh"
 
@@ -56,7 +60,9 @@ using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 16);
 // Registers per thread. The producer releases what the consumers take (setmaxnreg).
 constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 256 - PRODUCER_REGISTERS
+                                   : CONSUMERS == 3 ? 152
+                                                    : (PRODUCER_REGISTERS == 56 ? 224 : 232);
 // A thread computes the exponentials of this many elements before it waits for P V of the previous tile:
 // docs/performance/prefill.md, "The wait for P V".
 constexpr int BEFORE_WAIT = ROW_SUMS_BY_WGMMA ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
@@ -70,8 +76,9 @@ static_assert(!IS_FP8 || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
 static_assert(BOX_TOKENS % 8 == 0 && (RAGGED || BLOCK_SIZE % BOX_TOKENS == 0) && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
+static_assert(!P_HI_LO || (HAS_SPLITS && !IS_FP8));
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
                                                            // ITEM_TOKENS x GROUP x a panel
              const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
@@ -124,7 +131,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     const int lane = threadIdx.x % 32;
 
     if (warpgroup == CONSUMERS) {
-        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS, MIN_BLOCKS>();
         if (warp <= HAS_FINDER) {
             const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
                                       min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
@@ -141,7 +148,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         return;
     }
 
-    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    warpgroup_reg_alloc<CONSUMER_REGISTERS, MIN_BLOCKS>();
     Softmax softmax(window, scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap, warpgroup);
     float (&s)[TOKENS / 2] = softmax.s;
     const auto release = [&](const auto& ring) {
@@ -149,8 +156,12 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         ring.release(ring.stage);
     };
     // Ping-pong: the consumers issue WGMMAs one after another.
-    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
-    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    const auto await_turn = [&] {
+        if constexpr (CONSUMERS > 1) named_barrier_sync(TURNS + warpgroup, 256);
+    };
+    const auto end_turn = [&] {
+        if constexpr (CONSUMERS > 1) named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256);
+    };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
     const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
@@ -181,6 +192,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         for (int i = 0; i < TOKENS / 16; ++i) {
             const uint64_t of_values = advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE);
             wgmma<product_t, VALUE_COLUMNS, true>(o, softmax.p[i], of_values, accumulate || i > 0);
+            if constexpr (P_HI_LO) wgmma<product_t, VALUE_COLUMNS, true>(o, softmax.p_lo[i], of_values, true);
             if constexpr (ROW_SUMS_BY_WGMMA) {
                 wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
                                     accumulate || i > 0);
@@ -235,7 +247,10 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         softmax.begin_tile(work.last_tile, invalid_boxes);
         softmax.update_row_max<true>(work.last_tile, invalid_boxes);
 #pragma unroll
-        for (int i = 0; i < TOKENS / 4; ++i) softmax.p[i / 4][i % 4] = 0;
+        for (int i = 0; i < TOKENS / 4; ++i) {
+            softmax.p[i / 4][i % 4] = 0;
+            if (P_HI_LO) softmax.p_lo[i / 4][i % 4] = 0;
+        }
         softmax.each_visible_chunk([&](int c) {
             softmax.exponentials(c, c + FIRST_CHUNK / 2);
             softmax.round_probabilities(c, c + FIRST_CHUNK / 2);

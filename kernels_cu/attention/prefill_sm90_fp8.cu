@@ -25,7 +25,7 @@
 #include "attention.cuh"
 
 using product_t = cache_t;  // element type of both matmuls
-constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
+constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_STARTS = true, P_HI_LO = false;
 
 #include "prefill_epilogue.cuh"
 #include "prefill_softmax.cuh"

@@ -41,12 +41,13 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 // own_row + 8. In the names of FlashAttention-3: scale_log2 is softmax_scale_log2, update_row_max is max_get_scale, and
 // correction is scores_scale.
 //
-// Compile-time flags. "launch": the plan passes the constant; prefill_sm90_fp8.cu itself sets the three marked *.
+// Compile-time flags. "launch": the plan passes the constant; prefill_sm90_fp8.cu itself sets those marked *.
 //
 //     flag               set by               read by                      if true
 //     HAS_SOFTCAP *      launch               here, epilogue, sm90 kernel  logits are capped; scale_log2 is scale / cap
 //     HAS_ALIBI *        launch               here, sm90 kernel            slopes are valid; scores_unscaled is false
 //     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE, no HAS_REGISTERS
+//     P_HI_LO *          launch               here, sm90 kernel            p_lo is valid
 //     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
 //     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE
 //     SHORT_SERIES       here: BY_MAGNITUDE   here                         by_short_series may be true
@@ -85,6 +86,7 @@ struct Softmax {
     float correction[2];
     float s[TOKENS / 2];                             // scores, then logits unless scores_unscaled, then probabilities
     uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // rounded probabilities: A fragments of P V
+    uint32_t p_lo[P_HI_LO ? TOKENS / 16 : 1][4];     // P_HI_LO: probabilities less `p`, rounded
 
     // qk_scale: the softmax scale times the descale of keys. warpgroup: index of the consumer.
     DEVICE Softmax(const Window& window, float qk_scale, float soft_cap, int warpgroup)
@@ -343,7 +345,14 @@ struct Softmax {
             }
         } else {
 #pragma unroll
-            for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+            for (int i = begin / 2; i < end / 2; ++i) {
+                p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+                if constexpr (P_HI_LO) {
+                    float low, high;
+                    unpack_pair<product_t>(p[i / 4][i % 4], low, high);
+                    p_lo[i / 4][i % 4] = pack_pair<product_t>(s[2 * i] - low, s[2 * i + 1] - high);
+                }
+            }
         }
     }
 };

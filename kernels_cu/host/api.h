@@ -120,7 +120,7 @@ HOST_API void wgmma(const Product& product, void* d);
 HOST_API void wgmma_fence();
 HOST_API void wgmma_commit();
 HOST_API void wgmma_wait(unsigned groups_in_flight);
-HOST_API void set_registers(unsigned count, bool more);
+HOST_API void set_registers(unsigned count, unsigned min_blocks, bool more);
 
 // Ends the launch with a fault.
 [[noreturn]] HOST_API void fail(const char* kind, const char* message, const char* file, int line);

@@ -88,9 +88,12 @@ inline void check_fenced(const Thread& thread, Range accumulators, Range fragmen
     }
 }
 
-// setmaxnreg: registers per thread at the start of a kernel that is compiled for one block per SM.
+// setmaxnreg: registers per thread at the start of a kernel that is compiled for `blocks_per_sm` blocks per SM, which
+// set_registers sets.
+inline unsigned blocks_per_sm = 1;
+
 inline unsigned first_registers() {
-    const unsigned count = 65536 / num_threads() / 8 * 8;
+    const unsigned count = 65536 / (num_threads() * blocks_per_sm) / 8 * 8;
     return count > 248 ? 248 : count;
 }
 
@@ -113,7 +116,8 @@ inline void check_sum_of_registers(const Where& where, unsigned if_none) {
 // waited forever on a device.
 inline void check_registers_at_end() { check_sum_of_registers({}, first_registers()); }
 
-__attribute__((noinline)) void set_registers(unsigned count, bool more) {
+__attribute__((noinline)) void set_registers(unsigned count, unsigned min_blocks, bool more) {
+    blocks_per_sm = min_blocks;
     const Where where = {nullptr, 0, __builtin_return_address(0), nullptr};
     if (state.current->number / WARPGROUP >= num_threads() / WARPGROUP) {
         raise_fault("setmaxnreg", where, "by warps that are no whole warpgroup, in a block of %u threads",

@@ -32,23 +32,23 @@ static_assert(false, "wgmma exists on sm_90a alone: a plan takes Kernel.for_arch
 
 // Sets the number of registers of each thread of the calling warpgroup (setmaxnreg). dealloc lowers the number and
 // frees registers for other warpgroups; alloc raises it and waits until enough registers are free. The launch bounds of
-// the kernel determine the number that a thread starts with.
-template <int REGISTERS>
+// the kernel determine the number that a thread starts with; MIN_BLOCKS is their second argument.
+template <int REGISTERS, int MIN_BLOCKS = 1>
 DEVICE void warpgroup_reg_dealloc() {
     static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0);
 #if PYOPS_CUDA
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #elif PYOPS_HOST
-    host::set_registers(REGISTERS, false);
+    host::set_registers(REGISTERS, MIN_BLOCKS, false);
 #endif
 }
-template <int REGISTERS>
+template <int REGISTERS, int MIN_BLOCKS = 1>
 DEVICE void warpgroup_reg_alloc() {
     static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0);
 #if PYOPS_CUDA
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #elif PYOPS_HOST
-    host::set_registers(REGISTERS, true);
+    host::set_registers(REGISTERS, MIN_BLOCKS, true);
 #endif
 }
 

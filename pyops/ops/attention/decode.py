@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Sparse
-from .decode_choose import choose
-from .decode_launch import launch
+from .decode_plan import launch
 from .decode_problem import check_decode
 from .examples import example_decode, in_order
 from .layout import bad_indices
@@ -129,8 +127,7 @@ def result_paged_attention_v1(query: TensorArg) -> Result:
 def plan_paged_attention_v1(
     out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse
 ) -> list[Launch]:
-    problem = check_decode(out, query, kv, options, sparse)
-    return launch(problem, tuning.config("paged_attention_v1", problem, problem.query.device, choose))
+    return launch("paged_attention_v1", check_decode(out, query, kv, options, sparse))
 
 
 @paged_attention_v1.bad_indices

@@ -24,6 +24,9 @@ _WARPS_OF_ONE_WAVE = (4, 3)
 # costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
 # tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
+# Resident warps of an SM that saturate memory, each with a KV tile of 8 KB in flight: "Half of the resident warps
+# saturate memory".
+_SATURATING_WARPS = 6
 _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
 # Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
@@ -54,8 +57,8 @@ _WAVES_WITHOUT_SPLITS = 4
 # for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
-# AMD (docs/performance/amd.md): heads of an MMA, and blocks per compute unit that keep enough loads in flight.
-_MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
+# AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
+_MATRIX_CORE_BLOCKS = 2
 # Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, and the row sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
@@ -143,7 +146,8 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
-        num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
+        saturating_warps = _SATURATING_WARPS * device.num_sms if device.supports("mma") else 0
+        num_warps = choose_num_warps(blocks, min_blocks * device.num_sms, saturating_warps)
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
@@ -188,10 +192,10 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
     is_16_bit, is_large = layout.x == 8, head_size > 128
     if problem.uses_mma and not device.supports("mma"):
         has_registers = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
-        block_bytes = shared_memory(problem, NUM_WARPS, _MATRIX_CORE_HEADS) + _STATIC_SHARED_MEMORY
+        block_bytes = shared_memory(problem, NUM_WARPS, problem.cta_heads) + _STATIC_SHARED_MEMORY
         min_blocks = max(1, min(device.shared_memory // block_bytes, _MATRIX_CORE_BLOCKS))
-        return _MATRIX_CORE_HEADS, 2 if has_registers else 1, min_blocks
-    heads = 16 if problem.group > 8 and head_size <= 128 else 8
+        return problem.cta_heads, 2 if has_registers else 1, min_blocks
+    heads = problem.cta_heads
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
     needs_registers = (
@@ -250,16 +254,22 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_num_warps(blocks: int, wave_blocks: int) -> int:
+def choose_num_warps(blocks: int, wave_blocks: int, saturating_warps: int) -> int:
     """Warps per block with the least idle time in the last wave.
 
     A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
-    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
+    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early". Each
+    sequence then has as many splits as fit into the wave. If these have fewer warps than `saturating_warps`, smaller
+    blocks may fill the wave better.
     """
     wave_warps = NUM_WARPS * wave_blocks
-    for num_warps in _WARPS_OF_ONE_WAVE:
-        if blocks * num_warps <= wave_warps:
+    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if blocks * num_warps <= wave_warps]
+    for num_warps in of_one_wave:
+        split_warps = max(1, blocks * num_warps)  # warps of one split of each sequence
+        if wave_warps // split_warps * split_warps >= saturating_warps:
             return num_warps
+    if of_one_wave:
+        return of_one_wave[0]
 
     def waste(num_warps: int) -> float:
         waves = blocks * num_warps / wave_warps

@@ -52,6 +52,17 @@ class DecodeProblem:
         return self.num_heads // self.kv.num_kv_heads
 
     @property
+    def cta_heads(self) -> int:
+        """Query heads of a CTA of attention_decode.cu: columns of its MMAs. More heads would spill registers."""
+        has_registers = not self.query.device.supports("mma") or (self.group > 8 and self.head_size <= 128)
+        return 16 if has_registers else 8
+
+    @property
+    def reads(self) -> int:
+        """How often CTAs of attention_decode.cu read the cache: each CTA reads it for its own heads."""
+        return -(-self.group // self.cta_heads)
+
+    @property
     def num_partitions(self) -> int:
         """Splits of a sequence if the caller provides memory for their results, else 0."""
         return max(1, self.partials.exp_sums.shape[-1]) if self.partials else 0

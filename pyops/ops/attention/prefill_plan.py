@@ -7,14 +7,15 @@ from typing import Any
 
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
-from ..._core.tensors.dtypes import float32
+from ..._core.tensors.dtypes import float32, int32
 from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
 from .arguments import Sparse
-from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
+from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of, workspace
 from .layout import absent, heads_stride, max_tokens_of
 from .prefill_problem import PrefillProblem
-from .prefill_sm90 import PrefillSm90Config
+from .prefill_sm90 import PrefillSm90Config, count_kv_tiles, fastest_splits
 from .prefill_sm90_fp8 import E4m3Config
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
@@ -38,12 +39,19 @@ class PrefillMmaConfig:
         row_tiles: tiles of 16 rows per warp.
         step_tokens: tokens of a KV tile: its keys and values are in shared memory at once.
         min_blocks: blocks per SM; bounds the registers.
+        max_splits: split-KV: most splits of a tile of rows; a block takes one split.
     """
 
     num_warps: int
     row_tiles: int
     step_tokens: int
     min_blocks: int
+    max_splits: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.num_warps * _TILE_ROWS * self.row_tiles
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillMmaConfig]:
         """Other warps, tiles, steps and registers."""
@@ -69,6 +77,8 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
+    # Few rows that need two tiles per warp to read the cache once.
+    many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS
     has_registers = device.supports("mma") or device.warp_size == 64  # also for loads held in registers
     config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,
@@ -77,7 +87,25 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
         min_blocks=2,
     )
     fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
-    return config if fits else replace(config, num_warps=_NUM_WARPS // 2)
+    config = config if fits else replace(config, num_warps=_NUM_WARPS // 2)
+    return replace(config, max_splits=_choose_splits(problem, config, device))
+
+
+def _choose_splits(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
+    """The splits of sequences of few query rows, which read the cache once."""
+    rows = problem.few_rows
+    if not (rows and problem.has_aligned_out and problem.uses_mma and device.supports("mma")):
+        return 1
+    tiles = problem.num_seqs * -(-rows // config.rows)
+    empty_tiles = count_tiles(problem, config) - tiles
+    kv_tiles = count_kv_tiles(problem, problem.tokens_of_each, config.step_tokens)
+    num_kv_heads, slots = problem.layout.num_kv_heads, config.min_blocks * device.num_sms
+    return fastest_splits(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
+
+
+def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
+    """Numbers of tiles of rows in prefill_mma.cu. Each sequence may add one with fewer rows, or without."""
+    return problem.num_rows // config.rows + problem.num_seqs
 
 
 def _step_tokens(problem: PrefillProblem, device: Device) -> int:
@@ -85,7 +113,7 @@ def _step_tokens(problem: PrefillProblem, device: Device) -> int:
     on gfx11 each lane holds a whole operand row."""
     head_size = problem.query.shape[2]
     if device.supports("mma") or device.warp_size == 64:
-        return 64 if head_size <= 128 else 32
+        return 64 if head_size <= 128 else 16 if problem.p_hi_lo else 32
     is_crowded = head_size > 64 or problem.is_fp8
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 
@@ -102,9 +130,8 @@ def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
     value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
-    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
-    return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
+    return config.rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
 
 
 def _row_bytes(elements: int) -> int:
@@ -133,23 +160,23 @@ def _launch_rows(
 ) -> list[Launch]:
     """The prefill kernel for sequences of at least min_tokens query tokens, and the combine kernel for the splits of a
     PrefillSm90Config. Other kernels do not split the keys."""
-    options = problem.options
+    options, starts = problem.options, problem.cu_seqlens_q
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
-        "starts_t": problem.cu_seqlens_q.dtype,
+        "starts_t": starts.dtype if starts else int32,
         "VALUE_SIZE": problem.value_size,
         "X": problem.layout.x,
         "CAUSAL": problem.causal,
         "RAGGED": problem.layout.ragged,
     }
     arguments = {
-        **absent(sinks=options.sinks, lse=options.lse),
+        **absent(sinks=options.sinks, lse=options.lse, cu_seqlens_q=starts),
         **kv_arguments(problem.query, problem.kv, problem.layout, options),
         "num_seqs": problem.num_seqs,
         "max_tokens": max_tokens_of(problem.kv),
         "out_stride": heads_stride(problem.out),
         "length_step": lengths_of(problem.kv).strides[0],
-        "starts_step": problem.cu_seqlens_q.strides[0],
+        "starts_step": starts.strides[0] if starts else 1,
     }
     if isinstance(config, PrefillSm90Config | E4m3Config):
         return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
@@ -162,8 +189,7 @@ def _launch_rows(
 def _launch_mma(
     problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> Launch:
-    num_tokens, out = problem.query.shape[0], problem.out
-    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
+    (num_tokens, num_heads, _), out, splits = problem.query.shape, problem.out, config.max_splits
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
     kernel = _prefill_mma(
         **constants,
@@ -171,14 +197,19 @@ def _launch_mma(
         ROW_TILES=config.row_tiles,
         MIN_BLOCKS=config.min_blocks,
         OUT_ACCESS=2 if pairs else 1,
+        HAS_SPLITS=splits > 1,
+        HAS_STARTS=problem.cu_seqlens_q is not None,
+        P_HI_LO=problem.p_hi_lo,
     )
-    # Each sequence may add one block with fewer rows.
-    grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.layout.num_kv_heads)
+    tiles, num_kv_heads = count_tiles(problem, config) if num_tokens else 0, problem.layout.num_kv_heads
     return kernel.launch(
-        grid,
+        (tiles, num_kv_heads, splits),
         config.num_warps * out.device.warp_size,
         shared_memory(problem, config),
         num_tokens=num_tokens,
+        max_splits=splits,
+        arrived=Scratch(4 * tiles * num_kv_heads, zeroed=True) if splits > 1 else 0,
+        **workspace(num_tokens * num_heads * splits if splits > 1 else 0, problem.value_size),
         **arguments,
     )
 

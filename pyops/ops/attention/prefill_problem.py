@@ -17,6 +17,8 @@ from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_
 # decode attention takes those (docs/performance/prefill.md, "Sequences of one query token").
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
+_MAX_FEW_ROWS = 128  # most query rows of a sequence and key-value head that count as few: those of one CTA
+
 
 def _max_head_size(device: Device) -> int:
     """Largest head size of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 are 256 registers of
@@ -30,7 +32,10 @@ class PrefillProblem:
 
     Attributes:
         query: queries in the dtype of out; for e4m3 queries, a contiguous tensor with the same values in that dtype.
+        cu_seqlens_q: None: each sequence has one query token, its row of `query`.
         codes, q_scale: e4m3 queries and their scale; None for other queries. A q_scale of None means 1.
+        p_hi_lo: whether 16-bit probabilities are split into two values of their type, as in decode attention. Only
+            prefill_sm90.cu does so.
     """
 
     out: TensorArg
@@ -38,14 +43,34 @@ class PrefillProblem:
     kv: PagedKV | RaggedKV
     layout: CacheLayout
     options: Options
-    cu_seqlens_q: TensorArg
+    cu_seqlens_q: TensorArg | None
     causal: bool
     codes: TensorArg | None = None
     q_scale: TensorArg | None = None
+    p_hi_lo: bool = False
 
     @property
     def num_seqs(self) -> int:
-        return int(self.cu_seqlens_q.shape[0]) - 1
+        return int(self.cu_seqlens_q.shape[0]) - 1 if self.cu_seqlens_q else self.query.shape[0]
+
+    @property
+    def tokens_of_each(self) -> int:
+        """Query tokens of each sequence if all have as many; 0 if they have not.
+
+        The counts are on the device, so this is a guess: a batch of speculative decoding has a whole number of tokens
+        per sequence. No result depends on it.
+        """
+        tokens, remainder = divmod(self.query.shape[0], max(1, self.num_seqs))
+        return 0 if remainder else tokens
+
+    @property
+    def few_rows(self) -> int:
+        """Query tokens of a sequence times the heads of a key-value head, if that is equal for all and few; else 0.
+
+        Such calls are bound by memory: their kernels read the cache once, and split it among all CTAs.
+        """
+        rows = self.tokens_of_each * self.group
+        return rows if rows <= _MAX_FEW_ROWS and self.single_rows is None else 0
 
     @property
     def keys_and_values(self) -> tuple[TensorArg, TensorArg]:
@@ -83,6 +108,11 @@ class PrefillProblem:
         return self.layout.dtype is not self.query.dtype
 
     @property
+    def has_aligned_out(self) -> bool:
+        """Whether rows of `out` are stored by accesses of several elements."""
+        return self.out.alignment == 16 and heads_stride(self.out) % 8 == 0
+
+    @property
     def has_plain_logits(self) -> bool:
         """Whether logits are scaled dot products, without ALiBi slopes and soft cap."""
         return self.options.alibi_slopes is None and not self.options.logits_soft_cap
@@ -112,7 +142,7 @@ class PrefillProblem:
     @property
     def uses_wgmma(self) -> bool:
         """Whether prefill_sm90.cu supports the call."""
-        query, out, layout = self.query, self.out, self.layout
+        query, layout = self.query, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # the polynomials of the soft cap take one scale
         return (
@@ -124,8 +154,7 @@ class PrefillProblem:
             and has_registers
             and has_one_unit
             and self.group <= 128
-            and out.alignment == 16
-            and heads_stride(out) % 8 == 0
+            and self.has_aligned_out
             and query.numel * self.keys_and_values[0].numel > 0
             and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # most work items
         )
@@ -137,7 +166,7 @@ class PrefillProblem:
         are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
-        if not isinstance(self.kv, PagedKV):
+        if not isinstance(self.kv, PagedKV) or self.cu_seqlens_q is None:
             return None
         single_rows = decode_problem.DecodeProblem(
             self.out,
@@ -154,7 +183,9 @@ class PrefillProblem:
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
         may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
-        return single_rows if is_served and may_be_many and self.codes is None else None
+        may_be_many &= self.tokens_of_each <= 1
+        reads_once = single_rows.reads == 1 or not self.uses_wgmma
+        return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
 
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout

@@ -19,6 +19,7 @@ _combine = Kernel("attention/prefill_combine.cu")
 
 ROW_BYTES = 128  # bytes of a row of a panel: the 128-byte swizzle
 _BARRIER_BYTES = 8  # bytes of an mbarrier
+_RESERVED_BYTES = 1024  # bytes of shared memory that the system reserves in each CTA
 _STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items and missing tokens
 _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
 MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
@@ -28,6 +29,9 @@ _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
 # heads".
 _SECTION_BYTES = 24 << 20
+_FEW_ROWS_TILE_BYTES = 32 << 10  # bytes of a KV tile for few query rows: memory bounds them, so stages come first
+_REGISTERS = {1: 168, 2: 192, 3: 120}  # {consumers: registers of a thread for logits, probabilities, accumulators}
+_MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a WGMMA takes at most 128 registers there
 # The cost model, in times of a KV tile: per work item, per combine kernel, per empty work slot:
 # docs/performance/prefill.md, "A work tile costs 3.2 us" and "An empty work slot costs 1.5 us".
 _ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
@@ -39,7 +43,7 @@ class PrefillSm90Config:
 
     Attributes:
         tokens: keys of a KV tile.
-        consumers: consumer warpgroups, each with 64 rows of queries.
+        consumers: consumer warpgroups, each with 64 rows of queries. With one, an SM has two CTAs.
         max_splits: split-KV: most splits of a work item; a CTA takes one split.
     """
 
@@ -48,25 +52,31 @@ class PrefillSm90Config:
     max_splits: int = 1
 
     def __post_init__(self) -> None:
-        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3) or self.max_splits < 1:
+        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in _REGISTERS or self.max_splits < 1:
             raise ValueError(f"no geometry of prefill_sm90.cu: {self}")
+
+    @property
+    def min_blocks(self) -> int:
+        """CTAs of an SM."""
+        return 2 if self.consumers == 1 else 1
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillSm90Config]:
         """Other KV tiles and numbers of consumer warpgroups, as far as shared memory and registers suffice."""
-        found = tuning.varied(self, tokens=(64, 80, 96, 112, 128, 160, 176, 192), consumers=(2, 3))
+        found = tuning.varied(self, tokens=(64, 80, 96, 112, 128, 160, 176, 192), consumers=_REGISTERS)
         return [one for one in found if one.fits(problem, device)]
 
     def fits(self, problem: PrefillProblem, device: Device) -> bool:
         """Whether two stages of keys and values fit into shared memory, and logits and accumulators into registers."""
-        registers = -(-problem.value_size // 16) * 8 + self.tokens * 3 // 4
+        registers = -(-problem.value_size // 16) * 8 + self.tokens * (4 if problem.p_hi_lo else 3) // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
-        return (
-            self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
-        )
+        has_rows = problem.group <= 64 * self.consumers
+        has_registers = registers <= _REGISTERS[self.consumers]
+        has_registers &= self.min_blocks == 1 or problem.value_size <= _MAX_VALUE_SIZE_OF_TWO_CTAS
+        return has_rows and self._stages(problem, device)[0] >= 2 and has_registers and boxes <= 32
 
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
-        """A persistent grid: one CTA per SM takes work items from a counter. With split-KV a second kernel combines the
-        splits."""
+        """A persistent grid: one or two CTAs per SM take work items from a counter. With split-KV a second kernel
+        combines the splits."""
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, _ = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
@@ -77,11 +87,12 @@ class PrefillSm90Config:
         whole_heads = not is_fp8 and not layout.ragged and has_whole_heads(*caches)
         map_cache = _map_of_codes if is_fp8 else map_of_cache
         kernel = _hopper.for_arch(device.arch_feature)
-        num_tiles = num_tokens // item_tokens + problem.num_seqs
+        num_tiles = count_tiles(problem, item_tokens)
         num_items = num_tiles * layout.num_kv_heads
         has_splits = self.max_splits > 1
         shared_constants = {
-            "HAS_SPLITS": has_splits,
+            "HAS_SPLITS": has_splits or problem.p_hi_lo,
+            "HAS_STARTS": problem.cu_seqlens_q is not None,
             "TOKENS": self.tokens,
             "CONSUMERS": self.consumers,
         }
@@ -101,8 +112,10 @@ class PrefillSm90Config:
             STAGES=stages,
             QUERY_STAGES=query_stages,
             CODE_STAGES=code_stages,
+            MIN_BLOCKS=self.min_blocks,
+            P_HI_LO=problem.p_hi_lo,
         ).launch(
-            min(num_items * self.max_splits, device.num_sms),
+            min(num_items * self.max_splits, self.min_blocks * device.num_sms),
             128 * (self.consumers + 1),
             shared,
             **taken(kernel, arguments),
@@ -118,39 +131,46 @@ class PrefillSm90Config:
             return [attend]
         names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
         combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
-        grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
+        grid = (num_items, -(-item_tokens * group // _JOIN_WARPS))
         return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken(_combine, arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""
         head_size = problem.query.shape[2]
-        key_bytes, value_bytes = (-(-2 * size // ROW_BYTES) * ROW_BYTES for size in (head_size, problem.value_size))
+        key_bytes, value_bytes = _row_bytes(head_size), _row_bytes(problem.value_size)
         return stages_of(
             device,
             64 * self.consumers * key_bytes,
             self.tokens * (key_bytes + value_bytes),
             self.tokens * head_size * problem.is_fp8,
             _MAX_STAGES if problem.is_fp8 else MIN_CODE_STAGES,
+            self.min_blocks,
         )
 
 
+def _row_bytes(size: int) -> int:
+    """Bytes of a key, or of a value, of `size` 16-bit elements in shared memory: whole panels."""
+    return -(-2 * size // ROW_BYTES) * ROW_BYTES
+
+
 def stages_of(
-    device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int
+    device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int, min_blocks: int = 1
 ) -> tuple[int, int, int, int]:
     """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory.
 
     `query_bytes` are for the queries of a work item, `tile_bytes` for a tile of keys and one of values, `code_bytes`
-    for one tile of fp8 values.
+    for one tile of fp8 values. An SM has `min_blocks` CTAs.
     """
     query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
     code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
-    room = device.shared_memory - _STATIC_BYTES - fixed - query - MIN_CODE_STAGES * code
+    left = (device.shared_memory + _RESERVED_BYTES) // min_blocks - _RESERVED_BYTES
+    left -= _STATIC_BYTES + fixed + query + MIN_CODE_STAGES * code
     # KV stages come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
-    stages = min(_MAX_STAGES, room // stage)
-    room -= stages * stage
-    code_stages = min(max_code_stages, MIN_CODE_STAGES + room // code)
-    room -= (code_stages - MIN_CODE_STAGES) * code
-    query_stages = 2 if query <= room else 1
+    stages = min(_MAX_STAGES, left // stage)
+    left -= stages * stage
+    code_stages = min(max_code_stages, MIN_CODE_STAGES + left // code)
+    left -= (code_stages - MIN_CODE_STAGES) * code
+    query_stages = 2 if query <= left else 1
     return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
 
 
@@ -227,22 +247,33 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """The largest KV tile that fits into registers and shared memory; split-KV where there are fewer work items than
-    SMs."""
-    one = _choose_tile(problem)
+    SMs, and to fill the last wave of sequences of few query rows."""
+    one = _choose_tile(problem, device)
     while not one.fits(problem, device):
         one = replace(one, tokens=one.tokens - 16)
-    max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device)
-    if max_splits > 1 and problem.value_size > 192:
+    max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
+    if (max_splits > 1 or problem.p_hi_lo) and problem.value_size > 192:
         # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
-        one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
+        has_registers = problem.has_plain_logits and problem.cu_seqlens_q is not None
+        one = replace(one, tokens=min(one.tokens, 64 if has_registers else 48))
     return replace(one, max_splits=max_splits)
 
 
-def _choose_tile(problem: PrefillProblem) -> PrefillSm90Config:
-    """The largest KV tile that fits into registers next to the accumulators; more rows for small heads."""
+def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
+    """The largest KV tile that fits into registers next to the accumulators; more rows for small heads.
+
+    Sequences of few query rows read the cache once whatever the geometry, so the one with the fewest MMAs is best.
+    Those of one warpgroup are bound by memory.
+    """
     head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
+    if 0 < problem.few_rows <= 64:
+        tokens = _FEW_ROWS_TILE_BYTES // (_row_bytes(head_size) + _row_bytes(value_size)) // 16 * 16
+        consumers = 1 if value_size <= _MAX_VALUE_SIZE_OF_TWO_CTAS else 2
+        few = PrefillSm90Config(min(128, tokens), consumers)
+        if few.fits(problem, device):
+            return few
     if head_size <= 64:
-        return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=3)
+        return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2 if problem.few_rows else 3)
     if value_size <= 128:
         return PrefillSm90Config(tokens=128, consumers=2)
     if value_size <= 192:
@@ -266,24 +297,43 @@ def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> in
     return max(1, min(layout.num_kv_heads, heads))
 
 
-def choose_splits(problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device) -> int:
-    """The number of splits of a work item with the least time by the cost model.
+def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
+    """Numbers of tiles of query tokens in prefill_scheduler.cuh. Each sequence may add one without tokens."""
+    return problem.num_seqs + (problem.query.shape[0] // item_tokens if problem.cu_seqlens_q else 0)
+
+
+def choose_splits(
+    problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device, min_blocks: int = 1
+) -> int:
+    """The number of splits of a work item with the least time by the cost model. An SM has `min_blocks` CTAs.
 
     Each sequence may add one work item, with all its splits, that is empty.
     """
     item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
+    num_kv_heads, slots = problem.layout.num_kv_heads, min_blocks * device.num_sms
     if problem.single_rows:
         num_tokens = max(0, num_tokens - problem.num_seqs)
-    items = -(-num_tokens // item_tokens) * problem.layout.num_kv_heads
-    empty_items = problem.num_seqs * problem.layout.num_kv_heads
-    if items >= device.num_sms:
+    items, empty_items = -(-num_tokens // item_tokens) * num_kv_heads, problem.num_seqs * num_kv_heads
+    if problem.tokens_of_each and not problem.single_rows:
+        items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_kv_heads
+        empty_items = max(0, count_tiles(problem, item_tokens) * num_kv_heads - items)
+    if min_blocks == 1 and items >= slots:
         return 1
+    return fastest_splits(items, empty_items, count_kv_tiles(problem, item_tokens, tile_tokens), slots)
+
+
+def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:
+    """KV tiles of a work item of the longest sequence."""
     window, max_tokens = problem.options.sliding_window, problem.expected_tokens
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
-    tiles = -(-attended // tile_tokens)
+    return -(-attended // tile_tokens)
+
+
+def fastest_splits(items: int, empty_items: int, tiles: int, slots: int) -> int:
+    """The number of splits of a work item with the least time by the cost model, if `slots` CTAs run at once."""
 
     def time(splits: int) -> float:
-        rounds, empty_rounds = (-(-count * splits // device.num_sms) for count in (items, empty_items))
+        rounds, empty_rounds = (-(-count * splits // slots) for count in (items, empty_items))
         tile_times = rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
         return tile_times + empty_rounds * _NUMBER_TILES
 

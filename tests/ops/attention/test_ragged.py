@@ -353,14 +353,14 @@ def _problem(
 
 
 def test_choice_of_kernel() -> None:
-    """wgmma where a tensor map can describe keys and values; one TMA box per tile and panel; splits only for one long
-    sequence.
+    """wgmma where a tensor map can describe keys and values; one TMA box per tile and panel; splits only for few long
+    sequences, and one warpgroup for up to 64 rows of each.
     """
     for num_tokens, sizes, changes, expected in (
         (8192, (128, 128), {}, PrefillSm90Config(128, 2)),
         (8192, (72, 72), {"num_seqs": 8}, PrefillSm90Config(128, 2)),
-        (64, (128, 128), {"num_keys": 8192}, PrefillSm90Config(128, 2, max_splits=8)),
-        (64, (128, 128), {"num_keys": 8192, "num_seqs": 32}, PrefillSm90Config(128, 2)),
+        (64, (128, 128), {"num_keys": 8192}, PrefillSm90Config(64, 1, max_splits=16)),
+        (64, (128, 128), {"num_keys": 8192, "num_seqs": 32}, PrefillSm90Config(64, 1)),
         (4096, (192, 128), {}, PrefillSm90Config(128, 2)),
         (4096, (256, 256), {}, PrefillSm90Config(64, 2)),
     ):

@@ -10,6 +10,7 @@ import torch
 import pyops
 from pyops import tuning
 from pyops._core import config
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
 from tests.ops.attention.test_attention import paged_call
@@ -26,9 +27,13 @@ LARGEST = {
     BF16: torch.finfo(BF16).max,
 }
 OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention_rocm", "paged_attention_varlen"]
-# The kernel that plans choose for more rows per sequence than these tests have.
-WGMMA = "paged_attention_varlen by wgmma"
-NAMES = [*OPS, WGMMA]
+# Kernels that plans choose for more rows per sequence than these tests have.
+FORCED = {
+    "paged_attention_varlen by wgmma": PrefillSm90Config(tokens=64, consumers=2),
+    "paged_attention_v1 by wgmma": PrefillSm90Config(tokens=64, consumers=1, max_splits=2),
+    "paged_attention_v1 by mma": PrefillMmaConfig(4, 1, 32, 2, max_splits=2),
+}
+NAMES = [*OPS, *FORCED]
 
 
 @pytest.fixture(params=DEVICES)
@@ -39,18 +44,18 @@ def on(request: pytest.FixtureRequest) -> Any:
 
 
 def _skip_what_is_not_served(name: str, dtype: torch.dtype, packed: bool = False) -> None:
-    if name.endswith(("rocm", "wgmma")) and dtype == torch.float32:
+    if name.endswith(("rocm", "mma")) and dtype == torch.float32:
         pytest.skip("takes queries of 16 bits")
-    if name == WGMMA and packed:
+    if name.endswith("wgmma") and packed:
         pytest.skip("takes caches that are not packed")
 
 
 def _attend(name: str, call: dict[str, Any], **options: Any) -> torch.Tensor:
     """The result of an op for the arguments of `paged_call`: one query of each sequence."""
-    if name == WGMMA:
-        op = pyops.registry["paged_attention_varlen"]
+    if name in FORCED:
+        op = pyops.registry[name.split()[0]]
         op.forget()
-        with tuning.forced(op.name, PrefillSm90Config(tokens=64, consumers=2)):
+        with tuning.forced(op.name, FORCED[name]):
             out = _attend(op.name, call, **options)
         op.forget()
         return out

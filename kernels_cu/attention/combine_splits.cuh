@@ -1,0 +1,62 @@
+// combine_splits.cuh: the combine of the partial results that prefill kernels leave with split-KV.
+//
+//     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp(m_s - m),   m = max_s m_s
+//
+// Split s has stored the row max m_s, the row sum z_s relative to m_s, and the mean of values o_s. A sink is one more
+// logit without a value.
+#pragma once
+#include "attention.cuh"
+#include "tile_splits.cuh"
+
+// Partial results, and where a row's result goes. Members are the kernel's arguments of the same names. FRESH: other
+// CTAs of this launch have written the partial results.
+template <bool FRESH>
+struct PartialRows {
+    using pointer_t = conditional_t<FRESH, float*, const float*>;
+    static constexpr int ACCESS = 4;  // elements of a row in one access of a lane
+    scalar_t* out;
+    float* lse;
+    pointer_t tmp_out, max_logits, exp_sums;
+    const float* sinks;
+    int64_t num_tokens, max_splits, out_stride, num_heads;
+
+    static DEVICE float load(const float* address) { return FRESH ? load_fresh(address) : *address; }
+
+    // Combines the splits of a row. Every lane of the warp calls; a lane has ACCESS of each WARP_SIZE * ACCESS elements.
+    DEVICE void combine(int64_t token, int64_t head, int splits) const {
+        const int lane = threadIdx.x % WARP_SIZE;
+        const int64_t first_part = (token * num_heads + head) * max_splits;
+        float max_logit = HAS_SINKS ? sinks[head] : minus_infinity(), exp_sum = 0.0f;
+        for (int split = 0; split < splits; ++split)
+            max_logit = fmaxf(max_logit, load(max_logits + first_part + split));
+        // exp(x - max_logit); 0 for x = -inf, also where max_logit is -inf.
+        const auto relative_exp = [&](float x) { return expf(x - (max_logit == minus_infinity() ? 0.0f : max_logit)); };
+        for (int split = 0; split < splits; ++split) {
+            exp_sum += load(exp_sums + first_part + split) * relative_exp(load(max_logits + first_part + split));
+        }
+        if (HAS_SINKS) exp_sum += relative_exp(sinks[head]);
+        if (HAS_LSE && lane == 0) {
+            lse[head * num_tokens + token] = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
+        }
+        const float scale = 1.0f / (exp_sum + 1e-6f);
+        for (int column = lane * ACCESS; column < VALUE_SIZE; column += WARP_SIZE * ACCESS) {
+            float sum[ACCESS] = {};
+            for (int split = 0; split < splits; ++split) {
+                // part <= 1, so that part * x cannot overflow.
+                const float part =
+                    load(exp_sums + first_part + split) * relative_exp(load(max_logits + first_part + split)) * scale;
+                const float* const from = tmp_out + (first_part + split) * VALUE_SIZE + column;
+                float x[ACCESS];
+                if constexpr (FRESH) {
+                    const float4 four = load_fresh(reinterpret_cast<const float4*>(from));
+                    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+                } else {
+                    Vec<float, ACCESS>::load(from).to_floats(x);
+                }
+#pragma unroll
+                for (int i = 0; i < ACCESS; ++i) sum[i] = fmaf(part, x[i], sum[i]);
+            }
+            Vec<scalar_t, ACCESS>::from_floats(sum).store(out + token * out_stride + head * VALUE_SIZE + column);
+        }
+    }
+};
