@@ -76,8 +76,8 @@ def samples(rates: GemmRates) -> list[fit.Sample]:
 def test_fit_finds_rates_again() -> None:
     """From rates that are a fifth off, with times that the model has for the right ones."""
     right = choose.rates_of(H200)
-    wrong = replace(right, k_tile=right.k_tile * 1.2, mma=right.mma / 1.2, swap_n=right.swap_n * 1.2, part=1.2)
-    timed = samples(right)
+    wrong = replace(right, k_tile=right.k_tile * 1.2, mma=right.mma / 1.2, swap_m=right.swap_m * 1.2, stream_k=3.5)
+    timed = samples(right)[::3]
     before, after = fit.errors(wrong, timed, H200), fit.errors(fit.fit(wrong, timed, H200), timed, H200)
     assert after["median error of a time"] < 0.02 < before["median error of a time"]
     assert after["mean loss of the choice"] <= 0.005

@@ -11,6 +11,7 @@ from ...tuning import engines
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
 _SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
+_POWER_SOFTNESS = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,13 @@ class GemmRates:
 
     def overlapped(self, loop: float, nbytes: float, l2_bytes: float = 0.0, macs: float = 0.0) -> float:
         """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, and bytes from device
-        memory and from the L2 cache; at least those of the multiplications that power allows."""
-        streams = loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us
-        return max(float(sum(one**_SOFTNESS for one in streams) ** (1 / _SOFTNESS)), macs / self.macs_per_us)
+        memory and from the L2 cache. Power hardly adds to them unless it is the bound."""
+        time = norm(_SOFTNESS, loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us)
+        return norm(_POWER_SOFTNESS, time, macs / self.macs_per_us)
+
+
+def norm(exponent: float, *times: float) -> float:
+    return float(sum(one**exponent for one in times) ** (1 / exponent))
 
 
 def of(device: Device) -> GemmRates:

@@ -1,6 +1,6 @@
 """GEMMs by WGMMA on compute capability 9.0: geometry and launch of two kernels, and the operands' tensor maps.
 
-`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. gemm_sm90_choice.py
+`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. gemm_engines.py
 chooses among them.
 """
 

@@ -147,7 +147,7 @@ CHOICES = [
     (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
     (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 16)),
     (4096, 28672, 4096, dtypes.int8, False, GemmConfig(192, 2, 16, ping_pong=True)),
-    (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8, splits=4)),
+    (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8)),
     (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 16)),
 ]
 
