@@ -30,36 +30,148 @@
 //     ALIGNED_OUT   whether rows of out are 16-byte aligned
 
 #include "async.cuh"
-#include "pipeline.cuh"
+#include "mainloop_sm90.cuh"
 #include "grouped.cuh"
-#include "wgmma.cuh"
 
-using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = TILE_M > 128 ? TILE_M / 64 : 2, NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // STEP_BYTES: K of one WGMMA
-constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = 8, PASS_ROWS = 128 / ROW_CHUNKS;
-constexpr int OWN_ROWS = TILE_M / PASS_ROWS;  // rows of a that a producer thread loads
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // Parts into which consumers divide the rows of b; rows of a part, boxes of a part (gates, ups), rows of a box, and
 // columns of out per part.
 constexpr int PARTS = TILE_M == 64 ? 2 : 1, PART_N = TILE_N / PARTS;
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATED ? PART_N / 2 : PART_N;
-constexpr int STORE_COLUMNS = ROW_BYTES / sizeof(out_t),
-              STORE_BYTES = 16 * ROW_BYTES;  // store buffer of a warp: 16 rows
-constexpr int OUT_CHUNK = 16 / sizeof(out_t);
 // Whether the columns of a warpgroup may have two block scales; the boundary is at a multiple of 8 columns.
 constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
 constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // block scales of the columns of a warpgroup
-struct Factors { float rows[2], columns[FACTORS]; };
 // Registers per thread: the consumers take what the producers give up.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 
 static_assert(TILE_M == 64 || TILE_M == 128 || TILE_M == 192);
 static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
-static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<sum_t, float>));
+static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<wgmma_sum_t<scalar_t>, float>));
 static_assert(!STRADDLES || GATED == 0);
 
+using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, STAGES, STAGE_BYTES, 1, true>;
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
+#include "expert_store.cuh"
+
+// The producer of a tile, a warpgroup: one thread loads b by TMA, and all threads gather the rows of a by cp.async.
+struct GatherLoader {
+    // Elements of 16 bytes, 16-byte chunks of a row, rows that all threads load at a time, and rows that a thread loads.
+    static constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = ROW_BYTES / 16, PASS_ROWS = 128 / ROW_CHUNKS;
+    static constexpr int OWN_ROWS = TILE_M / PASS_ROWS;
+
+    const TensorMap& b_map;
+    uint8_t* shared;
+    int64_t n, k;
+    int warp, own_row, chunk;  // the thread's first row of the tile, and its 16-byte chunk of each row
+    int expert, b_rows, tile_column;
+    // The next source address of each of the thread's rows, which of them are valid, and how many there are up to the
+    // warp's last valid one. A k-tile waits for its last copy, so each address and predicate is independent and cheap.
+    const scalar_t* from[OWN_ROWS];
+    uint32_t existing;
+    int count;
+
+    // Begins with the tile that has row tile `tile_row` of the sorted lists.
+    DEVICE void begin(const ExpertTiles<TILE_M>& rows, int tile_row, const scalar_t* a, int64_t a_stride, int top_k) {
+        existing = 0;
+        count = 0;
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i) {
+            const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
+            from[i] = a + int64_t(max(row, 0) / top_k) * a_stride + chunk * CHUNK;
+            existing |= uint32_t(row >= 0) << i;
+            if (any_lane(row >= 0)) count = i + 1;
+        }
+    }
+    DEVICE void load(const Ring<STAGES>& ring, int step) {
+        uint8_t* to = shared + ring.stage * STAGE_BYTES;
+        if (warp == 0 && elect_one()) {
+            mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
+#pragma unroll
+            for (int i = 0; i < PARTS * HALVES; ++i) {
+                const int column = (tile_column * PARTS + i / HALVES) * OUT_N;
+                const int b_row = GATED == 2 ? 2 * column : column + i % HALVES * int(n);
+                tma_load(to + A_BYTES + i * BOX_N * ROW_BYTES, &b_map, ring.full(), step * TILE_K,
+                         expert * b_rows + b_row);
+            }
+        }
+        uint8_t* own = to + swizzle_128b(own_row, chunk * 16);
+        const uint32_t valid = step * TILE_K + chunk * CHUNK < k ? existing : 0u;
+        const int copied = step < STAGES ? OWN_ROWS : count;
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i, own += PASS_ROWS * ROW_BYTES) {
+            if (i < copied) cp_async<16>(own, from[i], valid >> i & 1);
+            from[i] += TILE_K;
+        }
+        cp_async_mbarrier_arrive_noinc(ring.full());
+    }
+};
+
+// The block scales of a and of an expert's b, and from each row or block to the next.
+struct BlockScales {
+    const float *a_scales, *b_scales;
+    int64_t a_step, b_step, a_block_step, b_block_step;
+};
+
+// The block scales of a k-tile, for a thread's rows and a warpgroup's columns.
+struct Factors { float rows[2], columns[FACTORS]; };
+
+// The threads' accumulators with SCALE_BLOCK, and the block scales of the k-tiles in flight.
+struct Promotion {
+    float promoted[PART_N / 2];
+    // Addresses of the next k-tile's block scales: for the thread's rows, and for the warpgroup's columns.
+    const float *row_scales[2], *column_scales[FACTORS];
+    int64_t row_step, column_step;  // from each k-tile to the next
+    int own_columns;                // STRADDLES: columns under the first of two scales
+
+    DEVICE
+    Promotion(const BlockScales& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n, int b_rows)
+        : row_step(scales.a_block_step), column_step(scales.b_block_step) {
+#pragma unroll
+        for (int i = 0; i < PART_N / 2; ++i) promoted[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_scales[i] = scales.a_scales + max(own_rows[i], 0) / top_k * scales.a_step;
+#pragma unroll
+        for (int i = 0; i < FACTORS; ++i) {
+            const int64_t other = STRADDLES ? BOX_N - 1 : n;
+            const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
+            const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
+            column_scales[i] = scales.b_scales + block * scales.b_step;
+        }
+        own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);
+    }
+    // The block scales of the current k-tile, or with `advance` of the next one.
+    DEVICE Factors load(bool advance) {
+        Factors factors;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (advance) row_scales[i] += row_step;
+            factors.rows[i] = *row_scales[i];
+        }
+#pragma unroll
+        for (int i = 0; i < FACTORS; ++i) {
+            if (advance) column_scales[i] += column_step;
+            factors.columns[i] = *column_scales[i];
+        }
+        return factors;
+    }
+    // Adds the complete accumulators of a k-tile, times its block scales.
+    DEVICE void add(mainloop_t::accum_t& accum, const Factors& factors) {
+        mainloop_t::fence(accum);
+        float scales[FACTORS][2];
+#pragma unroll
+        for (int i = 0; i < FACTORS * 2; ++i) {
+            scales[i / 2][i % 2] = factors.rows[i % 2] * factors.columns[i / 2];
+        }
+#pragma unroll
+        for (int i = 0; i < PART_N / 2; ++i) {
+            float scale = scales[i / (BOX_N / 2)][i / 2 % 2];
+            if constexpr (STRADDLES) scale = i / 4 * 8 < own_columns ? scale : scales[1][i / 2 % 2];
+            promoted[i] = fmaf(scale, accum[0][i], promoted[i]);
+        }
+    }
+};
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes of BOX_N x TILE_K, swizzled
@@ -79,7 +191,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
-    Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
+    Ring<STAGES> ring(stores + 4 * CONSUMERS * ExpertStore::BYTES);
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
     // Padding rows are never loaded. Rows that are padding now, but were valid in the previous tile, are zeroed again:
     // MMAs on stale data would cost power, which limits the clock of a busy GPU.
@@ -100,62 +212,30 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        const int own_row = threadIdx.x % 128 / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+        const int own_row = threadIdx.x % 128 / GatherLoader::ROW_CHUNKS,
+                  chunk = threadIdx.x % GatherLoader::ROW_CHUNKS;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
-            // The next source address of each of the thread's rows, which of them are valid, and how many there are up
-            // to the warp's last valid one. A k-tile waits for its last copy, so each address and predicate is
-            // independent and cheap.
-            const scalar_t* from[OWN_ROWS];
-            uint32_t existing = 0;
-            int count = 0;
-#pragma unroll
-            for (int i = 0; i < OWN_ROWS; ++i) {
-                const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
-                from[i] = a + int64_t(max(row, 0) / int(top_k)) * a_stride + chunk * CHUNK;
-                existing |= uint32_t(row >= 0) << i;
-                if (any_lane(row >= 0)) count = i + 1;
-            }
+            GatherLoader loader{b_map, shared, n, k, warp, own_row, chunk, expert, b_rows, tile_column};
+            loader.begin(rows, tile_row, a, a_stride, int(top_k));
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.acquire();
-                uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                if (warp == 0 && elect_one()) {
-                    mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
-#pragma unroll
-                    for (int i = 0; i < PARTS * HALVES; ++i) {
-                        const int column = (tile_column * PARTS + i / HALVES) * OUT_N;
-                        const int b_row = GATED == 2 ? 2 * column : column + i % HALVES * int(n);
-                        tma_load(to + A_BYTES + i * BOX_N * ROW_BYTES, &b_map, ring.full(), step * TILE_K,
-                                 expert * b_rows + b_row);
-                    }
-                }
-                uint8_t* own = to + swizzle_128b(own_row, chunk * 16);
-                const uint32_t valid = step * TILE_K + chunk * CHUNK < k ? existing : 0u;
-                const int copied = step < STAGES ? OWN_ROWS : count;
-#pragma unroll
-                for (int i = 0; i < OWN_ROWS; ++i, own += PASS_ROWS * ROW_BYTES) {
-                    if (i < copied) cp_async<16>(own, from[i], valid >> i & 1);
-                    from[i] += TILE_K;
-                }
-                cp_async_mbarrier_arrive_noinc(ring.full());
+                loader.load(ring, step);
             }
         }
         ring.drain();
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
-        uint8_t* own_store = stores + (warpgroup * 4 + warp) * STORE_BYTES;
+        mainloop_t mainloop{ring, shared, first_row * ROW_BYTES, A_BYTES + part * PART_N * ROW_BYTES};
+        uint8_t* own_store = stores + (warpgroup * 4 + warp) * ExpertStore::BYTES;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
             const int first_place = tile_row * TILE_M + first_row, first_column = (tile_column * PARTS + part) * OUT_N;
             if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {
-                for (int step = 0; step < steps; ++step, ring.advance()) {
-                    ring.wait();
-                    sync_warp();  // all lanes must have seen the phase before one lane releases the stage
-                    ring.release(ring.stage);
-                }
+                mainloop.skip(0, steps);
                 continue;
             }
             // The two rows of out of the thread's accumulators; results of padding rows are not stored.
@@ -165,181 +245,35 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
                                       int(top_k),   a_scale_step, b_scale_step};
 
-            sum_t d[BUFFERS][PART_N / 2];
-            int previous = 0;  // stage of the previous k-tile
-            // Waits for the stage, then issues and commits its WGMMAs.
-            const auto multiply = [&](sum_t(&sums)[PART_N / 2], bool accumulate) {
-                const uint8_t* from = shared + ring.stage * STAGE_BYTES;
-                const uint64_t rows_of_a = make_smem_desc(from + first_row * ROW_BYTES);
-                const uint64_t rows_of_b = make_smem_desc(from + A_BYTES + part * PART_N * ROW_BYTES);
-                ring.wait();
-                fence_proxy_async();  // makes cp.async writes visible to WGMMA
-                warpgroup_fence_operand(sums);
-                warpgroup_arrive();
-#pragma unroll
-                for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
-                    wgmma<scalar_t, PART_N>(sums, advance_smem_desc(rows_of_a, i * STEP_BYTES),
-                                            advance_smem_desc(rows_of_b, i * STEP_BYTES), accumulate || i > 0);
-                }
-                warpgroup_commit_batch();
-                warpgroup_fence_operand(sums);
-            };
-            const auto finish = [&](const auto& sums) {
-                if (!any_lane(own_rows[0] >= 0 || own_rows[1] >= 0)) return;
-                const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
-                                                               epilogue.row(max(own_rows[1], 0))};
-#pragma unroll
-                for (int first = 0; first < OUT_N; first += STORE_COLUMNS) {
-                    constexpr int PAIR = GATED == 2 ? 1 : 2;  // adjacent columns of out of a thread per 8 columns of b
-                    const int width = min(STORE_COLUMNS, OUT_N - first);
-                    sync_warp();
-#pragma unroll
-                    for (int i = 0; i < STORE_COLUMNS / (4 * PAIR); ++i) {
-                        if (first + i * 4 * PAIR >= OUT_N) continue;
-                        const int at =
-                            first / (4 * PAIR) + i;  // 8-column block of the accumulators; GATED 1: of the gates
-                        const int column = at * 4 * PAIR + lane % 4 * PAIR;
-                        float x[2][PAIR];
-#pragma unroll
-                        for (int l = 0; l < PAIR; ++l) {
-                            const int64_t n_at = min(int64_t(first_column + column + l), n - 1);
-                            const auto gate = epilogue.column(GATED == 2 ? 2 * n_at : n_at);
-                            const auto up = epilogue.column(GATED == 2 ? 2 * n_at + 1 : GATED == 1 ? n + n_at : n_at);
-#pragma unroll
-                            for (int j = 0; j < 2; ++j) {
-                                const int own = at * 4 + j * 2 + l;
-                                const int other = GATED == 2 ? own + 1 : GATED == 1 ? own + OUT_N / 2 : own;
-                                x[j][l] = ACTIVATION<out_t>(epilogue.value(row_terms[j], gate, sums[own]),
-                                                            epilogue.value(row_terms[j], up, sums[other]));
-                            }
-                        }
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            uint8_t* to =
-                                own_store + swizzle_128b(lane / 4 + j * 8, (column - first) * int(sizeof(out_t)));
-                            *reinterpret_cast<Vec<out_t, PAIR>*>(to) = Vec<out_t, PAIR>::from_floats(x[j]);
-                        }
-                    }
-                    sync_warp();
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int row = shfl<WARP_SIZE>(own_rows[i / 2], (i % 2 * 4 + lane / 8) * 4);
-                        const int column = lane % 8 * OUT_CHUNK;
-                        const int64_t n_at = first_column + first + column;
-                        if (row < 0 || column >= width || n_at >= n) continue;
-                        const out_t* from =
-                            reinterpret_cast<const out_t*>(own_store + swizzle_128b(i * 4 + lane / 8, lane % 8 * 16));
-                        out_t* to = out + row * out_stride + n_at;
-                        if (ALIGNED_OUT && n_at + OUT_CHUNK <= n) {
-                            Vec<out_t, OUT_CHUNK>::load(from).store(to);
-                        } else {
-                            for (int j = 0; j < OUT_CHUNK && n_at + j < n; ++j) to[j] = from[j];
-                        }
-                    }
-                }
-            };
-
+            mainloop_t::accum_t accums[BUFFERS];
+            const ExpertStore store{out, out_stride, n, own_store, lane};
             if constexpr (SCALE_BLOCK == 0) {
-                for (int step = 0; step < steps; ++step, ring.advance()) {
-                    multiply(d[0], step > 0);
-                    warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
-                    if (step > 0) ring.release(previous);
-                    previous = ring.stage;
-                }
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(d[0]);
-                ring.release(previous);
-                finish(d[0]);
+                mainloop.run(accums[0], 0, steps, [] {});
+                store.store(accums[0][0], own_rows, epilogue, first_column);
             } else {
-                float scaled[PART_N / 2];
-#pragma unroll
-                for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
-                // Addresses of the next k-tile's block scales: for the thread's rows, and for the warpgroup's columns.
-                const float *row_scales[2], *column_scales[FACTORS];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) row_scales[i] = a_scales + max(own_rows[i], 0) / int(top_k) * a_scale_step;
-#pragma unroll
-                for (int i = 0; i < FACTORS; ++i) {
-                    const int64_t other = STRADDLES ? BOX_N - 1 : n;
-                    const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
-                    const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-                    column_scales[i] = expert_scales + block * b_scale_step;
-                }
-                const auto next_factors = [&](bool is_other_step) {
-                    Factors factors;
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        if (is_other_step) row_scales[i] += a_scale_block_step;
-                        factors.rows[i] = *row_scales[i];
-                    }
-#pragma unroll
-                    for (int i = 0; i < FACTORS; ++i) {
-                        if (is_other_step) column_scales[i] += b_scale_block_step;
-                        factors.columns[i] = *column_scales[i];
-                    }
-                    return factors;
-                };
-                const int own_columns =
-                    SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // columns under the first of two scales
-                const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& factors) {
-                    warpgroup_fence_operand(sums);
-                    float scales[FACTORS][2];
-#pragma unroll
-                    for (int i = 0; i < FACTORS * 2; ++i) {
-                        scales[i / 2][i % 2] = factors.rows[i % 2] * factors.columns[i / 2];
-                    }
-#pragma unroll
-                    for (int i = 0; i < PART_N / 2; ++i) {
-                        float scale = scales[i / (BOX_N / 2)][i / 2 % 2];
-                        if constexpr (STRADDLES) scale = i / 4 * 8 < own_columns ? scale : scales[1][i / 2 % 2];
-                        scaled[i] = fmaf(scale, sums[i], scaled[i]);
-                    }
-                };
+                const BlockScales scales{a_scales,     expert_scales,      a_scale_step,
+                                         b_scale_step, a_scale_block_step, b_scale_block_step};
+                Promotion promotion(scales, own_rows, int(top_k), first_column, n, b_rows);
                 // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {
-                    Factors factors = next_factors(false);
-                    for (int step = 0; step < steps; ++step, ring.advance()) {
-                        multiply(d[0], false);
-                        const Factors next = next_factors(step + 1 < steps);
-                        warpgroup_wait<0>();
-                        ring.release(ring.stage);
-                        add(d[0], factors);
+                    Factors factors = promotion.load(false), next;
+                    const auto start = [&](int step) {
+                        mainloop.issue(accums[0], false);
+                        next = promotion.load(step + 1 < steps);
+                    };
+                    mainloop.run_promoted_at_once(0, steps, start, [&] {
+                        promotion.add(accums[0], factors);
                         factors = next;
-                    }
+                    });
                 } else {
                     Factors factors[2];
                     const auto start = [&](int step, int now) {
-                        multiply(d[now], false);
-                        factors[now] = next_factors(step > 0);
+                        mainloop.issue(accums[now], false);
+                        factors[now] = promotion.load(step > 0);
                     };
-                    start(0, 0);
-                    // Issues the WGMMAs of k-tile `step` into accumulator `now`, and promotes the previous k-tile
-                    // meanwhile.
-                    const auto next = [&](int step, int now) {
-                        const int before = ring.stage;
-                        ring.advance();
-                        start(step, now);
-                        warpgroup_wait<1>();
-                        ring.release(before);
-                        add(d[1 - now], factors[1 - now]);
-                    };
-                    int step = 1;
-                    for (; step + 1 < steps; step += 2) {
-                        next(step, 1);
-                        next(step + 1, 0);
-                    }
-                    if (step < steps) {
-                        next(step, 1);
-                        warpgroup_wait<0>();
-                        add(d[1], factors[1]);
-                    } else {
-                        warpgroup_wait<0>();
-                        add(d[0], factors[0]);
-                    }
-                    ring.release(ring.stage);
-                    ring.advance();
+                    mainloop.run_promoted(0, steps, start, [&](int now) { promotion.add(accums[now], factors[now]); });
                 }
-                finish(scaled);
+                store.store(promotion.promoted, own_rows, epilogue, first_column);
             }
         }
     }

@@ -4,13 +4,15 @@
 // 64 x N. `run` accumulates all of K in the tensor cores; `run_promoted` accumulates a piece of a k-tile at a time, and
 // the threads add each piece to registers of their own (promotion), while WGMMAs fill a second set of accumulators.
 //
-// Included by gemm_sm90.
+// Included by gemm_sm90 and grouped_gemm_sm90.
 #pragma once
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
 // PIECES: pieces of a k-tile that are promoted separately. CLUSTER: CTAs that a multicast into the ring reaches.
-template <typename T, int M_SLICES, int N, int PIECES, int STAGES, int STAGE_BYTES, int CLUSTER>
+// A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.
+template <typename T, int M_SLICES, int N, int PIECES, int STAGES, int STAGE_BYTES, int CLUSTER,
+          bool A_BY_THREADS = false>
 struct WgmmaMainloop {
     static constexpr int ROW_BYTES = 128, MMA_K_BYTES = 32;  // bytes of K of a k-tile and of one WGMMA
     static constexpr int PIECE_MMAS = ROW_BYTES / MMA_K_BYTES / PIECES;
@@ -30,6 +32,7 @@ struct WgmmaMainloop {
         const uint8_t* from = stages + ring.stage * STAGE_BYTES;
         const uint64_t a = make_smem_desc(from + a_offset), b = make_smem_desc(from + b_offset);
         if (piece == 0) ring.wait();
+        if constexpr (A_BY_THREADS) fence_proxy_async();
         fence(accum);
         warpgroup_arrive();
 #pragma unroll
@@ -59,6 +62,27 @@ struct WgmmaMainloop {
         warpgroup_wait<0>();
         fence(accum);
         ring.template release<CLUSTER>(previous);
+    }
+
+    // Releases k-tiles first ... last - 1, which the warpgroup does not need.
+    DEVICE void skip(int first, int last) {
+        for (int k_tile = first; k_tile < last; ++k_tile, ring.advance()) {
+            ring.wait();
+            sync_warp();  // all lanes must have seen the phase before one lane releases the stage
+            ring.template release<CLUSTER>(ring.stage);
+        }
+    }
+
+    // Accumulates k-tiles first ... last - 1 and promotes each before the next is issued, with one set of accumulators:
+    // start(k_tile) issues it and loads what promote() needs.
+    template <typename Start, typename Promote>
+    DEVICE void run_promoted_at_once(int first, int last, Start start, Promote promote) {
+        for (int k_tile = first; k_tile < last; ++k_tile, ring.advance()) {
+            start(k_tile);
+            warpgroup_wait<0>();
+            ring.template release<CLUSTER>(ring.stage);
+            promote();
+        }
     }
 
     // Accumulates k-tiles first ... last - 1 piece by piece, in accums[0] and accums[1] alternately. start(piece, now)
