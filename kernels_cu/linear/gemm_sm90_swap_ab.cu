@@ -28,7 +28,7 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
-//     TILE_M        rows of a tile: a multiple of 16, at most 256
+//     TILE_M        rows of a tile: a multiple of 16, at most 192
 //     TILE_N        rows of b of a tile: a multiple of 8, GATED of 16, at most 256
 //     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
 //     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
@@ -37,12 +37,11 @@
 #include "cluster.cuh"
 #include "cluster_reduce.cuh"
 #include "gemm_epilogue.cuh"
-#include "pipeline.cuh"
-#include "wgmma.cuh"
+#include "mainloop_sm90.cuh"
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMER_WARPS = 8, NUM_THREADS = 32 * (CONSUMER_WARPS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // STEP_BYTES: K of one WGMMA
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 // Warpgroups that alternate k-tiles, warps that divide the rows of b, and WGMMAs of a warpgroup along those rows.
 constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
 constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
@@ -50,15 +49,100 @@ constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
 constexpr int PARTS = SPLITS * TURNS;  // partial accumulators per element of out
 constexpr bool IN_RING = PARTS > 1 && TILE_M > 64;
-// Promotions per k-tile, and WGMMAs along K between two promotions.
-constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
+// Promotions per k-tile.
+constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
 static_assert(!GATED || (SCALE_BLOCK == 0 && TILE_N % 16 == 0));
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
 static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
 
+using mainloop_t = WgmmaMainloop<scalar_t, PRODUCTS, TILE_M, PIECES, STAGES, STAGE_BYTES, 1, false, true>;
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
+using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
+
+// The row of b, within the tile, of the thread's first accumulator of a WGMMA; its other row is 8 further.
+DEVICE int column_of(int of_warp, int product, int lane) {
+    return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
+}
+
+// The block scales of a and b, and from each to the next.
+struct BlockScales {
+    const a_scale_t* a_scales;
+    const b_scale_t* b_scales;
+    int64_t a_step, b_step, a_block_step, b_block_step;
+};
+
+// The threads' accumulators with SUM_BLOCK, and the block scales of a k-tile.
+struct Promotion {
+    static constexpr int ROWS = SCALE_BLOCK > 0 ? TILE_M / 4 : 1;  // rows of a of the thread's accumulators
+    float promoted[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
+    // Block scales of the next k-tile, for the rows of a and b of the thread's accumulators; their products for this one.
+    float row_scales[ROWS], column_scales[PRODUCTS][2];
+    float factors[PRODUCTS][2][ROWS];
+
+    DEVICE void load(const BlockScales& scales, int step, int first_row, int first_column, int64_t m, int64_t n,
+                     int row_warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * 2; ++i) {
+            const int column_at = first_column + column_of(row_warp, i / 2, lane) + i % 2 * 8;
+            const int64_t block = min(int64_t(column_at), n - 1) / max(SCALE_BLOCK, 1);
+            column_scales[i / 2][i % 2] = to_float(scales.b_scales[step * scales.b_block_step + block * scales.b_step]);
+        }
+#pragma unroll
+        for (int i = 0; i < TILE_M / 4; ++i) {
+            const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
+            row_scales[i] = to_float(scales.a_scales[row * scales.a_step + step * scales.a_block_step]);
+        }
+    }
+    // The next k-tile becomes the current one.
+    DEVICE void advance() {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < TILE_M / 4; ++j) {
+                factors[i / 2][i % 2][j] = row_scales[j] * column_scales[i / 2][i % 2];
+            }
+        }
+    }
+    // Adds the complete accumulators of a piece, times its block scales.
+    DEVICE void add(mainloop_t::accum_t& accum) {
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; ++product) {
+            warpgroup_fence_operand(accum[product]);
+#pragma unroll
+            for (int i = 0; i < TILE_M / 2; ++i) {
+                const float factor = SCALE_BLOCK > 0 ? factors[product][i / 2 % 2][i / 4 * 2 + i % 2] : 1.0f;
+                promoted[product][i] = fmaf(factor, float(accum[product][i]), promoted[product][i]);
+            }
+        }
+    }
+};
+
+// The epilogue of a tile: applied to reduced fragments and stored element by element, since a lane's two columns are
+// not adjacent.
+struct DirectStore {
+    const epilogue_t& epilogue;
+    out_t* out;
+    int64_t m, n, out_stride;
+    int first_row, first_column, lane;
+
+    DEVICE void operator()(int fragment, const Fragment<sum_t>& own) const {
+        const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8), lane);
+        const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < (GATED ? 2 : 4); ++j) {
+            const int within = GATED ? column / 16 * 8 + column % 16 : column + j / 2 * 8;
+            const int64_t m_at = row + j % 2, n_at = (GATED ? first_column / 2 : first_column) + within;
+            if (m_at >= m || n_at >= n || (GATED ? 2 * within : within) >= TILE_N) continue;
+            float x = ACTIVATION<out_t>(epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]));
+            if constexpr (GATED) {
+                x *= epilogue.value(epilogue.row(m_at), epilogue.column(n + n_at), own.sums[2 + j]);
+            }
+            out[m_at * out_stride + n_at] = from_float<out_t>(x);
+        }
+    }
+};
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
@@ -74,11 +158,10 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
                   int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
                   int64_t a_scale_block_step, int64_t b_scale_block_step) {
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
-    const int64_t b_rows = GATED ? 2 * n : n;
     if constexpr (B_SCALES || BIAS > 0 || AZP > 0) {
         // The first tile's operands of the epilogue are in the L2 cache when the main loop ends. Not those of the ups.
-        const int64_t first = int64_t(blockIdx.x) / rows * TILE_N / (GATED ? 2 : 1),
-                      last = min(int64_t(TILE_N), n - first) - 1;
+        const int64_t first = int64_t(blockIdx.x) / rows * TILE_N / (GATED ? 2 : 1);
+        const int64_t last = min(int64_t(TILE_N), n - first) - 1;
         if (B_SCALES) prefetch_part(b_scales + first * b_scale_step, last * b_scale_step, threadIdx.x);
         if (BIAS > 0) prefetch_part(bias + first, last, threadIdx.x);
         if (AZP > 0) prefetch_part(azp_adj + first, last, threadIdx.x);
@@ -108,7 +191,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
     start_cluster<SPLITS>();
     await_previous_kernel();
 
-    const int tiles = rows * int((b_rows + TILE_N - 1) / TILE_N);
+    const int tiles = rows * int(((GATED ? 2 * n : n) + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
@@ -134,79 +217,32 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
 
     const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
     if (turn > 0) ring.advance();
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
-        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
+    const mainloop_t mainloop{ring, shared, A_BYTES + row_warp / 4 * PRODUCTS * 64 * ROW_BYTES, 0};
+    const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
-        // The row of b, within the tile, of the thread's first accumulator of a WGMMA; its other row is 8 further.
-        const auto column_of = [&](int of_warp, int product) {
-            return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
-        };
-        sum_t d[PRODUCTS][TILE_M / 2];
-        float total[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
-        // Block scales of the next k-tile, for the rows of a and b of the thread's accumulators.
-        float row_scales[SCALE_BLOCK > 0 ? TILE_M / 4 : 1], column_scales[PRODUCTS][2];
+        mainloop_t::accum_t accum;
+        Promotion promotion;
         const auto load_scales = [&](int step) {
-#pragma unroll
-            for (int i = 0; i < PRODUCTS * 2; ++i) {
-                const int64_t column = min(int64_t(first_column + column_of(row_warp, i / 2) + i % 2 * 8), n - 1);
-                column_scales[i / 2][i % 2] =
-                    to_float(b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step]);
-            }
-#pragma unroll
-            for (int i = 0; i < TILE_M / 4; ++i) {
-                const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-                row_scales[i] = to_float(a_scales[row * a_scale_step + step * a_scale_block_step]);
-            }
+            const BlockScales scales{a_scales,     b_scales,           a_scale_step,
+                                     b_scale_step, a_scale_block_step, b_scale_block_step};
+            promotion.load(scales, step, first_row, first_column, m, n, row_warp, lane);
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);
         int previous = 0;
         bool accumulate = false;
         for (int step = first_step + turn; step < last_step; step += TURNS) {
-            const uint8_t* from = shared + ring.stage * STAGE_BYTES;
-            const uint64_t a = make_smem_desc(from);
-            float factors[PRODUCTS][2][SCALE_BLOCK > 0 ? TILE_M / 4 : 1];
             if constexpr (SCALE_BLOCK > 0) {
-#pragma unroll
-                for (int i = 0; i < PRODUCTS * 2; ++i) {
-#pragma unroll
-                    for (int j = 0; j < TILE_M / 4; ++j) {
-                        factors[i / 2][i % 2][j] = row_scales[j] * column_scales[i / 2][i % 2];
-                    }
-                }
+                promotion.advance();
                 load_scales(min(step + TURNS, last_step - 1));
             }
-            ring.wait();
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-                for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
-                warpgroup_arrive();
-#pragma unroll
-                for (int product = 0; product < PRODUCTS; ++product) {
-                    const uint64_t b =
-                        make_smem_desc(from + A_BYTES + (row_warp / 4 * PRODUCTS + product) * 64 * ROW_BYTES);
-#pragma unroll
-                    for (int i = 0; i < PIECE_PRODUCTS; ++i) {
-                        const int at = (piece * PIECE_PRODUCTS + i) * STEP_BYTES;
-                        wgmma<scalar_t, TILE_M>(d[product], advance_smem_desc(b, at), advance_smem_desc(a, at),
-                                                i > 0 || accumulate);
-                    }
-                }
-                warpgroup_commit_batch();
+                mainloop.issue(accum, accumulate, piece);
                 if constexpr (SUM_BLOCK > 0) {
                     warpgroup_wait<0>();
                     if (piece == PIECES - 1) ring.release(ring.stage);
-#pragma unroll
-                    for (int product = 0; product < PRODUCTS; ++product) {
-                        warpgroup_fence_operand(d[product]);
-#pragma unroll
-                        for (int i = 0; i < TILE_M / 2; ++i) {
-                            const float factor =
-                                SCALE_BLOCK > 0 ? factors[product][i / 2 % 2][i / 4 * 2 + i % 2] : 1.0f;
-                            total[product][i] = fmaf(factor, float(d[product][i]), total[product][i]);
-                        }
-                    }
+                    promotion.add(accum);
                 } else {
                     warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
                     if (accumulate) ring.release(previous);
@@ -219,8 +255,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         }
         if constexpr (SUM_BLOCK == 0) {
             warpgroup_wait<0>();
-#pragma unroll
-            for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
+            mainloop_t::fence(accum);
             if (accumulate) ring.release(previous);
         }
 
@@ -229,27 +264,13 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
             mbarrier_wait(all_read, 0);
         }
 
-        // Accumulator j of four in the warp's fragment i; then the epilogue of a reduced fragment.
+        // Accumulator j of four in the warp's fragment i.
         const auto own_sum = [&](int i, int j) {
             const int product = i / (TILE_M / 8), at = i % (TILE_M / 8) * 4 + j;
-            if constexpr (SUM_BLOCK > 0) return total[product][at];
-            else return d[product][at];
+            if constexpr (SUM_BLOCK > 0) return promotion.promoted[product][at];
+            else return accum[product][at];
         };
-        const auto finish = [&](int fragment, const Fragment<sum_t>& own) {
-            const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8));
-            const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < (GATED ? 2 : 4); ++j) {
-                const int within = GATED ? column / 16 * 8 + column % 16 : column + j / 2 * 8;
-                const int64_t m_at = row + j % 2, n_at = (GATED ? first_column / 2 : first_column) + within;
-                if (m_at >= m || n_at >= n || (GATED ? 2 * within : within) >= TILE_N) continue;
-                float x = ACTIVATION<out_t>(epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]));
-                if constexpr (GATED) {
-                    x *= epilogue.value(epilogue.row(m_at), epilogue.column(n + n_at), own.sums[2 + j]);
-                }
-                out[m_at * out_stride + n_at] = from_float<out_t>(x);
-            }
-        };
+        const DirectStore finish{epilogue, out, m, n, out_stride, first_row, first_column, lane};
 #pragma unroll
         for (int i = 0; i < WARP_FRAGMENTS; ++i) {
             const int fragment = i * ROW_WARPS + row_warp;

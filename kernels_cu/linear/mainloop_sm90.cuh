@@ -4,15 +4,17 @@
 // 64 x N. `run` accumulates all of K in the tensor cores; `run_promoted` accumulates a piece of a k-tile at a time, and
 // the threads add each piece to registers of their own (promotion), while WGMMAs fill a second set of accumulators.
 //
-// Included by gemm_sm90 and grouped_gemm_sm90.
+// Included by gemm_sm90, grouped_gemm_sm90 and, for the issue of WGMMAs, gemm_sm90_swap_ab, in which rows of b are a.
 #pragma once
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
 // PIECES: pieces of a k-tile that are promoted separately. CLUSTER: CTAs that a multicast into the ring reaches.
 // A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.
+// LATE_A: the descriptor of a is made after the wait. NVRTC schedules by the order of the text, and each kernel has fewer
+// instructions with its own order.
 template <typename T, int M_SLICES, int N, int PIECES, int STAGES, int STAGE_BYTES, int CLUSTER,
-          bool A_BY_THREADS = false>
+          bool A_BY_THREADS = false, bool LATE_A = false>
 struct WgmmaMainloop {
     static constexpr int ROW_BYTES = 128, MMA_K_BYTES = 32;  // bytes of K of a k-tile and of one WGMMA
     static constexpr int PIECE_MMAS = ROW_BYTES / MMA_K_BYTES / PIECES;
@@ -30,11 +32,13 @@ struct WgmmaMainloop {
     // Waits for the stage, then issues and commits the WGMMAs of one piece of its k-tile.
     DEVICE void issue(accum_t& accum, bool accumulate, int piece = 0) const {
         const uint8_t* from = stages + ring.stage * STAGE_BYTES;
-        const uint64_t a = make_smem_desc(from + a_offset), b = make_smem_desc(from + b_offset);
+        uint64_t a = LATE_A ? 0 : make_smem_desc(from + a_offset);
+        const uint64_t b = make_smem_desc(from + b_offset);
         if (piece == 0) ring.wait();
         if constexpr (A_BY_THREADS) fence_proxy_async();
         fence(accum);
         warpgroup_arrive();
+        if constexpr (LATE_A) a = make_smem_desc(from + a_offset);
 #pragma unroll
         for (int i = 0; i < PIECE_MMAS; ++i) {
             const int at = (piece * PIECE_MMAS + i) * MMA_K_BYTES;
