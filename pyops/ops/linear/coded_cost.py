@@ -16,7 +16,7 @@ _BYTES = 4.3e6 / (132 * 1755)  # bytes of DRAM per cycle of an SM
 _DENSE_BYTES = 2  # bytes of a weight that is written in full: it is written once, and read once
 # WGMMA: cycles for a slot of a tile. Dense GEMMs reach 8 only on paper: power and L2 leave 13 cycles for a row.
 _WGMMA_SLOT, _DENSE_ROW = 8.0, 13.0
-_DENSE_TILE = 128  # rows of a tile of the dense GEMM
+_L2_BYTES = 24.0  # bytes of the L2 cache per cycle of an SM
 _GATHER_ROW = 0.4  # WGMMA: cycles to gather a row, which 8192 rows of weights share
 # Factors on dequantization: k-tiles of 64 instead of 128 elements, by instructions; tiles of 128 weight rows instead of
 # 256, which only tiles with more slots have.
@@ -62,11 +62,11 @@ def by_wgmma(kind: str, rows: float, slots: int, step: int) -> float:
     return _tiles(rows, slots) * (dequantization + _WGMMA_SLOT * slots) + _GATHER_ROW * rows
 
 
-def dense(kind: str, rows: float) -> float:
-    """Cycles to write the weights in full, and of a dense grouped GEMM."""
-    read = _DENSE_BYTES * _WEIGHTS / _BYTES
+def dense(kind: str, rows: float, slots: int) -> float:
+    """Cycles to write the weights in full, and of a dense grouped GEMM with tiles of `slots` slots."""
+    read = _DENSE_BYTES * _WEIGHTS
     written = (_RATES[kind].nbytes + _DENSE_BYTES) * _WEIGHTS / _BYTES
-    return written + max(read, _DENSE_ROW * _DENSE_TILE * _tiles(rows, _DENSE_TILE))
+    return written + max(read / _BYTES, _tiles(rows, slots) * max(read / _L2_BYTES, _DENSE_ROW * slots))
 
 
 def _tiles(rows: float, slots: int) -> float:

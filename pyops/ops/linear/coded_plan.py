@@ -35,6 +35,7 @@ _WARPS_OF_MANY = 4  # warps of a CTA where the grid exceeds one wave, as in wq_g
 # has no packed bfloat16 arithmetic.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _FEW_ROWS_BLOCK = 16  # rows of a block of the sorted lists where each expert has few rows
+_DENSE_TILES = 128, 64, 32, 16, 8  # slots of a tile of the dense GEMMs: the first size that divides a block
 # Up to 4 rows per expert, blocks of 8 rows: hardly any expert fills more than one.
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8
 
@@ -150,10 +151,10 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str, step: int = 
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
     rows, tile = tuning.power_of_two(num_rows) / num_experts, block_size_of_packed(num_rows, num_experts)
-    tile = max(_FEW_ROWS_BLOCK, tile)
+    tile, dense_tile = max(_FEW_ROWS_BLOCK, tile), block_size_for(num_rows, num_experts)
     costs = {
         _FEW_ROWS_BLOCK: coded_cost.by_mma(kind, rows, _mma_tile(rows, _FEW_ROWS_BLOCK)),
-        block_size_for(num_rows, num_experts): coded_cost.dense(kind, rows),
+        dense_tile: coded_cost.dense(kind, rows, dense_tile),
     }
     if rows <= packed_tile.MAX_ROWS and coded_cost.by_wgmma(kind, rows, tile, step) < min(costs.values()):
         return tile
@@ -201,7 +202,8 @@ def serves(problem: CodedProblem, device: Device) -> bool:
     # e8m0 scales do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
     cost = min(_cost_by_mma(problem, device), _cost_by_wgmma(problem, device))
-    return kind and cost < coded_cost.dense(str(w.type), p.rows_of_expert)
+    dense_tile = next(size for size in _DENSE_TILES if p.lists.block_size % size == 0)
+    return kind and cost < coded_cost.dense(str(w.type), p.rows_of_expert, dense_tile)
 
 
 def choose(problem: CodedProblem, device: Device) -> Config:

@@ -156,8 +156,8 @@ def cutlass_fp4_group_mm(
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
     A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
-    experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
-    not share rows. Modelled on vLLM's op of this name.
+    experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
+    below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -206,8 +206,8 @@ def example_cutlass_fp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, *sizes).values()
@@ -269,8 +269,8 @@ def example_cutlass_mxfp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
 
@@ -336,8 +336,8 @@ def example_cutlass_mxfp8_grouped_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, MXFP8, *sizes).values()
