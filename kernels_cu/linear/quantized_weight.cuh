@@ -18,7 +18,6 @@
 #pragma once
 #include "dequant.cuh"
 #include "group_scale.cuh"
-#include "widen.cuh"
 
 using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
@@ -61,7 +60,7 @@ DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t e
 
 // The scale of group `i` among those of `terms_of`, in both halves.
 DEVICE pair_t scale_of(uint32_t terms, int i) {
-    return word_pair<scalar_t>(i == 0 ? pack_halves<false>(terms, terms) : pack_halves<true>(terms, terms));
+    return word_pair<scalar_t>(byte_perm(terms, terms, i == 0 ? 0x5410 : 0x7632));
 }
 
 // `weights_of` takes e4m3's NaN for 480. So if there is a NaN among the quants under a scale, the scale becomes NaN. The

@@ -70,5 +70,5 @@ def dense(kind: str, rows: float, slots: int) -> float:
 
 
 def _tiles(rows: float, slots: int) -> float:
-    """The expected tiles of an expert with about `rows` rows: one where the standard deviation leaves room."""
+    """The expected tiles of an expert with about `rows` rows: one if that and the standard deviation fit."""
     return 1.0 if rows + math.sqrt(rows) <= slots else rows / slots + 0.5

@@ -36,7 +36,7 @@ FORMATS = {
 ANY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 
 
-def place(row: int, block: int, columns: int) -> int:
+def scale_offset(row: int, block: int, columns: int) -> int:
     """The byte offset of the scale of a row's block."""
     return (row // 128 * (columns // 4) + block // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4
 
@@ -51,7 +51,7 @@ def exact(name: str, codes: Any, scales: Any, first: int = 0) -> Any:
     columns, flat = scales.shape[-1], scales.numpy().reshape(-1).view(getattr(ml_dtypes, of_scales)).astype(float)
     for m in range(len(values)):
         for block in range(values.shape[1] // size):
-            values[m, block * size : (block + 1) * size] *= flat[place(first + m, block, columns)]
+            values[m, block * size : (block + 1) * size] *= flat[scale_offset(first + m, block, columns)]
     return torch.from_numpy(values)
 
 
@@ -178,10 +178,10 @@ def test_special_values_of_weights(name: str, one: CodedHopperConfig | None) -> 
     bytes_[1, :, :] = 0x38 if name == MX8 else 0x22
     for row in range(64):
         for block in range(64 // size):
-            scales[0, place(row, block, b_scales.shape[2])] = 0x30 if name == FP4 else 130
-            scales[1, place(row, block, b_scales.shape[2])] = 2 * row if name == FP4 else 4 * row + 1
-    scales[0, place(9, 1, b_scales.shape[2])] = 0xFF  # NaN in every format
-    scales[1, place(10, 0, b_scales.shape[2])] = 0x7E if name == FP4 else 254
+            scales[0, scale_offset(row, block, b_scales.shape[2])] = 0x30 if name == FP4 else 130
+            scales[1, scale_offset(row, block, b_scales.shape[2])] = 2 * row if name == FP4 else 4 * row + 1
+    scales[0, scale_offset(9, 1, b_scales.shape[2])] = 0xFF  # NaN in every format
+    scales[1, scale_offset(10, 0, b_scales.shape[2])] = 0x7E if name == FP4 else 254
     if name == MX8:
         bytes_[0, 11, 50], bytes_[0, 12, 3], bytes_[1, 10, 2] = 0x7F, 0xFF, 0x7E
     alphas = alphas_of(name, 2).double()
