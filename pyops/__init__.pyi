@@ -5112,7 +5112,8 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        dequantized in the main loop on compute capability 9.0, if K is a multiple of 128, N of 32 and experts have at most
+        hundreds of rows. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
         on vLLM's op of this name.
 
         Args:
@@ -5155,7 +5156,8 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        dequantized in the main loop on compute capability 9.0, if K is a multiple of 128, N of 32 and experts have at most
+        hundreds of rows. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
         on vLLM's op of this name.
 
         Args:
