@@ -6,6 +6,7 @@ python -m benchmarks.experts mixtral:16 deepseek:1024
 A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, int4 in groups of 128 rows, in Marlin's layout;
 mixtral_codes, int4 packed along K, as in checkpoints; deepseek, DeepSeek-V3, fp8 with block scales; gpt_oss,
 gpt-oss-120b, mxfp4 in Marlin's layout; gpt_oss_codes, mxfp4 packed along K; gpt_oss_bf16, dequantized to bfloat16.
+deepseek_nvfp4, deepseek_mxfp8 and gpt_oss_mxfp4: the two grouped GEMMs alone, with quantized rows (block_experts.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pyops.ops.linear.coded_experts import MX_BLOCK, in_full
 from pyops.ops.linear.marlin_weight import marlin_weight
 from pyops.ops.linear.packed_reference import values
 
+from . import block_experts
 from .rivals import reason
 from .timing import QUICK, gpu_us
 
@@ -35,6 +37,7 @@ ROWS = (
     *(f"gpt_oss:{tokens}" for tokens in (1, 64, 4096)),
     *(f"gpt_oss_codes:{tokens}" for tokens in (1, 64)),
     *(f"gpt_oss_bf16:{tokens}" for tokens in (1, 64, 4096)),
+    *(f"{name}:{tokens}" for name in block_experts.LAYERS for tokens in (16, 64, 256, 1024)),
 )
 _BLOCK = 128
 _MAX_CODE = 240.0  # bound of random fp8 weights, well below the largest value
@@ -161,22 +164,27 @@ def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
     return f"{gpu_us([call], QUICK).median:.1f} us, weights {read / _MEMORY:.1f} us, mean error {found:.4f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    rows = arguments or ROWS
-    for name, model in MODELS.items():
+def report(rows: Sequence[str], models: dict[str, Any], made: Any, timed: Any) -> None:
+    """Print the rows of `models`: `made` makes the weights of a GEMM, `timed` measures a call."""
+    for name, model in models.items():
         tokens = [int(row.partition(":")[2]) for row in rows if row.partition(":")[0] == name]
         if not tokens:
             continue
-        w1, w2 = (
-            weights(model, *sizes) for sizes in ((2 * model.channels, model.hidden), (model.hidden, model.channels))
-        )
+        sizes = (2 * model.channels, model.hidden), (model.hidden, model.channels)
+        both = [made(model, *one) for one in sizes]
         for count in tokens:
             try:
-                print(f"{name}:{count}: {measure(model, count, w1, w2)}", flush=True)
+                print(f"{name}:{count}: {timed(model, count, *both)}", flush=True)
             except Exception as failure:
                 print(f"{name}:{count}: {reason(failure)}", file=sys.stderr, flush=True)
-        del w1, w2
+        del both
         torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    rows = arguments or ROWS
+    report(rows, MODELS, weights, measure)
+    report(rows, block_experts.LAYERS, block_experts.weights, block_experts.measure)
 
 
 if __name__ == "__main__":

@@ -4514,9 +4514,9 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
     ) -> None:
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-        A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
-        not share rows. Modelled on vLLM's op of this name.
+        A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
+        experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
+        below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -4547,9 +4547,9 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
     ) -> Tensor:
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-        A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
-        not share rows. Modelled on vLLM's op of this name.
+        A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
+        experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
+        below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
@@ -4586,9 +4586,7 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-        bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-        weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
-        name.
+        bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -4618,9 +4616,7 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-        bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-        weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
-        name.
+        bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
@@ -5116,7 +5112,8 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        dequantized in the main loop on compute capability 9.0, if K is a multiple of 128, N of 32 and experts have at most
+        hundreds of rows. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
         on vLLM's op of this name.
 
         Args:
@@ -5159,7 +5156,8 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        dequantized in the main loop on compute capability 9.0, if K is a multiple of 128, N of 32 and experts have at most
+        hundreds of rows. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
         on vLLM's op of this name.
 
         Args:

@@ -3,7 +3,8 @@
 //
 //     x[t, k] = a[t / top_k, perm[e, k]], or 0 if perm[e, k] is out of range; e is the expert of row t
 //     gathered[t, k] = x[t, k]; BY_PLACE: gathered[p, k] = x[sorted_token_ids[p], k]
-//     LANE_STEP > 0: gathered[.., i + 8 j + 2 t + s] = x[.., i + LANE_STEP / 4 * t + j + j / 4 * 4 + 4 s],
+//     LANE_STEP > 0, P = LANE_PAIRS:
+//                    gathered[.., i + 8 j + 2 t + s] = x[.., i + LANE_STEP / 4 * t + j + j / P * P + P s],
 //                    for multiples i of LANE_STEP, j < LANE_STEP / 8, t < 4, s < 2
 //
 // Slots of the lists hold rows (grouped.cuh). Rows without a slot, or with an invalid expert, are not written. A thread
@@ -15,6 +16,7 @@
 //     BY_PLACE      whether gathered has a row for each slot
 //     LANE_STEP     0, or the k-tile of wq_grouped_gemm_sm90.cu: the columns are then in the order in which that kernel
 //                   multiplies them; K is a multiple of LANE_STEP, VEC_SIZE is 8, and there is no perm
+//     LANE_PAIRS    pairs of quants in a word of its weights: 16 / BITS
 //     VEC_SIZE      elements of a thread; without PERMUTED, elements of one access
 
 #include "vec.cuh"
@@ -48,7 +50,8 @@ gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]; BY_
         Vec<scalar_t, VEC_SIZE> run;
 #pragma unroll
         for (int i = 0; i < VEC_SIZE; ++i) {
-            run.data[i] = from[first / LANE_STEP * LANE_STEP + i / 2 * (LANE_STEP / 4) + j + j / 4 * 4 + i % 2 * 4];
+            run.data[i] = from[first / LANE_STEP * LANE_STEP + i / 2 * (LANE_STEP / 4) + j +
+                               j / LANE_PAIRS * LANE_PAIRS + i % 2 * LANE_PAIRS];
         }
         run.store(to + first);
     } else {

@@ -76,7 +76,7 @@ static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert((!CUT && NEIGHBOURS == 1) || (TMA_STORE && SPLITS == 1 && NEIGHBOURS <= 2));
 static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
-static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
+static_assert(!GROUPED || SPLITS == 1);
 static_assert((SPLITS == 1 || !TMA_STORE) && !GATED && BIAS <= 1 && AZP == 0);
 
 using lane_quants_t = conditional_t<IS_TABLE, TableQuants, LaneQuants>;
@@ -182,8 +182,9 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
         if constexpr (GROUPED) {
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
-            // Per expert: one scale of the whole weight (as a_scales), a scale of each column, and a bias.
-            if constexpr (A_SCALES) epilogue.a_scales = a_scales + expert;
+            // Per expert: one scale of the whole weight (as a_scales, which with tables has one for each row), a scale of
+            // each column, and a bias.
+            if constexpr (A_SCALES && !IS_TABLE) epilogue.a_scales = a_scales + expert;
             if constexpr (B_SCALES) epilogue.b_scales = b_scales + expert * n;
             if constexpr (BIAS > 0) epilogue.bias = bias + expert * n;
         }

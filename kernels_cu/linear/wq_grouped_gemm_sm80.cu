@@ -21,8 +21,8 @@
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
-//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh; GROUP_SIZE is a
-//                   multiple of the elements that a lane has of a row in a k-tile
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, SCALE_TILES, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh;
+//                   GROUP_SIZE is a multiple of the elements that a lane has of a row in a k-tile, or half of them
 //     TILE_M        slots of a tile: 8 or 16
 //     WARPS         warps of a block
 //     WHOLE_STEPS   whether K is a multiple of the k-tile
@@ -51,9 +51,10 @@ constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
 // load.
 constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
 constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
+constexpr int GROUPS = HAS_SCALES && GROUP_SIZE < LANE_K ? LANE_K / GROUP_SIZE : 1;  // of a lane in a k-tile
 static_assert(TILE_M == 8 || TILE_M == 16);
-static_assert(GROUP_SIZE % LANE_K == 0);
-static_assert(!A_SCALES && is_same<scalar_t, out_t>);
+static_assert(GROUP_SIZE % (LANE_K / GROUPS) == 0);
+static_assert(!A_SCALES);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
@@ -68,7 +69,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                      const scalar_t* a,                   // [num_rows / top_k, K]
                      const uint8_t* quants,               // [E, b_rows, K * BITS / 8]
-                     const scale_t* scales,               // [E, b_rows, groups]
+                     const scale_t* scales,               // [E, b_rows, groups], or in tiles
                      const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; with 4 bits two per byte
                      const int32_t* sorted_token_ids,     // [max_tiles * TILE_M] at least
                      const int32_t* expert_ids,           // [max_tiles / block_tiles] at least
@@ -114,7 +115,10 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     const int64_t own_row = expert * b_rows + first_b_row;
     const uint8_t* next = quants + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // next k-tile
     const int64_t half_bytes = half_rows * row_bytes, fragment_bytes = FRAGMENT_ROWS * row_bytes;
-    const scale_t* const own_scales = scales + (HAS_SCALES ? own_row * groups : 0);
+    const scale_t* const own_scales = scales + (SCALE_TILES  ? expert * tiled_scales(b_rows, groups)
+                                                : HAS_SCALES ? own_row * groups
+                                                             : 0);
+    const uint32_t first_scale_row = SCALE_TILES ? uint32_t(first_b_row) : 0;
     // With 4 bits a byte has the zero points of two adjacent rows.
     constexpr int ZERO_ROWS = BITS == 4 ? 2 : 1;
     const uint8_t* const own_zeros = zeros + (HAS_ZEROS ? own_row / ZERO_ROWS * groups : 0);
@@ -146,13 +150,14 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     const auto load_terms = [&](int step) {
         const int64_t first = IN_TURN ? int64_t(min(step + t, last_step - 1)) * STEP_K
                                       : int64_t(min(step, last_step - 1)) * STEP_K + t * LANE_K;
-        const uint32_t group = WHOLE_STEPS || first < k ? uint32_t(first) / GROUP_SIZE : groups - 1;
+        const uint32_t group = WHOLE_STEPS || first < k ? uint32_t(first) / GROUP_SIZE : groups - GROUPS;
 #pragma unroll
         for (int i = 0; i < FRAGMENTS * 2; ++i) {
             const int h = i % 2, nibble = BITS == 8 ? 0 : GATED == 2 ? h : g % 2;
             const uint32_t rows = i / 2 * FRAGMENT_ROWS + h * uint32_t(half_rows);
             terms[i / 2][h] =
-                terms_of(own_scales, own_zeros, rows * groups + group, rows / ZERO_ROWS * groups + group, nibble);
+                terms_of<GROUPS>(own_scales, own_zeros, row_entry(first_scale_row + rows, groups) + group_entry(group),
+                                 rows / ZERO_ROWS * groups + group, nibble);
         }
     };
 
@@ -196,7 +201,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f) {
             quants_t::Zero zero[2];
-            pair_t scale[2];
+            pair_t scale[2][GROUPS];
             four_t words[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -204,7 +209,9 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                 words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
                 const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
                 zero[h] = quants_t::zero(own >> 16);
-                scale[h].template word<2>(0) = pack_halves<false>(own, own);
+#pragma unroll
+                for (int i = 0; i < GROUPS; ++i) scale[h][i] = scale_of(own, i);
+                mark_nan(scale[h][0], words[h].data);
             }
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
@@ -214,7 +221,8 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                     const int h = j % 2, q = j / 2;
                     uint32_t word = words[h].data[product / WORD_PRODUCTS];
                     if constexpr (IS_SIGNED) word ^= 0x80808080;
-                    pairs[j] = weights_of(decode, word, product % WORD_PRODUCTS * 2 + q, zero[h], scale[h]);
+                    const pair_t own_scale = scale[h][product / (PRODUCTS / GROUPS)];
+                    pairs[j] = weights_of(decode, word, product % WORD_PRODUCTS * 2 + q, zero[h], own_scale);
                 }
 #pragma unroll
                 for (int i = 0; i < ROW_TILES; ++i) mma_m16n8k16<scalar_t>(sums[f][i], pairs, a_pairs[i][product]);

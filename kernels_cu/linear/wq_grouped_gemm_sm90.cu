@@ -13,21 +13,21 @@
 // WGMMAs deep in K, while the WGMMAs of the previous part run.
 //
 // The order of K within a WGMMA is free. Lane 4g + t has the t-th quarter of a k-tile in rows g and g + 8 of a
-// fragment, WORDS words of each, and pairs quants as they lie in a word, 4 apart; the gathered columns of a are
-// permuted to match (LANE_STEP of gather_expert_columns.cu). So all quants of a lane in one row of a k-tile share a
-// scale. Scales and zero points are loaded ahead of their use; if a k-tile has one group (IN_TURN), each of the four
-// lanes of a row loads one of four groups.
+// fragment, WORDS words of each, and pairs quants as they lie in a word; the gathered columns of a are permuted to match
+// (LANE_STEP and LANE_PAIRS of gather_expert_columns.cu). So all quants of a lane in one row of a k-tile share a scale,
+// or each half of them. Scales and zero points are loaded ahead of their use; if a k-tile has one group (IN_TURN), each
+// of the four lanes of a row loads one of four groups.
 //
 // GATED: rows g of a fragment are gates and rows g + 8 their ups, so that one thread has both.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
-//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh; BITS is 4,
-//                   HAS_SCALES true, GROUP_SIZE a multiple of a quarter of TILE_K
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, SCALE_TILES, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh;
+//                   HAS_SCALES is true, GROUP_SIZE a multiple of a quarter of TILE_K, or half of it
 //     TILE_M        slots of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of w of a tile: 128 or 256
-//     TILE_K        elements of K of a k-tile: 64 or 128
+//     TILE_K        elements of K of a k-tile: 64, or with 4 bits 128
 //     STAGES        k-tiles of the ring in shared memory
 
 #include "quantized_weight.cuh"
@@ -35,10 +35,10 @@
 #include "grouped.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPS = 8;                                                   // consumer warps
-constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;               // TMA boxes of a: 128 bytes of each row
-constexpr int QUANT_ROW_BYTES = TILE_K / 2, WORDS = QUANT_ROW_BYTES / 16;  // of a row of w in a k-tile; of a lane in it
-constexpr int PRODUCTS = TILE_N / (16 * WARPS);                            // WGMMAs of a warpgroup along the rows of w
+constexpr int WARPS = 8;                                      // consumer warps
+constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;  // TMA boxes of a: 128 bytes of each row
+constexpr int QUANT_ROW_BYTES = TILE_K * BITS / 8, WORDS = QUANT_ROW_BYTES / 16;  // of a row in a k-tile; of its lanes
+constexpr int PRODUCTS = TILE_N / (16 * WARPS);          // WGMMAs of a warpgroup along the rows of w
 constexpr int CHUNK = 2, PARTS = TILE_K / (16 * CHUNK);  // depth of a part in WGMMAs; parts of a k-tile
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
 constexpr int A_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = A_BYTES + TILE_N * QUANT_ROW_BYTES;
@@ -49,16 +49,19 @@ constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
 // TERM_STEPS: k-tiles of one load.
 constexpr bool IN_TURN = GROUP_SIZE % TILE_K == 0;
 constexpr int GROUP_STEPS = IN_TURN ? GROUP_SIZE / TILE_K : 1, TERM_STEPS = IN_TURN ? 4 * GROUP_STEPS : 1;
-static_assert(BITS == 4 && HAS_SCALES && !A_SCALES && !B_SCALES && is_same<scalar_t, out_t>);
-static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && GROUP_SIZE % (TILE_K / 4) == 0);
+constexpr int LANE_K = TILE_K / 4, LANE_PAIRS = LANE_K / 2;            // elements of a lane in a row of a k-tile
+constexpr int GROUPS = GROUP_SIZE < LANE_K ? LANE_K / GROUP_SIZE : 1;  // of a lane in a row of a k-tile
+static_assert((BITS == 4 || EXPONENT > 0) && HAS_SCALES && !A_SCALES);
+static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256));
+static_assert(WORDS <= 4 && GROUP_SIZE % (LANE_K / GROUPS) == 0);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K], boxes of TILE_M x 64, swizzled
-                     const __grid_constant__ TensorMap quants_map,  // [E * b_rows, K / 2], boxes of BOX_N x TILE_K / 2
+                     const __grid_constant__ TensorMap quants_map,  // [E * b_rows, bytes], boxes of BOX_N rows
                      out_t* out,                                    // [num_rows, N]
-                     const scale_t* scales,                         // [E, b_rows, groups]
+                     const scale_t* scales,                         // [E, b_rows, groups], or in tiles
                      const uint8_t* zeros,                          // [E, b_rows / 2, groups]; two per byte
                      const int32_t* sorted_token_ids,               // [max_tiles * TILE_M] at least
                      const int32_t* expert_ids,                     // [max_tiles / block_tiles] at least
@@ -66,7 +69,9 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
                      const float* topk_weights,                     // [num_rows]
                      const out_t* bias,                             // [E, b_rows]
                      int64_t num_rows, int64_t n, int64_t k, int64_t num_experts, int64_t block_tiles,
-                     int64_t max_tiles, int64_t out_stride) {
+                     int64_t max_tiles, int64_t out_stride,
+                     const float* row_scales,  // [E, b_rows] or [E]
+                     int64_t b_scale_expert_step, int64_t b_scale_step) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring<STAGES> ring(shared + STAGES * STAGE_BYTES);
@@ -121,7 +126,8 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
         if (expert < 0) continue;
         // Rows past the last one use the scale and zero point of the last. A byte of zeros has two adjacent rows.
         uint32_t rows[PRODUCTS][2], terms[PRODUCTS][2];
-        const scale_t* const expert_scales = scales + int64_t(expert) * b_rows * groups;
+        const scale_t* const expert_scales =
+            scales + (SCALE_TILES ? expert * tiled_scales(b_rows, groups) : int64_t(expert) * b_rows * groups);
         const uint8_t* const expert_zeros = zeros + (HAS_ZEROS ? int64_t(expert) * b_rows / 2 * groups : 0);
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; ++i) {
@@ -131,12 +137,13 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
         }
         const auto load_terms = [&](int step) {
             const uint32_t group = IN_TURN ? min(uint32_t(step / GROUP_STEPS) + t, groups - 1)
-                                           : uint32_t(min(step, steps - 1) * TILE_K + t * (TILE_K / 4)) / GROUP_SIZE;
+                                           : uint32_t(min(step, steps - 1) * TILE_K + t * LANE_K) / GROUP_SIZE;
 #pragma unroll
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const uint32_t row = rows[i / 2][i % 2];
                 terms[i / 2][i % 2] =
-                    terms_of(expert_scales, expert_zeros, row * groups + group, row / 2 * groups + group, int(row % 2));
+                    terms_of<GROUPS>(expert_scales, expert_zeros, row_entry(row, groups) + group_entry(group),
+                                     row / 2 * groups + group, int(row % 2));
             }
         };
         load_terms(0);
@@ -144,7 +151,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
         float d[PRODUCTS][TILE_M / 2];
         uint32_t weights[2][CHUNK][PRODUCTS][4], now[PRODUCTS][2];
         quants_t::Zero zero[PRODUCTS][2];
-        pair_t scale[PRODUCTS][2];
+        pair_t scale[PRODUCTS][2][GROUPS];
         int previous = 0;
         for (int step = 0; step < steps; ++step, ring.advance()) {
             const uint8_t* const from = shared + ring.stage * STAGE_BYTES;
@@ -160,7 +167,8 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
                     const uint32_t one = now[i / 2][i % 2], turn = step / GROUP_STEPS % 4;
                     const uint32_t own = IN_TURN ? shfl<32>(one, lane / 4 * 4 + turn) : one;
                     zero[i / 2][i % 2] = quants_t::zero(own >> 16);
-                    scale[i / 2][i % 2].template word<2>(0) = pack_halves<false>(own, own);
+#pragma unroll
+                    for (int j = 0; j < GROUPS; ++j) scale[i / 2][i % 2][j] = scale_of(own, j);
                 }
             }
             sync_warp();  // all lanes have read the previous stage, which this k-tile releases
@@ -171,6 +179,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
                 const int row = own_row + i / 2 * FRAGMENT_ROWS + i % 2 * HALF;
                 quants[i / 2][i % 2] = Vec<uint32_t, WORDS>::load(
                     reinterpret_cast<const uint32_t*>(from + A_BYTES + row * QUANT_ROW_BYTES + t * WORDS * 4));
+                mark_nan(scale[i / 2][i % 2][0], quants[i / 2][i % 2].data);
             }
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -180,7 +189,8 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
                     const int slice = i / (PRODUCTS * 4), j = i / 4 % PRODUCTS, h = i % 2;
                     const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // index among the lane's pairs
                     operands[slice][j][i % 4] =
-                        weights_of(decode, quants[j][h].data[pair / 4], pair % 4, zero[j][h], scale[j][h]);
+                        weights_of(decode, quants[j][h].data[pair / quants_t::PAIRS], pair % quants_t::PAIRS,
+                                   zero[j][h], scale[j][h][pair / (LANE_PAIRS / GROUPS)]);
                 }
 #pragma unroll
                 for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
@@ -206,7 +216,9 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
         sync_warp();
         ring.release(previous);
 
-        const epilogue_t epilogue{topk_weights, nullptr, nullptr, bias + int64_t(expert) * b_rows, 1, 0, 0};
+        const epilogue_t epilogue{
+            topk_weights, nullptr, row_scales + expert * b_scale_expert_step, bias + int64_t(expert) * b_rows, 1, 0,
+            b_scale_step};
 #pragma unroll
         for (int i = 0; i < TILE_M / 4; ++i) {
             const int id = lists.row(row_tile * TILE_M + i / 2 * 8 + 2 * t + i % 2);

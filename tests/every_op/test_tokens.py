@@ -52,6 +52,9 @@ AXES: dict[str, axes.Axes] = {
 }
 # Ops with separate kernels for few and many tokens -> the kernel for many.
 LARGE = {
+    "cutlass_fp4_group_mm": "linear/wq_grouped_gemm_sm90.cu",
+    "cutlass_mxfp4_group_mm": "linear/wq_grouped_gemm_sm90.cu",
+    "cutlass_mxfp8_grouped_mm": "linear/wq_grouped_gemm_sm90.cu",
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
     "gptq_gemm": "linear/gemm_sm80.cu",
     "grouped_gemm_packed": "linear/wq_grouped_gemm_sm90.cu",

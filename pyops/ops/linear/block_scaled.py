@@ -12,7 +12,8 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import MX_BLOCK, TILE_ROWS, tile_sizes, untiled
-from .._shared.scalar_type import E2M1_NUMBERS
+from .._shared.scalar_type import E2M1_NUMBERS, ScalarType, float4_e2m1f
+from .._shared.scalar_type import float8_e4m3fn as e4m3
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,15 @@ class BlockFormat:
     @property
     def code_dtype(self) -> DType:
         return uint8 if self.code_bits == 4 else float8_e4m3fn
+
+    @property
+    def scalar_type(self) -> ScalarType:
+        return float4_e2m1f if self.code_bits == 4 else e4m3
+
+    @property
+    def stored_scale(self) -> DType:
+        """The type by which kernels read a scale."""
+        return uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype
 
     def size(self, codes: TensorArg) -> int:
         """Elements of a row of quantized values; OpError unless it is a multiple of the elements under one scale."""
@@ -106,7 +116,7 @@ class BlockFormat:
         parts, num_matrices = size // _ELEMENTS, num_rows // max(1, rows_of_matrix)
         num_threads = min(_MAX_THREADS, check.threads(parts))
         return kernel(
-            scale_t=uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype,
+            scale_t=self.stored_scale,
             QUANT_BITS=self.code_bits,
             SCALE_SIZE=self.scale_size,
             QUANT_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),

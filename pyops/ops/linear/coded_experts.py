@@ -34,10 +34,12 @@ class CodedExperts:
         type: type of a quant.
         num_experts, rows, k: sizes.
         groups: groups of K, each under one scale; 1 without `scales`.
-        scales: [num_experts, rows, groups], contiguous: 16-bit floats, or e8m0 exponents, possibly in a workspace; None
-            if the epilogue applies a per-row scale, and the weight is the quant.
+        scales: [num_experts, rows, groups], contiguous, or in tiles; possibly in a workspace; None if the epilogue
+            applies a per-row scale, and the weight is the quant.
+        scale_dtype: 16-bit floats, e4m3, or e8m0 exponents, as uint8 or float8_e8m0fnu.
         zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous; with 4 bits the zero point of the first of two
             rows is in the lower half. None: the zero point is the middle of the range, or 0 for signed quants.
+        tiled: whether scales are in tiles (`_shared/fp4_tiles.py`) for each expert.
     """
 
     codes: TensorArg
@@ -47,7 +49,9 @@ class CodedExperts:
     k: int
     groups: int
     scales: TensorArg | Scratch | None
+    scale_dtype: DType
     zeros: TensorArg | None
+    tiled: bool = False
 
     @property
     def bits(self) -> int:
@@ -61,13 +65,12 @@ class CodedExperts:
 
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of kernels that read these weights, except the group size."""
-        scales = self.scales
         return {
             "BITS": self.bits,
             "EXPONENT": self.type.exponent,
-            "HAS_SCALES": scales is not None,
-            "scale_t": scales.dtype if isinstance(scales, TensorArg) else float32 if scales is None else uint8,
-            "SCALE": "scale_e8m0" if self.type.exponent else "scale_float",
+            "HAS_SCALES": self.scales is not None,
+            "scale_t": self.scale_dtype,
+            "SCALE": "scale_e8m0" if self.scale_dtype in (uint8, float8_e8m0fnu) else "scale_float",
             "HAS_ZEROS": self.zeros is not None,
         }
 
@@ -118,7 +121,7 @@ def check_codes(
             raise scales.error(f"expected shape ({num_experts}, {rows}), got {scales.shape}")
         check.dtype(scales, float32)
         check.contiguous(scales)
-        return CodedExperts(codes, type_, num_experts, rows, k, 1, None, None)
+        return CodedExperts(codes, type_, num_experts, rows, k, 1, None, float32, None)
     check.sizes(scales, num_experts=num_experts, N=rows, groups=None)
     groups = scales.shape[2]
     if not groups or k % groups or (kind == "float4_e2m1f" and k // groups != MX_BLOCK):
@@ -129,7 +132,7 @@ def check_codes(
     if zeros is not None and rows * bits % 8:
         raise zeros.error(f"expected two rows for each zero point of 4 bits, got {rows} rows")
     check.shape(zeros, uint8, num_experts=num_experts, rows=rows * bits // 8, groups=groups)
-    return CodedExperts(codes, type_, num_experts, rows, k, groups, scales, zeros)
+    return CodedExperts(codes, type_, num_experts, rows, k, groups, scales, scales.dtype, zeros)
 
 
 def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@ dequantized first."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ... import tuning
@@ -11,9 +12,9 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
-from . import coded_hopper, grouped_plan, packed_tile
+from . import coded_cost, coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
-from .coded_hopper import CodedHopperConfig
+from .coded_hopper import STEPS, CodedHopperConfig
 from .coded_problem import CodedProblem
 from .gemm_problem import Operand
 from .grouped_plan import block_size_for
@@ -26,24 +27,17 @@ _wq_grouped_gemm_cdna = Kernel("linear/wq_grouped_gemm_cdna.cu")
 
 _STEP_BYTES = 64  # bytes of a weight row in a k-tile
 _ROWS = 64  # weight rows of a tile
-_LANE_BYTES = 16  # bytes of a weight row per lane and k-tile; these weights must share one scale
+_LANE_BYTES = 16  # bytes of a weight row per lane and k-tile: under one scale, or under two that are adjacent in a tile
 _MIN_STAGES, _MAX_STAGES = 2, 3  # stages: k-tiles of a warp in shared memory
 _STATIC_BYTES = 128  # bytes of static shared memory of a CTA: row indices of out and of a
 _WARPS_OF_MANY = 4  # warps of a CTA where the grid exceeds one wave, as in wq_gemm_sm80.cu
 # Warps per SM that registers allow, by rows of a tile. 4-bit zero points take more registers, and so does sm_80, which
 # has no packed bfloat16 arithmetic.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
-# Most rows per expert where it is faster to read the quantized weights once for every 16 rows than to write dequantized
-# ones: with 64 rows 1617 against 1638 us on an H200 (docs/performance/experts.md).
-_MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # rows of a block of the sorted lists where each expert has few rows
+_DENSE_TILES = 128, 64, 32, 16, 8  # slots of a tile of the dense GEMMs: the first size that divides a block
 # Up to 4 rows per expert, blocks of 8 rows: hardly any expert fills more than one.
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8
-# {weight type: most rows per expert where mma.sync is as fast as WGMMA}: docs/performance/experts.md, "K-major weights
-# by WGMMA". For mxfp4, 3 and 128 rows of gpt-oss were measured.
-_BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
-# Most rows per expert for WGMMA, by arithmetic: every tile of 96 rows dequantizes all weights again.
-_MAX_WGMMA_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +81,7 @@ class CodedConfig:
             **constants,
             **weight.constants(),
             GROUP_SIZE=weight.group_size,
+            SCALE_TILES=weight.tiled,
             WHOLE_STEPS=weight.k * weight.bits % (8 * _STEP_BYTES) == 0,
             TILE_M=self.tile_m,
             WARPS=self.warps,
@@ -148,40 +143,67 @@ class CodedTileConfig(TileGeometry):
 Config = CodedConfig | CodedTileConfig | CodedHopperConfig
 
 
-def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
-    """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights of this type."""
+def block_size_of_codes(num_rows: int, num_experts: int, kind: str, step: int = min(STEPS)) -> int:
+    """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights of this type.
+
+    It suits the tiles of the fastest kernel. `step` is the k-tile by WGMMA, or 0 if it takes no such weights.
+    """
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
-    if _BY_WGMMA.get(kind, num_rows) * num_experts < num_rows <= _MAX_WGMMA_ROWS * num_experts:
-        return max(_FEW_ROWS_BLOCK, block_size_of_packed(num_rows, num_experts))
-    few = num_rows <= _MAX_ROWS * num_experts
-    return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
+    rows, tile = tuning.power_of_two(num_rows) / num_experts, block_size_of_packed(num_rows, num_experts)
+    tile, dense_tile = max(_FEW_ROWS_BLOCK, tile), block_size_for(num_rows, num_experts)
+    costs = {
+        _FEW_ROWS_BLOCK: coded_cost.by_mma(kind, rows, _mma_tile(rows, _FEW_ROWS_BLOCK)),
+        dense_tile: coded_cost.dense(kind, rows, dense_tile),
+    }
+    if rows <= packed_tile.MAX_ROWS and coded_cost.by_wgmma(kind, rows, tile, step) < min(costs.values()):
+        return tile
+    return min(costs, key=costs.__getitem__)
 
 
-def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu supports this problem and is faster than the other kernels."""
-    p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
-    return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
+def _mma_tile(rows: float, block_size: int) -> int:
+    """Slots of a tile of wq_grouped_gemm_sm80.cu."""
+    return 8 if rows <= 8 or block_size % 16 else 16
+
+
+def _cost_by_mma(problem: CodedProblem, device: Device) -> float:
+    """The cost by wq_grouped_gemm_sm80.cu; infinite if it does not support this problem."""
+    p = problem.product
+    tile_m = _mma_tile(p.rows_of_expert, p.lists.block_size)
+    supported = p.b_rows % _ROWS == 0 and device.supports("mma")
+    return coded_cost.by_mma(str(problem.weight.type), p.rows_of_expert, tile_m) if supported else math.inf
+
+
+def _cost_by_wgmma(problem: CodedProblem, device: Device) -> float:
+    """The cost by wq_grouped_gemm_sm90.cu; infinite if it does not support this problem."""
+    if not coded_hopper.serves(problem, device):
+        return math.inf
+    config, rows = coded_hopper.choose(problem), problem.product.rows_of_expert
+    return coded_cost.by_wgmma(str(problem.weight.type), rows, config.tile_m, config.step)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
     """Whether a kernel with fused dequantization runs on the device, supports this problem, and beats dequantizing
     first."""
     p, w = problem.product, problem.weight
-    sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
+    lane_scales = 2 if w.tiled else 1  # most scales of a lane
+    sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and lane_scales * w.group_size * w.bits // 8 % _LANE_BYTES == 0
     sizes = sizes and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
-    sizes = sizes and p.b_rows * w.groups < 2**32  # scales of an expert have 32-bit offsets
+    sizes = sizes and (p.b_rows + 127) * (w.groups + 3) < 2**32  # scales of an expert have 32-bit offsets
     aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
-    if not (sizes and aligned):
+    if w.tiled and isinstance(w.scales, TensorArg):
+        aligned = aligned and w.scales.alignment >= 2  # a lane reads two scales at once
+    # No fused kernel has been measured with more rows of an expert.
+    if not (sizes and aligned) or p.rows_of_expert > packed_tile.MAX_ROWS:
         return False
     if device.supports("matrix_cores"):
         size = packed_tile.STEP if w.groups == 1 else w.group_size
-        groups = size % packed_tile.STEP == 0 or packed_tile.STEP % size == 0
-        return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
+        return size % packed_tile.STEP == 0 or packed_tile.STEP % size == 0
     # e8m0 scales do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
-    few = p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
-    return kind and (few or _by_wgmma(problem, device))
+    cost = min(_cost_by_mma(problem, device), _cost_by_wgmma(problem, device))
+    dense_tile = next(size for size in _DENSE_TILES if p.lists.block_size % size == 0)
+    return kind and cost < coded_cost.dense(str(w.type), p.rows_of_expert, dense_tile)
 
 
 def choose(problem: CodedProblem, device: Device) -> Config:
@@ -190,9 +212,9 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     if device.supports("matrix_cores"):
         tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
         return CodedTileConfig(tile.tile_m, tile.tile_n, tile.warps_m, tile.warps_n, tile.depth)
-    if _by_wgmma(problem, device):
+    if _cost_by_wgmma(problem, device) < _cost_by_mma(problem, device):
         return coded_hopper.choose(problem)
-    tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
+    tile_m = _mma_tile(p.rows_of_expert, p.lists.block_size)
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")

@@ -23,6 +23,7 @@ def gathered(
     perm: TensorArg | None = None,
     by_place: bool = False,
     lane_step: int = 0,
+    lane_pairs: int = 0,
 ) -> tuple[Launch, Operand]:
     """The launch that gathers the activations into a workspace, and the operand that describes it.
 
@@ -33,6 +34,7 @@ def gathered(
         perm: [num_experts, K], the order of columns; or None.
         by_place: whether each slot of the lists has a row; else each row of out has one.
         lane_step: elements of K in a k-tile of wq_grouped_gemm_sm90.cu, to permute columns to its order; or 0.
+        lane_pairs: pairs of quants in a word of this kernel's weights.
     """
     places = lists.num_blocks * lists.block_size
     rows = places if by_place else num_rows
@@ -47,6 +49,7 @@ def gathered(
         PERMUTED=perm is not None,
         BY_PLACE=by_place,
         LANE_STEP=lane_step,
+        LANE_PAIRS=lane_pairs,
         VEC_SIZE=vec_size,
         NUM_THREADS=_NUM_THREADS,
     ).launch(

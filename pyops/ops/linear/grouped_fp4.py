@@ -12,6 +12,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_ROWS, rounded_up
+from .block_experts import fused
 from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat, dense_bytes
 from .gemm_problem import Operand
 from .grouped_plan import plan
@@ -28,7 +29,6 @@ from .grouped_rows import (
     swapped,
     weights_of,
 )
-from .mxfp4 import few_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,16 +88,15 @@ def _plan(
     format.check_scales(a_scales, rows=None, columns=columns)
     format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
     check.elements(alphas, float32, num_experts)
-    if format is MXFP4:
-        lists_by = problem_sizes, expert_offsets, scale_offsets
-        if (by_codes := few_rows(out, a, b, a_scales, b_scales, *lists_by)) is not None:
-            return by_codes
+    operands, lists_by = (out, a, b, a_scales, b_scales), (problem_sizes, expert_offsets, scale_offsets)
+    if (launches := fused(format, *operands, *lists_by, alphas)) is not None:
+        return launches
     dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (num_rows, num_experts * n))
-    operands = (
+    dense = (
         Operand.of_scratch(dense_a, bfloat16, num_rows, k),
         Operand.of_scratch(dense_b, bfloat16, num_experts * n, k),
     )
-    product = plan(GroupedProblem(out, *operands, num_experts, k, lists, b_scales=alphas))
+    product = plan(GroupedProblem(out, *dense, num_experts, k, lists, b_scales=alphas))
     if product.empty:
         return []
     return [
@@ -156,9 +155,9 @@ def cutlass_fp4_group_mm(
 ) -> None:
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-    A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
-    not share rows. Modelled on vLLM's op of this name.
+    A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
+    experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
+    below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -207,8 +206,8 @@ def example_cutlass_fp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, *sizes).values()
@@ -229,9 +228,7 @@ def cutlass_mxfp4_group_mm(
     """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-    bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-    weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
-    name.
+    bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as in `cutlass_fp4_group_mm`.
@@ -272,8 +269,8 @@ def example_cutlass_mxfp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
 
@@ -339,8 +336,8 @@ def example_cutlass_mxfp8_grouped_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 136,
-    input_size: int = 160,
+    output_size: int = 192,
+    input_size: int = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, MXFP8, *sizes).values()

@@ -94,9 +94,13 @@ class PackedConfig:
             )
             if one.boxes <= max_boxes(problem)
             and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
-            and (one.max_parts == one.neighbours == 1 or problem.experts is None)
+            and (problem.experts is None or one.serves_blocks_of(problem.experts.lists.block_size))
             and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
+
+    def serves_blocks_of(self, slots: int) -> bool:
+        """Whether the tile divides blocks of the sorted lists of experts, and one CTA has a whole tile."""
+        return self.max_parts == self.neighbours == self.splits == 1 and slots % self.tile_m == 0
 
     def tiles(self, rows: int, columns: int) -> int:
         """Tiles of an output of this size; the adjacent tiles of a cluster count as one."""
@@ -268,7 +272,7 @@ def load_maps(
 
     scales_map = of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0)
     if weight.scales is not None and weight.scale_kind == "products":
-        shape, box = (n, weight.groups), (tile_n, groups)
+        shape, box = (n, weight.groups * problem.num_weights), (tile_n, groups)
         scales_map = TensorMap(weight.scales, int64, shape, (n * _TABLE_BYTES,), box)
     return {
         "a_map": a_map,
@@ -283,7 +287,7 @@ def _quants_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
     if weight.layout in ("w4a8", "marlin_8"):
-        sizes, box = (32 * bits, n // 32, k // 32), (32 * bits, tile_n // 32, step // 32)
+        sizes, box = (32 * bits, n // 32, problem.num_weights * k // 32), (32 * bits, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
         sizes, box = (32 * bits, n // 64, problem.num_weights * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":

@@ -116,7 +116,7 @@ class PackedProblem:
         a: [M, K], float16, bfloat16, int8 or float8_e4m3fn.
         weight: w.
         epilogue: the epilogue. Per-column scales, where the weight has none, and a bias are in `Epilogue.column_order`.
-            With experts a_scales has one scale for each whole weight.
+            With experts a_scales has one scale for each whole weight; with W4A8 one for each row.
         experts: the experts of the rows, or None.
     """
 
@@ -196,7 +196,8 @@ class PackedProblem:
         steps = self.epilogue.arguments()
         if self.experts is not None:
             sizes |= {"top_k": self.experts.top_k, "block_size": self.experts.lists.block_size}
-            steps |= {"a_scale_step": 0}
+            if w.scale_kind != "products":
+                steps |= {"a_scale_step": 0}
         others = {f"no_{name}": one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
         return {name: one for name, one in {**sizes, **steps, **others}.items() if name in taken}
 

@@ -14,9 +14,12 @@ from torch.nn.functional import gelu, relu, silu
 import pyops
 from pyops import OpError, tuning
 from pyops._core import config
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import describe_new
+from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
@@ -32,6 +35,7 @@ from pyops.ops.linear.grouped_plan import (
     serves,
 )
 from pyops.ops.linear.grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem
+from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.testing import SCHEDULES, canaries, scheduled
 from tests.ops.linear.test_products import assert_rounded_once, draw, positive
 from tests.support import packed
@@ -49,7 +53,9 @@ _SMALL = 32 * 1024  # shared memory per block of a small device
 
 
 @contextmanager
-def forced(one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig, op: str = "grouped_gemm") -> Iterator[None]:
+def forced(
+    one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig | PackedConfig, op: str = "grouped_gemm"
+) -> Iterator[None]:
     """In this context, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
@@ -323,10 +329,9 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
     assert_rounded_once(out.cpu(), exact)
 
 
-@ANY_DEVICE
-def test_cutlass_w4a8_moe_mm(device: str) -> None:
-    """Every quant in every expert; rows of no expert are left alone. Numbers are small integers with exact sums."""
-    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 80, 96, 32
+def w4a8_experts(n: int, k: int, size: int, dtype: torch.dtype, device: str) -> tuple[list[Any], torch.Tensor]:
+    """(arguments of `cutlass_w4a8_moe_mm`, float64 result): small integers with exact sums."""
+    counts, first, experts = [5, 0, 70, 3], [1, 6, 6, 80], 4
     codes = packed.draw(-8, 8, experts, n, k)
     scales = packed.draw(-4, 5, experts, k // size, n, seed=1).float().to(FP8)
     w = (codes * scales.double().transpose(1, 2).repeat_interleave(size, 2)).to(FP8).double()
@@ -337,13 +342,53 @@ def test_cutlass_w4a8_moe_mm(device: str) -> None:
     for e, (count, begin) in enumerate(zip(counts, first, strict=True)):
         rows = slice(begin, begin + count)
         exact[rows] = a_scales[rows].double() * b_scales[e].double().T * (a[rows].double() @ w[e].T)
-    out = torch.full((90, n), 7.0, dtype=BF16, device=device)
+    out = torch.full((90, n), 7.0, dtype=dtype, device=device)
     weights, _ = pyops.cutlass_encode_and_reorder_int4b_grouped(raw)
     products = pyops.cutlass_pack_scale_fp8(scales.to(device))
     sizes = torch.tensor([[n, m, k] for m in counts], dtype=torch.int32, device=device)
     moved = a_scales.to(device), b_scales.to(device), products, size, torch.tensor(first, device=device), sizes
-    pyops.cutlass_w4a8_moe_mm(out, a.to(device), weights, *moved, None, None, None, None, None)
+    return [out, a.to(device), weights, *moved, None, None, None, None, None], exact
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k", "size"), [(80, 96, 32), (96, 384, 32), (288, 256, 128), (32, 128, 128)])
+def test_cutlass_w4a8_moe_mm(n: int, k: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Every quant in every expert; rows of no expert are left alone. Weights [80, 96] are dequantized first."""
+    (out, *given), exact = w4a8_experts(n, k, size, dtype, device)
+    pyops.cutlass_w4a8_moe_mm(out, *given)
     assert_rounded_once(out.cpu(), exact)
+
+
+@needs_compiler
+@pytest.mark.parametrize("one", [PackedConfig(16, 256, 2, 1, 1), PackedConfig(32, 128, 2, 1, 1)], ids=str)
+def test_w4a8_experts_by_every_schedule(one: PackedConfig) -> None:
+    """The main loop dequantizes; all schedules give the same bits and write only rows of experts."""
+    (out, *given), exact = w4a8_experts(96, 640, 64, BF16, "cpu")
+    found = []
+    with forced(one, "cutlass_w4a8_moe_mm"):
+        for schedule in SCHEDULES:
+            held = canaries(out)
+            with scheduled(schedule):
+                pyops.cutlass_w4a8_moe_mm(held.tensor, *given)
+            held.check()
+            found.append(held.tensor)
+        assert tuning.last["cutlass_w4a8_moe_mm"] == one
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert_rounded_once(found[0], exact)
+
+
+def test_no_workspace_of_w4a8_weights() -> None:
+    """On sm_90 no launch has a workspace as large as the packed weights, for few rows and for many."""
+    op, (experts, n, k) = pyops.registry["cutlass_w4a8_moe_mm"], (64, 512, 1024)
+    for rows, dtype in ((8, "bfloat16"), (640, "bfloat16"), (6400, "float16")):
+        make = ArgMaker(device.model("sm_90"))
+        axes = {"num_experts": experts, "output_size": n, "input_size": k, "group_size": 128}
+        _, *given = op.example(make, num_tokens=rows, **axes)
+        launches = op.launches(make.full(rows, n, value=0.0, dtype=dtype), *given)
+        fixed = [one.tensor if isinstance(one, TensorMap) else one for each in launches for one in each.fixed.values()]
+        sizes_of = [one.nbytes for one in fixed if isinstance(one, Scratch)]
+        assert max(sizes_of) < experts * n * k // 2
 
 
 @ANY_DEVICE
