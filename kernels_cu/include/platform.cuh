@@ -46,6 +46,17 @@ constexpr int WARP_SIZE = 32;
 #endif
 #endif
 
+// 900 for sm_90; 0 on AMD. The emulation of an older GPU on the host defines PYOPS_HOST_ARCHITECTURE.
+#if defined(__CUDA_ARCH__)
+constexpr int ARCHITECTURE = __CUDA_ARCH__;
+#elif defined(PYOPS_HOST_ARCHITECTURE)
+constexpr int ARCHITECTURE = PYOPS_HOST_ARCHITECTURE;
+#else
+constexpr int ARCHITECTURE = 0;
+#endif
+// NVIDIA GPUs before sm_80 have no cp.async, no mma.sync for bfloat16, and a smaller K in that of other types.
+constexpr bool IS_TURING = 0 < ARCHITECTURE && ARCHITECTURE < 800;
+
 // lane_mask_t has a bit for each lane of a warp. (hiprtc's own headers hold the name lane_mask.)
 template <int LANES> struct lane_mask_of { using type = uint32_t; };
 template <> struct lane_mask_of<64> { using type = uint64_t; };

@@ -49,15 +49,17 @@ class Device:
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (warp-level MMA, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and WMMA, matrix_core.cuh),
-        ``"products"`` (either of these, product.cuh), ``"async_copies"`` (cp.async to shared memory), ``"clusters"``,
-        ``"tma"`` (bulk tensor copies) and ``"wgmma"`` (Hopper's warpgroup MMA).
+        The features are ``"mma"`` (warp-level MMA of float16 and int8, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and
+        WMMA, matrix_core.cuh), ``"products"`` (either of these, product.cuh), ``"bfloat16_products"``,
+        ``"async_copies"`` (cp.async to shared memory), ``"clusters"``, ``"tma"`` (bulk tensor copies) and ``"wgmma"``
+        (Hopper's warpgroup MMA).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         matrix_cores = self.arch in _MATRIX_CORES
         return {
-            "mma": capability >= 80,
-            "products": capability >= 80 or matrix_cores,
+            "mma": capability >= 75,
+            "products": capability >= 75 or matrix_cores,
+            "bfloat16_products": capability >= 80 or matrix_cores,
             "matrix_cores": matrix_cores,
             "async_copies": capability >= 80,
             "clusters": capability >= 90,
@@ -69,6 +71,7 @@ class Device:
 # AMD architectures with matrix cores that matrix_core.cuh supports.
 _MATRIX_CORES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
 _MODELS = {
+    "sm_75": Device(-1, "sm_75", 40, 32, 64 * 1024),
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
     "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),

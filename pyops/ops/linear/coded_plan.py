@@ -11,6 +11,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
 from .coded_hopper import CodedHopperConfig
@@ -180,7 +181,12 @@ def serves(problem: CodedProblem, device: Device) -> bool:
         return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
     # e8m0 scales do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
-    few = p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    few = (
+        p.b_rows % _ROWS == 0
+        and device.supports("mma")
+        and multiplies(p.dtype, device)
+        and p.rows_of_expert <= _MAX_ROWS
+    )
     return kind and (few or _by_wgmma(problem, device))
 
 

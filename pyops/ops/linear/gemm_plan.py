@@ -19,7 +19,7 @@ from .skinny_linear import SkinnyConfig
 
 _simt = Kernel("linear/gemm_simt.cu")
 
-MIN_CAPABILITY = 80  # least compute capability (major * 10 + minor) with `device.supports("mma")`
+MIN_CAPABILITY = 75  # least compute capability (major * 10 + minor) with `device.supports("mma")`
 
 # Largest weight (elements) and K of gemv.cu with one row; largest weight and most rows with several rows; above these
 # gemm_sm90_swap_ab.cu is faster. Measured on an H200 (docs/performance/products.md).
