@@ -19,6 +19,7 @@ from .._core import config
 from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
 from .._core.op.op import registry
 from .._core.system import device
+from .._core.system.device import Device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
 from .._core.text import compiler, hiprtc
 from ..host import toolchain
@@ -135,8 +136,27 @@ def _devices() -> Finding:
     for index in range(count):
         at = device.get(index)
         name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
-        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs")
+        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs" + ", by PYOPS_ARCH" * at.translates)
     return Finding("devices", True, "; ".join(names))
+
+
+def _gets() -> Finding:
+    """The instructions of matrix products on each device, or on the one whose model CPU tensors are planned for."""
+    planned = [device.get(index) for index in range(device.count())] or [device.host()]
+    return Finding("plans", None, "; ".join(dict.fromkeys(f"for {one.arch}: {kernels_of(one)}" for one in planned)))
+
+
+def kernels_of(on: Device) -> str:
+    """What the matrix products of a device are made of."""
+    if on.supports("wgmma"):
+        return "wgmma, TMA, clusters"
+    if on.supports("matrix_cores"):
+        return "matrix cores"
+    if not on.supports("mma"):
+        return "no matrix instructions"
+    if not on.supports("async_copies"):
+        return "mma.sync of float16 and int8; bfloat16 without tensor cores"
+    return "mma.sync, cp.async" + ", clusters" * on.supports("clusters")
 
 
 def _cache() -> Finding:
@@ -219,6 +239,7 @@ _PROBES: dict[str, Callable[[], Finding]] = {
     "nvrtc": _nvrtc,
     "headers": _headers,
     "devices": _devices,
+    "plans": _gets,
     "switches": _switches,
     "compile": _compile,
     "kernel": _kernel,
