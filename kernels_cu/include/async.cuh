@@ -13,7 +13,7 @@
 #if defined(PYOPS_HOST_CORE)
 constexpr bool HOLDS_COPIES = true;
 #else
-constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64) || IS_TURING;
+constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64) || PYOPS_TURING;
 #endif
 #define PYOPS_CP_ASYNC (PYOPS_CUDA && __CUDA_ARCH__ >= 800)
 

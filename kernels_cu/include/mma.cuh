@@ -50,8 +50,8 @@ DEVICE void mma_m8n8k16(int32_t (&d)[2], const uint32_t (&a)[1], const uint32_t 
 // D += A * B, the elements of A and B of type T: half_t or bf16_t.
 template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    static_assert((!PYOPS_HIP || sizeof(T) == 0) && (is_same<T, half_t> || (is_same<T, bf16_t> && !IS_TURING)));
-    if constexpr (IS_TURING) {
+    static_assert((!PYOPS_HIP || sizeof(T) == 0) && (is_same<T, half_t> || (is_same<T, bf16_t> && !PYOPS_TURING)));
+    if constexpr (PYOPS_TURING) {
         mma_m16n8k8_of_half(d, {a[0], a[1]}, {b[0]});
         mma_m16n8k8_of_half(d, {a[2], a[3]}, {b[1]});
         return;
@@ -88,7 +88,7 @@ DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 // converts the elements again for every MMA.)
 template <typename T>
 constexpr bool MULTIPLIES_BYTES =
-    is_same<T, int8_t> || (((PYOPS_HOST && !IS_TURING) || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
+    is_same<T, int8_t> || (((PYOPS_HOST && !PYOPS_TURING) || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
                            (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
 
 // D += A * B, with elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t with D in float, or int8_t with D in
@@ -96,7 +96,7 @@ constexpr bool MULTIPLIES_BYTES =
 template <typename T, typename A = T, typename Sum>
 DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert((!PYOPS_HIP || sizeof(T) == 0) && MULTIPLIES_BYTES<T>);
-    if constexpr (IS_TURING) {
+    if constexpr (PYOPS_TURING) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Sum sums[2] = {d[2 * half], d[2 * half + 1]};

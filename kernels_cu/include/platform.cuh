@@ -46,16 +46,15 @@ constexpr int WARP_SIZE = 32;
 #endif
 #endif
 
-// 900 for sm_90; 0 on AMD. The emulation of an older GPU on the host defines PYOPS_HOST_ARCHITECTURE.
-#if defined(__CUDA_ARCH__)
-constexpr int ARCHITECTURE = __CUDA_ARCH__;
-#elif defined(PYOPS_HOST_ARCHITECTURE)
-constexpr int ARCHITECTURE = PYOPS_HOST_ARCHITECTURE;
+// Whether the device is an NVIDIA GPU before sm_80. It has no cp.async, no mma.sync for bfloat16 and TF32, and a smaller K
+// in that of other types. The host backend defines it to emulate such a GPU.
+#ifndef PYOPS_TURING
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define PYOPS_TURING 1
 #else
-constexpr int ARCHITECTURE = 0;
+#define PYOPS_TURING 0
 #endif
-// NVIDIA GPUs before sm_80 have no cp.async, no mma.sync for bfloat16, and a smaller K in that of other types.
-constexpr bool IS_TURING = 0 < ARCHITECTURE && ARCHITECTURE < 800;
+#endif
 
 // lane_mask_t has a bit for each lane of a warp. (hiprtc's own headers hold the name lane_mask.)
 template <int LANES> struct lane_mask_of { using type = uint32_t; };

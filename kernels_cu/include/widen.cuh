@@ -2,6 +2,12 @@
 #pragma once
 #include "vec.cuh"
 
+#ifdef __CUDA_ARCH__
+constexpr int ARCHITECTURE = __CUDA_ARCH__;  // 900 for sm_90
+#else
+constexpr int ARCHITECTURE = 0;
+#endif
+
 // Packs two 16-bit elements of T into a word of a fragment, `low` in the lower half.
 template <typename T>
 DEVICE uint32_t pack_pair(float low, float high) {

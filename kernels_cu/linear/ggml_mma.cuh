@@ -93,7 +93,7 @@ struct GroupSums<T, TILES, false> {
 
     // results -= minima times sums, summed over the groups.
     DEVICE void subtract(float (&results)[TILES][4], const float (&minima)[2][2]) const {
-        if constexpr (IS_TURING) subtract_by_fma(results, minima);
+        if constexpr (PYOPS_TURING) subtract_by_fma(results, minima);
         else subtract_by_mma(results, minima);
     }
 

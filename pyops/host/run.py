@@ -273,10 +273,9 @@ def load(specialisation: Specialisation) -> HostFunction:
 
 
 def _text(specialisation: Specialisation) -> str:
-    """The text; where the host stands for a GPU before sm_80, it says so to headers that emulate such a GPU."""
-    arch = device.host(warp_size()).arch
-    is_older = arch.startswith("sm_7")
-    return f"#define PYOPS_HOST_ARCHITECTURE {arch[3:]}0\n" * is_older + specialisation.text
+    """The text; where the host stands for a GPU before sm_80, platform.cuh is told so."""
+    is_turing = device.host(warp_size()).arch.startswith("sm_7")
+    return "#define PYOPS_TURING 1\n" * is_turing + specialisation.text
 
 
 def _load(specialisation: Specialisation, text: str, warp_size: int) -> HostFunction:
