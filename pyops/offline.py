@@ -28,6 +28,8 @@ class Report:
 
 def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[str, ...] = ()) -> Report:
     """Compile as CuPy would on a device of architecture `arch` (``"sm_90"``), with the same options."""
+    if options:
+        nvrtc.check_version(kernel, constants)
     target = options or (f"--gpu-architecture={arch}",)
     log, binary = nvrtc.compile(kernel, constants, text, (*target, "--ptxas-options=-v"))
 

@@ -21,7 +21,7 @@ from .._core.op.op import registry
 from .._core.system import device
 from .._core.system.device import Device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.text import compiler, hiprtc
+from .._core.text import compiler, hiprtc, nvrtc
 from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
@@ -111,11 +111,13 @@ def _driver() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    assert cupy.__version__  # importing CuPy loads the NVRTC that it finds
-    from cupy_backends.cuda.libs import nvrtc
-
-    major, minor = nvrtc.getVersion()
-    return Finding("hiprtc" if cupy.cuda.runtime.is_hip else "nvrtc", True, f"{major}.{minor}")
+    found = nvrtc.version()
+    value = "{}.{}".format(*found)
+    if cupy.cuda.runtime.is_hip:
+        return Finding("hiprtc", True, value)
+    if found < nvrtc.OLDEST:
+        return Finding("nvrtc", False, f"{value}: kernels with wgmma need a newer one", pip_line(gpu_extra()))
+    return Finding("nvrtc", True, value)
 
 
 def _headers() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 import pyops
+from pyops import offline
 from pyops._core.errors import SwitchError
 from pyops._core.system import device, folders
 from pyops._core.system.gpus import GPUS
-from pyops._core.text import compiler, modules
+from pyops._core.text import compiler, modules, nvrtc
+from pyops.cli import doctor
 from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
 from tests.every_op.test_nvrtc import MISSING
@@ -95,6 +98,15 @@ def test_models_have_the_figures_of_the_table(name: str) -> None:
     assert model.cluster == (8 if int(gpu.arch[3:]) >= 90 else 1)
     assert model.index == -1
     assert device.model(gpu.arch).arch == gpu.arch
+
+
+def test_page_has_the_table() -> None:
+    rows = [
+        f"| {name} | {one.arch} | {one.num_sms} | {one.block_kib}; {one.sm_kib} | {one.l2_mib} | {one.gbs} |"
+        for name, one in GPUS.items()
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if re.match(r"\| [a-z0-9-]+ \| sm_\d+ \| ", line)] == rows
 
 
 def test_architecture_is_that_of_the_gpu(cuda: FakeCuda) -> None:
@@ -229,3 +241,45 @@ def test_cpu_tensors_are_planned_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         linear.forget()
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=2**-10, atol=2**-8)
+
+
+def test_old_nvrtc_is_refused_for_kernels_with_wgmma(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it compiles one, because its assembler would end the process."""
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 4))
+    wanted = r"N=1\nthis kernel needs NVRTC 12\.8 or newer, and 12\.4 is installed: pip install "
+    options = ("--gpu-architecture=sm_90a",)
+    with pytest.raises(pyops.CompileError, match=wanted):
+        compiler._load(0, SCALE, "scale", "test/scale.cu", "N=1", options)
+    with pytest.raises(pyops.CompileError, match=wanted):
+        offline.compile("test/scale.cu", "N=1", SCALE, "sm_90", options)
+    finding = doctor._caught("nvrtc", doctor._nvrtc)
+    assert (finding.ok, finding.value) == (False, "12.4: kernels with wgmma need a newer one")
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
+    assert doctor._nvrtc() == doctor.Finding("nvrtc", True, "12.8")
+
+
+@pytest.mark.parametrize(
+    ("arch", "told"),
+    [
+        ("sm_75", "for sm_75: mma.sync of float16 and int8; bfloat16 without tensor cores"),
+        ("sm_89", "for sm_89: mma.sync, cp.async"),
+        ("sm_90", "for sm_90: wgmma, TMA, clusters"),
+        ("sm_120", "for sm_120: mma.sync, cp.async, clusters"),
+    ],
+)
+def test_doctor_says_what_a_gpu_gets(arch: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "count", lambda: 0)
+    monkeypatch.setenv("PYOPS_ARCH", arch)
+    assert doctor._gets() == doctor.Finding("plans", None, told)
+
+
+def test_doctor_lists_gpus_and_those_that_are_too_old(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cupy", cuda)
+    monkeypatch.setattr(device, "count", lambda: 1)
+    monkeypatch.setenv("PYOPS_ARCH", "sm_80")
+    assert doctor._devices().value == "0: NVIDIA H200 sm_80, 132 SMs, by PYOPS_ARCH"
+    device.get.cache_clear()
+    cuda.properties = V100
+    finding = doctor._caught("devices", doctor._devices)
+    assert finding.ok is False
+    assert "is sm_70: the kernels need sm_75" in finding.value

@@ -76,6 +76,8 @@ def load(index: int, text: str, entry: str, kernel: str, constants: str, options
 def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
     started = time.perf_counter()
     on = device.get(index)
+    if options and not cupy.cuda.runtime.is_hip:
+        nvrtc.check_version(kernel, constants)
     load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_ptx if on.translates else _load_module
     with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {on.arch}"):
         try:
@@ -132,7 +134,7 @@ def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextMa
 
 def _load_ptx(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
     assert not options, f"{kernel}: no older architecture has an instruction set of its own"
-    parts = (text, nvrtc.version(), *nvrtc.all_options(_ptx_options(index)))
+    parts = (text, *map(str, nvrtc.version()), *nvrtc.all_options(_ptx_options(index)))
     return modules.load(parts, ".ptx", lambda: _ptx(index, text, kernel, constants))
 
 

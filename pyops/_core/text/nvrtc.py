@@ -6,8 +6,10 @@ import os
 from functools import cache
 from typing import NamedTuple
 
-from ..errors import CompileError
-from ..system.lazy import cupy
+from ..errors import CompileError, pip_line
+from ..system.lazy import cupy, gpu_extra
+
+OLDEST = 12, 8  # the assembler of 12.4 crashes on prefill_sm90.cu, and with it the process
 
 
 class Output(NamedTuple):
@@ -40,12 +42,20 @@ def all_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return (*options, *own, *(f"-I{folder}" for folder in include_folders()))
 
 
-def version() -> str:
-    """The version of NVRTC: ``"13.0"``."""
-    assert cupy.__version__
+def version() -> tuple[int, int]:
+    """The version of NVRTC."""
+    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
     from cupy_backends.cuda.libs import nvrtc
 
-    return ".".join(map(str, nvrtc.getVersion()))
+    major, minor = nvrtc.getVersion()
+    return int(major), int(minor)
+
+
+def check_version(kernel: str, constants: str) -> None:
+    """Raises CompileError if NVRTC is too old for kernels with wgmma."""
+    if (found := version()) < OLDEST:
+        told = "this kernel needs NVRTC {}.{} or newer, and {}.{} is installed: {}"
+        raise CompileError(kernel, constants, told.format(*OLDEST, *found, pip_line(gpu_extra())))
 
 
 @cache
