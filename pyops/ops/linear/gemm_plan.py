@@ -19,7 +19,8 @@ from .skinny_linear import SkinnyConfig
 
 _simt = Kernel("linear/gemm_simt.cu")
 
-MIN_CAPABILITY = 75  # least compute capability (major * 10 + minor) with `device.supports("mma")`
+# Least compute capability (major * 10 + minor) with the features "mma" and "bfloat16_products" of a device.
+MIN_CAPABILITY, MIN_BFLOAT16_CAPABILITY = 75, 80
 
 # Largest weight (elements) and K of gemv.cu with one row; largest weight and most rows with several rows; above these
 # gemm_sm90_swap_ab.cu is faster. Measured on an H200 (docs/performance/products.md).
