@@ -24,14 +24,14 @@ template <> inline double host_number<float>(uint32_t word, int) {  // TF32
 // mma.m16n8k16, k32 for 8-bit elements, or k8 for TF32; m16n8k8 for 16-bit elements and m8n8k16 for 8-bit elements have
 // fewer words: d += a * b. Each accumulator is computed in double and rounded once to float32; integer accumulators are
 // exact.
-template <typename T, typename TA = T, typename Sum, int SUMS, int WORDS_A, int WORDS_B>
-inline void host_mma(Sum (&d)[SUMS], const uint32_t (&a)[WORDS_A], const uint32_t (&b)[WORDS_B], HOST_PLACE) {
+template <typename T, typename TA = T, typename Sum, int WORDS_D, int WORDS_A, int WORDS_B>
+inline void host_mma(Sum (&d)[WORDS_D], const uint32_t (&a)[WORDS_A], const uint32_t (&b)[WORDS_B], HOST_PLACE) {
     host_operands<Sum> own = {a, b, d};
     host::warp_collective(
         "mma.m16n8", 0xffffffffu, &own,
         [](void* const* payloads, uint64_t) {
             constexpr int N = 4 / sizeof(T), K = 4 * WORDS_B * N;  // N elements in a word; K elements in a dot product
-            constexpr int TILES = SUMS / 2;                        // tiles of eight rows
+            constexpr int TILES = WORDS_D / 2;                     // tiles of eight rows
             double A[8 * TILES][K], B[8][K];
             for (int lane = 0; lane < 32; ++lane) {
                 const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
@@ -46,7 +46,7 @@ inline void host_mma(Sum (&d)[SUMS], const uint32_t (&a)[WORDS_A], const uint32_
             for (int lane = 0; lane < 32; ++lane) {
                 const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
                 const int g = lane / 4, t = lane % 4;
-                for (int i = 0; i < SUMS; ++i) {
+                for (int i = 0; i < WORDS_D; ++i) {
                     double sum = operands.d[i];
                     for (int k = 0; k < K; ++k) sum += A[g + i / 2 * 8][k] * B[2 * t + i % 2][k];
                     operands.d[i] = Sum(sum);

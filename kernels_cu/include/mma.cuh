@@ -12,8 +12,8 @@
 // next three of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8]. A word of TF32 holds one number, with
 // half as many: column t + i / 2 * 4 of A [16, 8], row t + i * 4 of B [8, 8].
 //
-// Turing (sm_75) has instructions with a smaller K, of which two or four make one of these; its mma.sync takes float16
-// and int8, not bfloat16 or TF32.
+// Turing (sm_75) has instructions with a smaller K: two or four make one of these. They take float16 and int8, not
+// bfloat16 or TF32.
 //
 // AMD's matrix cores have other shapes (matrix_core.cuh): the MMAs, loads and stores of this file do not compile there.
 
@@ -99,11 +99,11 @@ DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
     if constexpr (PYOPS_TURING) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Sum sums[2] = {d[2 * half], d[2 * half + 1]};
-            mma_m8n8k16<A>(sums, {a[half]}, {b[0]});
-            mma_m8n8k16<A>(sums, {a[half + 2]}, {b[1]});
-            d[2 * half] = sums[0];
-            d[2 * half + 1] = sums[1];
+            Sum rows[2] = {d[2 * half], d[2 * half + 1]};
+            mma_m8n8k16<A>(rows, {a[half]}, {b[0]});
+            mma_m8n8k16<A>(rows, {a[half + 2]}, {b[1]});
+            d[2 * half] = rows[0];
+            d[2 * half + 1] = rows[1];
         }
         return;
     }

@@ -98,7 +98,7 @@ struct GroupSums<T, TILES, false> {
     }
 
 private:
-    // Turing has no TF32: each lane fetches the minima of its rows and the sums of its columns, group by group.
+    // Turing has no TF32: each lane fetches minima of its rows and totals of its columns, group by group.
     DEVICE void subtract_by_fma(float (&results)[TILES][4], const float (&minima)[2][2]) const {
         const int t = threadIdx.x % 4;
 #pragma unroll

@@ -143,7 +143,7 @@ def _devices() -> Finding:
 
 
 def _gets() -> Finding:
-    """The instructions of matrix products on each device, or on the one whose model CPU tensors are planned for."""
+    """The instructions of matrix products on each device, or on the model that CPU tensors are planned for."""
     planned = [device.get(index) for index in range(device.count())] or [device.host()]
     return Finding("plans", None, "; ".join(dict.fromkeys(f"for {one.arch}: {kernels_of(one)}" for one in planned)))
 

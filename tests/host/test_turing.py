@@ -1,4 +1,4 @@
-"""Turing (sm_75) on the host backend: its MMAs against numpy, and ops with kernels whose text differs there."""
+"""Turing (sm_75) on the host backend: its MMAs against numpy, and ops with kernels that have another text there."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("cutlass_scaled_mm", {"quant_dtype": "float8_e4m3fn", "scales": "block"}, "linear/gemm_sm80.cu"),
     ("cutlass_moe_mm", {"per_row": True}, "linear/grouped_gemm_sm80.cu"),
     ("awq_gemm", {"dtype": "float16", "num_groups": 2, "is_tiled": True}, "linear/wq_gemm_sm80.cu"),
-    ("marlin_gemm", {"codes": "uint4b8", "quant_dtype": "float16", "with_bias": True}, "linear/wq_gemm_sm80.cu"),
+    ("marlin_gemm", {"quant_dtype": "float16", "with_bias": True}, "linear/wq_gemm_sm80.cu"),
     ("ggml_mul_mat_a8", {"dtype": "float16", "quant_type": 12, "num_tokens": 3}, "linear/ggml_mul_mat.cu"),  # Q4_K
     ("ggml_moe_a8", {"dtype": "float16", "quant_type": 14}, "linear/ggml_mul_mat.cu"),  # Q6_K
     ("ggml_mul_mat_a8", {"dtype": "float32", "quant_type": 12, "num_tokens": 3}, "linear/ggml_mul_mat_simt.cu"),

@@ -86,7 +86,7 @@ def _locked(folder: str) -> int:
 
 
 def _locked_byte(folder: str) -> int:
-    """Windows, which opens no folders: lock a byte of a file beside the folder, chosen by the folder's name."""
+    """Windows, which opens no folders: lock a byte of a file next to the folder, chosen by the folder's name."""
     descriptor = os.open(os.path.join(os.path.dirname(folder), "pyops.lock"), os.O_RDWR | os.O_CREAT)
     try:
         os.lseek(descriptor, zlib.crc32(os.path.basename(folder).encode()) % 2**31, os.SEEK_SET)

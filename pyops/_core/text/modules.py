@@ -1,4 +1,4 @@
-"""Compiled kernels that this library keeps on disk itself, beside those that CuPy keeps."""
+"""Compiled kernels that this library keeps on disk itself, next to those that CuPy keeps."""
 
 from __future__ import annotations
 

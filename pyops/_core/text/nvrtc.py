@@ -20,7 +20,7 @@ class Output(NamedTuple):
 
 
 def compile(kernel: str, constants: str, text: str, options: tuple[str, ...]) -> Output:
-    """Compile with CuPy's options and these, one of which names the architecture: ``"--gpu-architecture=sm_90"`` gives
+    """Compile with CuPy's options and these, among them the architecture: ``"--gpu-architecture=sm_90"`` gives
     a cubin, ``"--gpu-architecture=compute_90"`` PTX."""
     assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
     from cupy_backends.cuda.libs import nvrtc
