@@ -17,6 +17,7 @@ from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
 from ._core.errors import RankError as RankError
+from ._core.errors import UnsupportedGpuError as UnsupportedGpuError
 from ._core.launch.kernel import Kernel as Kernel
 from ._core.op.decorator import op as op
 from ._core.op.op import Op as Op

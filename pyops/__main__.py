@@ -197,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script() -> int:
     """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # pyops/_at_start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_missing_streams()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ._core.errors import CompileError
-from ._core.system.lazy import cupy
-from ._core.text.compiler import include_folders
+from ._core.text import nvrtc
 
 
 @dataclass(frozen=True)
@@ -30,25 +28,10 @@ class Report:
 
 def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[str, ...] = ()) -> Report:
     """Compile as CuPy would on a device of architecture `arch` (``"sm_90"``), with the same options."""
-    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
-    from cupy_backends.cuda.libs import nvrtc
-
-    options = (
-        *(options or (f"--gpu-architecture={arch}",)),
-        "-std=c++17",
-        "-ftz=true",
-        "--device-as-default-execution-space",
-        "--ptxas-options=-v",
-        *(f"-I{folder}" for folder in include_folders()),
-    )
-    program = nvrtc.createProgram(text, "kernel.cu", (), ())
-    try:
-        nvrtc.compileProgram(program, options)
-        log, binary = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError:
-        raise CompileError(kernel, constants, nvrtc.getProgramLog(program)) from None
-    finally:
-        nvrtc.destroyProgram(program)
+    if options:
+        nvrtc.check_version(kernel, constants)
+    target = options or (f"--gpu-architecture={arch}",)
+    log, binary = nvrtc.compile(kernel, constants, text, (*target, "--ptxas-options=-v"))
 
     def number(pattern: str) -> int:
         return sum(int(match) for match in re.findall(pattern, log))

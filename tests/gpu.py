@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one command: ``python -m tests.gpu --minutes 9 --out FOLDER [--since REV]``.
+"""All that needs a GPU, in one command: ``python -m tests.gpu --minutes 9 --out FOLDER [--since REV] [--arch sm_80]``.
 
 Four parts share the minutes: the GPU suite, the commands in docs/performance.md under "Owed to a GPU", benchmarks
 against the installed rivals, and the suite under compute-sanitizer. Time that one part saves goes to the next parts. A
@@ -296,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", metavar="REV", help="sanitize the tests of kernels that changed since this revision")
     parser.add_argument("-k", metavar="EXPRESSION", help="sanitize the tests that pytest selects by it")
     parser.add_argument("--print-tests", action="store_true", help="only print what --since makes of -k; needs no GPU")
+    parser.add_argument("--arch", help="run as an older GPU: PYOPS_ARCH of every part, such as sm_80")
     parser.add_argument("--only", choices=SHARES, action="append", help="this part (may be given several times)")
     options = parser.parse_args(arguments)
     expression = options.k or expression_of(options.since)
@@ -306,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device is None:
         print("python -m tests.gpu needs a GPU, and torch sees none", file=sys.stderr)
         return 2
+    if options.arch:
+        os.environ["PYOPS_ARCH"], device = options.arch, f"{device} as {options.arch}"
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     every: dict[str, Callable[[float], Part]] = {

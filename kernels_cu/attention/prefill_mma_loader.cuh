@@ -191,6 +191,9 @@ struct Tiles {
                 const Vec<scalar_t, 8> elements = elements_of(held[n]);
                 if constexpr (PACKED) {
                     *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;
+                } else if constexpr (!VALUES_BY_DIM) {
+                    const values_tile rows{values_at(0)};
+                    *reinterpret_cast<Vec<scalar_t, 8>*>(rows.at(token_of(i), chunk_of(i))) = elements;
                 } else {
                     const int row = token_of(i), chunk = chunk_of(i);
 #pragma unroll

@@ -21,30 +21,32 @@ template <> inline double host_number<float>(uint32_t word, int) {  // TF32
     return host::bits_as<float>(word & 0xffffe000);
 }
 
-// mma.m16n8k16, k32 for 8-bit elements, or k8 for TF32: d += a * b. Each accumulator is computed in double and rounded
-// once to float32; integer accumulators are exact.
-template <typename T, typename TA = T, typename Sum>
-inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
+// mma.m16n8k16, k32 for 8-bit elements, or k8 for TF32; m16n8k8 for 16-bit elements and m8n8k16 for 8-bit elements have
+// fewer words: d += a * b. Each accumulator is computed in double and rounded once to float32; integer accumulators are
+// exact.
+template <typename T, typename TA = T, typename Sum, int WORDS_D, int WORDS_A, int WORDS_B>
+inline void host_mma(Sum (&d)[WORDS_D], const uint32_t (&a)[WORDS_A], const uint32_t (&b)[WORDS_B], HOST_PLACE) {
     host_operands<Sum> own = {a, b, d};
     host::warp_collective(
         "mma.m16n8", 0xffffffffu, &own,
         [](void* const* payloads, uint64_t) {
-            constexpr int N = 4 / sizeof(T), K = 8 * N;  // N elements in a word; K elements in a dot product
-            double A[16][K], B[8][K];
+            constexpr int N = 4 / sizeof(T), K = 4 * WORDS_B * N;  // N elements in a word; K elements in a dot product
+            constexpr int TILES = WORDS_D / 2;                     // tiles of eight rows
+            double A[8 * TILES][K], B[8][K];
             for (int lane = 0; lane < 32; ++lane) {
                 const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
                 const int g = lane / 4, t = lane % 4;
                 for (int e = 0; e < N; ++e) {
-                    for (int i = 0; i < 4; ++i) {
-                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_number<TA>(operands.a[i], e);
+                    for (int i = 0; i < WORDS_A; ++i) {
+                        A[g + i % TILES * 8][N * (t + i / TILES * 4) + e] = host_number<TA>(operands.a[i], e);
                     }
-                    for (int i = 0; i < 2; ++i) B[g][N * (t + i * 4) + e] = host_number<T>(operands.b[i], e);
+                    for (int i = 0; i < WORDS_B; ++i) B[g][N * (t + i * 4) + e] = host_number<T>(operands.b[i], e);
                 }
             }
             for (int lane = 0; lane < 32; ++lane) {
                 const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
                 const int g = lane / 4, t = lane % 4;
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < WORDS_D; ++i) {
                     double sum = operands.d[i];
                     for (int k = 0; k < K; ++k) sum += A[g + i / 2 * 8][k] * B[2 * t + i % 2][k];
                     operands.d[i] = Sum(sum);

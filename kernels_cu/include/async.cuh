@@ -2,8 +2,8 @@
 //
 // A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and
 // cp_async_wait<N> waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the
-// other groups; other threads see them after a barrier. On AMD copies are synchronous: to hide their latency, a thread
-// loads into registers first and stores later (HOLDS_COPIES).
+// other groups; other threads see them after a barrier. On AMD and before sm_80 copies are synchronous: to hide their
+// latency, a thread loads into registers first and stores later (HOLDS_COPIES).
 
 #pragma once
 #include "vec.cuh"
@@ -13,8 +13,9 @@
 #if defined(PYOPS_HOST_CORE)
 constexpr bool HOLDS_COPIES = true;
 #else
-constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64);
+constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64) || PYOPS_TURING;
 #endif
+#define PYOPS_CP_ASYNC (PYOPS_CUDA && __CUDA_ARCH__ >= 800)
 
 // Loads BYTES bytes (4, 8 or 16) from an address that is a multiple of BYTES. If not `valid`, nothing is read and the
 // result is zeros.
@@ -48,7 +49,7 @@ DEVICE void store_held(void* shared, const uint32_t (&words)[4]) {
 template <int BYTES>
 DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
-#if PYOPS_CUDA
+#if PYOPS_CP_ASYNC
     const uint32_t to = __cvta_generic_to_shared(shared);
     const uint64_t from = __cvta_generic_to_global(global);
     const int valid_bytes = valid ? BYTES : 0;
@@ -74,7 +75,7 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 
 // Copies 16 bytes like cp_async, and has L2 fetch the whole 128-byte line, for callers that copy the rest of it soon.
 DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
-#if PYOPS_CUDA
+#if PYOPS_CP_ASYNC
     const uint32_t to = __cvta_generic_to_shared(shared);
     const uint64_t from = __cvta_generic_to_global(global);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -92,7 +93,7 @@ DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
 template <int BYTES, int OFFSET>
 DEVICE void cp_async_if(bool wanted, void* shared, const void* global) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
-#if PYOPS_CUDA
+#if PYOPS_CP_ASYNC
     const uint32_t to = __cvta_generic_to_shared(shared), is_wanted = wanted;
     const uint64_t from = __cvta_generic_to_global(global);
 #define PYOPS_COPY(CACHE, SIZE)                                            \
@@ -111,7 +112,7 @@ DEVICE void cp_async_if(bool wanted, void* shared, const void* global) {
 }
 
 DEVICE void cp_async_commit() {
-#if PYOPS_CUDA
+#if PYOPS_CP_ASYNC
     asm volatile("cp.async.commit_group;" : : : "memory");
 #elif PYOPS_HOST
     host::commit_copies();
@@ -120,9 +121,10 @@ DEVICE void cp_async_commit() {
 
 template <int GROUPS_IN_FLIGHT>
 DEVICE void cp_async_wait() {
-#if PYOPS_CUDA
+#if PYOPS_CP_ASYNC
     asm volatile("cp.async.wait_group %0;" : : "n"(GROUPS_IN_FLIGHT) : "memory");
 #elif PYOPS_HOST
     host::wait_for_copies(GROUPS_IN_FLIGHT);
 #endif
 }
+#undef PYOPS_CP_ASYNC

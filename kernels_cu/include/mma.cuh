@@ -12,15 +12,50 @@
 // next three of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8]. A word of TF32 holds one number, with
 // half as many: column t + i / 2 * 4 of A [16, 8], row t + i * 4 of B [8, 8].
 //
+// Turing (sm_75) has instructions with a smaller K: two or four make one of these. They take float16 and int8, not
+// bfloat16 or TF32.
+//
 // AMD's matrix cores have other shapes (matrix_core.cuh): the MMAs, loads and stores of this file do not compile there.
 
 #pragma once
 #include "widen.cuh"
 
+// D += A * B of float16 on Turing: A [16, 8] and B [8, 8], which are the first halves of the fragments above.
+DEVICE void mma_m16n8k8_of_half(float (&d)[4], const uint32_t (&a)[2], const uint32_t (&b)[1]) {
+#if PYOPS_CUDA
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+#elif PYOPS_HOST
+    host_mma<half_t>(d, a, b);
+#endif
+}
+
+// D += A * B of int8 on Turing: A [8, 16] and B [16, 8]; the elements of A may be uint8_t.
+template <typename A>
+DEVICE void mma_m8n8k16(int32_t (&d)[2], const uint32_t (&a)[1], const uint32_t (&b)[1]) {
+#if PYOPS_CUDA
+#define PYOPS_MMA(FORMATS)                                                                     \
+    asm("mma.sync.aligned.m8n8k16.row.col.s32." FORMATS ".s32 {%0, %1}, {%2}, {%3}, {%0, %1};" \
+        : "+r"(d[0]), "+r"(d[1])                                                               \
+        : "r"(a[0]), "r"(b[0]))
+    if constexpr (is_same<A, uint8_t>) PYOPS_MMA("u8.s8");
+    else PYOPS_MMA("s8.s8");
+#undef PYOPS_MMA
+#elif PYOPS_HOST
+    host_mma<int8_t, A>(d, a, b);
+#endif
+}
+
 // D += A * B, the elements of A and B of type T: half_t or bf16_t.
 template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    static_assert((!PYOPS_HIP || sizeof(T) == 0) && (is_same<T, half_t> || is_same<T, bf16_t>));
+    static_assert((!PYOPS_HIP || sizeof(T) == 0) && (is_same<T, half_t> || (is_same<T, bf16_t> && !PYOPS_TURING)));
+    if constexpr (PYOPS_TURING) {
+        mma_m16n8k8_of_half(d, {a[0], a[1]}, {b[0]});
+        mma_m16n8k8_of_half(d, {a[2], a[3]}, {b[1]});
+        return;
+    }
 #if PYOPS_CUDA
 #define PYOPS_MMA(FORMAT)                                          \
     asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT \
@@ -52,14 +87,26 @@ DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 // mma_m16n8k16. (Data-centre GPUs from sm_90 on have the fp8 instruction, too, but not in hardware: the compiler
 // converts the elements again for every MMA.)
 template <typename T>
-constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t> || ((PYOPS_HOST || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
-                                                         (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
+constexpr bool MULTIPLIES_BYTES =
+    is_same<T, int8_t> || (((PYOPS_HOST && !PYOPS_TURING) || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
+                           (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
 
 // D += A * B, with elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t with D in float, or int8_t with D in
 // int32_t. With int8_t, the elements of A may be uint8_t.
 template <typename T, typename A = T, typename Sum>
 DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert((!PYOPS_HIP || sizeof(T) == 0) && MULTIPLIES_BYTES<T>);
+    if constexpr (PYOPS_TURING) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Sum rows[2] = {d[2 * half], d[2 * half + 1]};
+            mma_m8n8k16<A>(rows, {a[half]}, {b[0]});
+            mma_m8n8k16<A>(rows, {a[half + 2]}, {b[1]});
+            d[2 * half] = rows[0];
+            d[2 * half + 1] = rows[1];
+        }
+        return;
+    }
 #if PYOPS_CUDA
 #define PYOPS_MMA(SUM, FORMATS, CONSTRAINT)                                      \
     asm("mma.sync.aligned.m16n8k32.row.col." SUM "." FORMATS "." SUM             \

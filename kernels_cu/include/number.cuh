@@ -245,11 +245,13 @@ template <> DEVICE void multiply_add_pair<half_t>(half_t* out, const half_t* a, 
     as_word(out) =
         pair_word(__hfma2(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b)), word_as<__half2>(as_word(c))));
 }
+#if __CUDA_ARCH__ >= 800
 template <> DEVICE void multiply_add_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b, const bf16_t* c) {
     using pair_t = __nv_bfloat162;
     as_word(out) =
         pair_word(__hfma2(word_as<pair_t>(as_word(a)), word_as<pair_t>(as_word(b)), word_as<pair_t>(as_word(c))));
 }
+#endif
 #if __CUDA_ARCH__ >= 860
 // The result of the instruction is the larger magnitude with the XOR of both signs, so no instruction is spent on
 // clearing signs.

@@ -46,6 +46,16 @@ constexpr int WARP_SIZE = 32;
 #endif
 #endif
 
+// Whether the device is an NVIDIA GPU before sm_80. It has no cp.async, no mma.sync for bfloat16 and TF32, and a smaller K
+// in that of other types. The host backend defines it to emulate such a GPU.
+#ifndef PYOPS_TURING
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define PYOPS_TURING 1
+#else
+#define PYOPS_TURING 0
+#endif
+#endif
+
 // lane_mask_t has a bit for each lane of a warp. (hiprtc's own headers hold the name lane_mask.)
 template <int LANES> struct lane_mask_of { using type = uint32_t; };
 template <> struct lane_mask_of<64> { using type = uint64_t; };

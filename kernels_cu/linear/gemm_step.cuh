@@ -30,7 +30,7 @@ struct HeldChunks {
     static constexpr int STRIDE = NUM_THREADS / 8, COUNT = ceil_div(ROWS, STRIDE);
     uint32_t chunks[HOLDS_COPIES ? COUNT : 1][4];
 
-    DEVICE uint32_t* of(int row) { return chunks[HOLDS_COPIES ? (row - int(threadIdx.x) / 8) / STRIDE : 0]; }
+    DEVICE uint32_t* of(int row) { return chunks[HOLDS_COPIES ? (row - int(threadIdx.x / 8)) / STRIDE : 0]; }
     // Stores the held chunks to the rows of a stage, from `first` on. The caller puts MMAs between the loads and this
     // call to hide the latency, and a barrier between the last MMAs that read the stage and this call.
     DEVICE void store(const tile_t& stage, int first) const {

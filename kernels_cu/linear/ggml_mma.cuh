@@ -93,12 +93,41 @@ struct GroupSums<T, TILES, false> {
 
     // results -= minima times sums, summed over the groups.
     DEVICE void subtract(float (&results)[TILES][4], const float (&minima)[2][2]) const {
+        if constexpr (PYOPS_TURING) subtract_by_fma(results, minima);
+        else subtract_by_mma(results, minima);
+    }
+
+private:
+    // The total of the lane's row of tile j in its group `own`.
+    DEVICE float total_of(int j, int own) const { return sums[j][own] + sums[j][own + 2]; }
+    // Turing has no TF32: each lane fetches minima of its rows and totals of its columns, group by group.
+    DEVICE void subtract_by_fma(float (&results)[TILES][4], const float (&minima)[2][2]) const {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const int owner = group / LANE_GROUPS, own = group % LANE_GROUPS;
+            const float rows[2] = {shfl<4>(minima[0][own], owner), shfl<4>(minima[1][own], owner)};
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+                const float total = total_of(j, own);
+#pragma unroll
+                for (int column = 0; column < 2; ++column) {
+                    const float of_column = shfl<32>(total, (2 * t + column) * 4 + owner);
+#pragma unroll
+                    for (int row = 0; row < 2; ++row) {
+                        results[j][2 * row + column] = fmaf(-rows[row], of_column, results[j][2 * row + column]);
+                    }
+                }
+            }
+        }
+    }
+    DEVICE void subtract_by_mma(float (&results)[TILES][4], const float (&minima)[2][2]) const {
         const float rows[4] = {minima[0][0], minima[1][0], minima[0][1], minima[1][1]};
         uint32_t high_rows[4], low_rows[4];
         split(rows, high_rows, low_rows);
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-            const float columns[2] = {sums[j][0] + sums[j][2], sums[j][1] + sums[j][3]};
+            const float columns[2] = {total_of(j, 0), total_of(j, 1)};
             uint32_t high[2], low[2];
             split(columns, high, low);
             float products[4] = {};
@@ -109,8 +138,6 @@ struct GroupSums<T, TILES, false> {
             for (int i = 0; i < 4; ++i) results[j][i] -= products[i];
         }
     }
-
-private:
     // x = high + low, both TF32.
     template <int N>
     static DEVICE void split(const float (&x)[N], uint32_t (&high)[N], uint32_t (&low)[N]) {

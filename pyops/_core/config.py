@@ -46,6 +46,12 @@ def jit_forbidden() -> bool:
     return mode == "error"
 
 
+def arch() -> str | None:
+    """PYOPS_ARCH=sm_80: the older architecture that a GPU is planned for, and runs as; None where it is off."""
+    value = os.environ.get("PYOPS_ARCH", "").strip().lower()
+    return None if value in _OFF else value
+
+
 def vllm() -> tuple[str, ...]:
     """PYOPS_VLLM=all,-attention: the words by which vLLM's plugin chooses ops and parts; none where it is off."""
     value = os.environ.get("PYOPS_VLLM", "")

@@ -53,6 +53,17 @@ class SwitchError(ValueError):
     """An environment variable of pyops has an invalid value."""
 
 
+class UnsupportedGpuError(RuntimeError):
+    """A GPU that is older than the kernels. It is raised before anything is compiled."""
+
+    def __init__(self, index: int, name: str, arch: str) -> None:
+        super().__init__(index, name, arch)
+        self.index, self.name, self.arch = index, name, arch
+
+    def __str__(self) -> str:
+        return f"GPU {self.index}, {self.name}, is {self.arch}: the kernels need sm_75 (Turing, such as a T4) or later"
+
+
 class CompileError(RuntimeError):
     """A kernel that does not compile."""
 
@@ -164,6 +175,7 @@ for _error in (
     CompileError,
     CaptureError,
     NotLoadedError,
+    UnsupportedGpuError,
     DeviceFault,
     KernelFault,
     RankError,

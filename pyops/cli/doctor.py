@@ -19,8 +19,9 @@ from .._core import config
 from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
 from .._core.op.op import registry
 from .._core.system import device
+from .._core.system.device import Device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.text import compiler, hiprtc
+from .._core.text import compiler, hiprtc, nvrtc
 from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
@@ -110,11 +111,13 @@ def _driver() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    assert cupy.__version__  # importing CuPy loads the NVRTC that it finds
-    from cupy_backends.cuda.libs import nvrtc
-
-    major, minor = nvrtc.getVersion()
-    return Finding("hiprtc" if cupy.cuda.runtime.is_hip else "nvrtc", True, f"{major}.{minor}")
+    found = nvrtc.version()
+    value = "{}.{}".format(*found)
+    if cupy.cuda.runtime.is_hip:
+        return Finding("hiprtc", True, value)
+    if found < nvrtc.OLDEST:
+        return Finding("nvrtc", False, f"{value}: kernels with wgmma need a newer one", pip_line(gpu_extra()))
+    return Finding("nvrtc", True, value)
 
 
 def _headers() -> Finding:
@@ -135,8 +138,27 @@ def _devices() -> Finding:
     for index in range(count):
         at = device.get(index)
         name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
-        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs")
+        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs" + ", by PYOPS_ARCH" * at.translates)
     return Finding("devices", True, "; ".join(names))
+
+
+def _gets() -> Finding:
+    """The instructions of matrix products on each device, or on the model that CPU tensors are planned for."""
+    planned = [device.get(index) for index in range(device.count())] or [device.host()]
+    return Finding("plans", None, "; ".join(dict.fromkeys(f"for {one.arch}: {kernels_of(one)}" for one in planned)))
+
+
+def kernels_of(on: Device) -> str:
+    """What the matrix products of a device are made of."""
+    if on.supports("wgmma"):
+        return "wgmma, TMA, clusters"
+    if on.supports("matrix_cores"):
+        return "matrix cores"
+    if not on.supports("mma"):
+        return "no matrix instructions"
+    if not on.supports("async_copies"):
+        return "mma.sync of float16 and int8; bfloat16 without tensor cores"
+    return "mma.sync, cp.async" + ", clusters" * on.supports("clusters")
 
 
 def _cache() -> Finding:
@@ -219,6 +241,7 @@ _PROBES: dict[str, Callable[[], Finding]] = {
     "nvrtc": _nvrtc,
     "headers": _headers,
     "devices": _devices,
+    "plans": _gets,
     "switches": _switches,
     "compile": _compile,
     "kernel": _kernel,

@@ -20,6 +20,7 @@ from typing import Any
 from .._core import locks, log
 from .._core.errors import KernelFault, called
 from .._core.launch.kernel import Specialisation
+from .._core.system import device
 from .._core.text import source
 from .._core.text.compiler import Compiled, told
 from .build import Unit, build, unit
@@ -255,7 +256,7 @@ _locks: dict[tuple[str, int], threading.Lock] = {}
 
 def loaded(specialisation: Specialisation) -> bool:
     """Whether the kernel is loaded, for warps as this thread's launches have them."""
-    return (specialisation.text, warp_size()) in _loaded
+    return (_text(specialisation), warp_size()) in _loaded
 
 
 def load(specialisation: Specialisation) -> HostFunction:
@@ -263,12 +264,18 @@ def load(specialisation: Specialisation) -> HostFunction:
 
     Raises CompileError, and MissingDependencyError where there is no compiler.
     """
-    key = (specialisation.text, warp_size())
+    key = (_text(specialisation), warp_size())
     found = _loaded.get(key)
     if found is None:
         with specialisation.needing_files(), _locks.setdefault(key, locks.new()):
             found = _loaded.get(key) or _loaded.setdefault(key, _load(specialisation, *key))
     return found
+
+
+def _text(specialisation: Specialisation) -> str:
+    """The text; where the host stands for a GPU before sm_80, platform.cuh is told so."""
+    is_turing = device.host(warp_size()).arch.startswith("sm_7")
+    return "#define PYOPS_TURING 1\n" * is_turing + specialisation.text
 
 
 def _load(specialisation: Specialisation, text: str, warp_size: int) -> HostFunction:

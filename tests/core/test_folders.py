@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +156,70 @@ def test_waiting_for_a_folder_ends_with_its_patience(tmp_path: Path, monkeypatch
     with folders.worked_in(folder) as again:
         assert again == folder
     assert list(tmp_path.iterdir()) == []
+
+
+class FakeMsvcrt:
+    """Windows's locks of bytes of a file: they belong to a descriptor, and exclude those of the same process, too."""
+
+    LK_NBLCK, LK_UNLCK = 2, 0
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], int] = {}  # (file, byte) -> descriptor
+
+    def locking(self, descriptor: int, mode: int, count: int) -> None:
+        byte = os.fstat(descriptor).st_ino, os.lseek(descriptor, 0, os.SEEK_CUR)
+        assert count == 1
+        assert byte[1] < 2**31
+        if mode == self.LK_UNLCK:
+            assert self.held.pop(byte) == descriptor
+        elif byte in self.held:
+            raise OSError(errno.EACCES, "locked")
+        else:
+            self.held[byte] = descriptor
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> FakeMsvcrt:
+    """A platform with the locks of Windows, which cannot open folders."""
+    made, real = FakeMsvcrt(), os.open
+
+    def open_file(path: str, *more: Any, **named: Any) -> int:
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "a folder", path)
+        return real(path, *more, **named)
+
+    monkeypatch.setattr(folders, "fcntl", None)
+    monkeypatch.setattr(folders, "msvcrt", made)
+    monkeypatch.setattr(os, "open", open_file)
+    return made
+
+
+def test_locks_of_windows(windows: FakeMsvcrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One holder of a folder at a time, others at the same time, and what a killed process has left is removed."""
+    folder, other = (str(tmp_path / f"{name}{folders.SUFFIX}") for name in ("folder", "other"))
+    os.mkdir(folder)
+    Path(folder, "left").touch()
+    monkeypatch.setattr(folders, "PATIENCE", 0.05)
+    monkeypatch.setattr(shutil, "rmtree", rmtree_by_path)
+    with folders.worked_in(folder) as first, folders.worked_in(other) as second:
+        assert (first, second) == (folder, other)
+        assert os.listdir(folder) == []
+        assert len(windows.held) == 2
+        folders.sweep(str(tmp_path))
+        assert os.path.isdir(folder)
+        with folders.worked_in(folder) as instead:
+            assert instead != folder
+    assert not windows.held
+    with folders.worked_in(folder) as again:
+        assert again == folder
+    assert os.listdir(tmp_path) == ["pyops.lock"]
+
+
+def rmtree_by_path(folder: str, **_: Any) -> None:
+    """As shutil.rmtree does on Windows, without opening folders."""
+    for entry in os.scandir(folder):
+        os.remove(entry)
+    os.rmdir(folder)
 
 
 FORKED = (

@@ -1,8 +1,8 @@
 """The specialisations of the axes table compile for every architecture, on a machine with or without a device.
 
 No kernel here declares local memory, so none may spill or keep an array on the stack. Nor may the assembler serialise
-wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation, the others a fixed sample of each
-op's.
+wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation for every architecture, the others a
+fixed sample of each op's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pyops._core.tensors.tensor import TensorArg
 from pyops._core.text import compiler
 from pyops.example import ArgMaker
 from tests.support import axes
-from tests.support.profiles import PROFILE, varied
+from tests.support.profiles import PROFILE, sample, varied
 
-ARCHS = ("sm_80", "sm_90", "sm_100")
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 # Choices of a plan besides the axes: few or many rows, and addresses that allow only one element per access. (The last
 # changes the same few instructions everywhere, so one architecture and many rows suffice.)
 SITUATIONS = ((16, True), (4096, True))
@@ -78,13 +78,20 @@ def _placed(arg: Any, aligned: bool) -> Any:
     return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
 
+def _archs(name: str) -> list[str]:
+    """The architectures that an op is compiled for: sm_90, with most kernels, and a profile's number of others."""
+    return ["sm_90", *sample((arch for arch in ARCHS if arch != "sm_90"), PROFILE.others, name)]
+
+
 # Ops share kernels, and some of these launch the same specialisation.
 _compile = cache(offline.compile)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
+@pytest.mark.parametrize(
+    ("op", "arch"),
+    [pytest.param(op, arch, id=f"{name}-{arch}") for name, op in pyops.registry.items() for arch in _archs(name)],
+)
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     refused = []
     for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):

@@ -130,7 +130,7 @@ def test_every_family_has_an_op_here() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_forced_config_is_used(op: Op, aligned: bool) -> None:
     """And no candidate is redundant: each changes the launch."""
-    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+    for arch in ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942"):
         for num_tokens in (1, 5, 129, 4096):
             how = {"num_tokens": num_tokens, "on": device.model(arch), "aligned": aligned}
             choice, launched = _chosen(op, **how), _launched(op, **how)

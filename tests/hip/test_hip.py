@@ -14,7 +14,7 @@ import pytest
 
 from pyops._core.errors import CompileError
 from pyops._core.system import device, folders
-from pyops._core.text import hiprtc
+from pyops._core.text import hiprtc, modules
 from pyops.cli import doctor
 from tests.hip import __main__ as command
 from tests.hip import packages, saved, specialisations
@@ -215,8 +215,9 @@ class FakeRocm:
 def rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRocm:
     pytest.importorskip("cupy_backends")
     made = FakeRocm()
-    monkeypatch.setattr(hiprtc, "cupy", made)
-    monkeypatch.setattr(hiprtc, "cache_folder", lambda: str(tmp_path))
+    for module in (hiprtc, modules):
+        monkeypatch.setattr(module, "cupy", made)
+    monkeypatch.setattr(modules, "cache_folder", lambda: str(tmp_path))
     monkeypatch.setattr(device, "get", lambda index: device.model("gfx942"))
     return made
 

@@ -405,6 +405,8 @@ def test_nvrtc_takes_the_same_texts(kernel: MakeKernel, arch: str) -> None:
         ("product", MMA, {"scalar_t": dtypes.bfloat16}),
         ("staged", ASYNC, {}),
     ):
+        if arch == "sm_75" and constants.get("scalar_t") is dtypes.bfloat16:
+            continue  # Turing has no such MMA
         specialisation = kernel(name, text)(**constants)
         assert offline.compile(name, str(specialisation), specialisation.text, arch).spill_bytes == 0
 

@@ -334,6 +334,16 @@ def test_report_contents(
     assert "## owed" not in (out / "report.md").read_text()
 
 
+def test_every_part_runs_as_an_older_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYOPS_ARCH", "")
+    monkeypatch.setattr(gpu, "device_name", lambda: "Imagined GPU")
+    monkeypatch.setattr(gpu, "suite", lambda *_: Part("suite", "passed", 3.0, 4.0, os.environ["PYOPS_ARCH"], []))
+    assert gpu.main(["--arch", "sm_80", "--only", "suite", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Imagined GPU as sm_80, 9 minutes\n")
+    assert "| suite | passed | 3 | 4 | sm_80 |" in text
+
+
 def test_selected_tests_are_printed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--print-tests", "-k", "rms_norm"]) == 0
     assert gpu.main(["--print-tests"]) == 0

@@ -28,14 +28,16 @@ class Profile:
     covers: bool = True  # whether there are more combinations, until every value of every axis occurs
     slow: bool = True  # whether tests run that take seconds and are about no op
     compiles: dict[str, int] = field(default_factory=dict)  # architecture -> specialisations by NVRTC of each op
+    others: int | None = None  # architectures besides sm_90 that each op is compiled for
 
 
+_ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 PROFILES = {
     # Every op, and one variant of any other test: minutes on two cores with empty caches.
-    "dev": Profile(3, 2, 1, 2, 1, 1, 2, False, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
-    "ci": Profile(4, 3, 1, 3, 1, 2, 2, True, True, {"sm_80": 1, "sm_90": 1, "sm_100": 1}),
+    "dev": Profile(3, 2, 1, 2, 1, 1, 2, False, False, {"sm_90": 1}, 0),
+    "ci": Profile(4, 3, 1, 3, 1, 2, 2, True, True, dict.fromkeys(_ARCHS, 1), 2),
     # On a GPU only compiling takes long.
-    "gpu": Profile(10, 24, 4, None, 3, None, None, True, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
+    "gpu": Profile(10, 24, 4, None, 3, None, None, True, True, dict.fromkeys(_ARCHS, 1) | {"sm_90": 2}, 2),
     "nightly": Profile(1000),
 }
 NAME = os.environ.get("PYOPS_TEST_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")

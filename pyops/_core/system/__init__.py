@@ -2,5 +2,6 @@
 
 folders         caches on disk that processes share
 lazy            torch and cupy on demand
+gpus            figures of GPUs
 device driver   sizes of a device; calls of the driver that CuPy does not have
 """

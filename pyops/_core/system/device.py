@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
+from .. import config
+from ..errors import SwitchError, UnsupportedGpuError
+from .gpus import GPUS, Gpu
 from .lazy import cupy
 
 
@@ -21,6 +24,7 @@ class Device:
         shared_memory: bytes one block can ask for, opt-in included.
         cluster: largest thread block cluster, in CTAs; 1 for architectures without clusters.
         name: ``"nvidia-h200"``, the name of its tuning table (`tuning`); empty for a model.
+        translates: the GPU is newer than `arch`, and its driver translates kernels from PTX for `arch` (PYOPS_ARCH).
     """
 
     index: int
@@ -30,6 +34,7 @@ class Device:
     shared_memory: int
     cluster: int = 1
     name: str = ""
+    translates: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -44,34 +49,52 @@ class Device:
     @property
     def arch_feature(self) -> str:
         """The architecture-specific target, with instructions that later architectures may lack: ``"sm_90a"``."""
-        return f"{self.arch}a" if self.arch.startswith("sm_") and int(self.arch[3:]) >= 90 else self.arch
+        return f"{self.arch}a" if _capability(self.arch) >= 90 else self.arch
 
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (warp-level MMA, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and WMMA, matrix_core.cuh),
-        ``"products"`` (either of these, product.cuh), ``"async_copies"`` (cp.async to shared memory), ``"clusters"``,
-        ``"tma"`` (bulk tensor copies) and ``"wgmma"`` (Hopper's warpgroup MMA).
+        The features are ``"mma"`` (warp-level MMA of float16 and int8, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and
+        WMMA, matrix_core.cuh), ``"products"`` (either of these, product.cuh), ``"bfloat16_products"``,
+        ``"async_copies"`` (cp.async to shared memory), ``"clusters"``, ``"tma"`` (bulk tensor copies) and ``"wgmma"``
+        (Hopper's warpgroup MMA).
         """
-        capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
+        capability = _capability(self.arch)
         matrix_cores = self.arch in _MATRIX_CORES
         return {
-            "mma": capability >= 80,
-            "products": capability >= 80 or matrix_cores,
+            "mma": capability >= OLDEST,
+            "products": capability >= OLDEST or matrix_cores,
+            "bfloat16_products": capability >= 80 or matrix_cores,
             "matrix_cores": matrix_cores,
             "async_copies": capability >= 80,
             "clusters": capability >= 90,
             "tma": capability >= 90,
-            "wgmma": capability == 90,
+            "wgmma": capability == 90 and not self.translates,  # no later GPU has it
         }[feature]
 
 
 # AMD architectures with matrix cores that matrix_core.cuh supports.
 _MATRIX_CORES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
-_MODELS = {
-    "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
-    "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),
-    "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
+OLDEST = 75  # least compute capability (major * 10 + minor) for which kernels are written
+
+
+def _capability(arch: str) -> int:
+    """The compute capability of ``"sm_90"``: 90; 0 on HIP."""
+    return int(arch[3:]) if arch.startswith("sm_") else 0
+
+
+def _largest_cluster(arch: str) -> int:
+    return 8 if _capability(arch) >= 90 else 1
+
+
+def _model(gpu: Gpu) -> Device:
+    return Device(-1, gpu.arch, gpu.num_sms, 32, gpu.block_kib * 1024, _largest_cluster(gpu.arch))
+
+
+_CUDA_ARCHS = tuple(dict.fromkeys(gpu.arch for gpu in GPUS.values()))
+# {GPU or architecture: its model}
+_MODELS = {name: _model(gpu) for name, gpu in GPUS.items()} | {
+    **{gpu.arch: _model(gpu) for gpu in reversed(GPUS.values())},
     "gfx90a": Device(-1, "gfx90a", 104, 64, 64 * 1024),  # one of the two dies of an MI250X
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
     "gfx950": Device(-1, "gfx950", 256, 64, 160 * 1024),
@@ -82,14 +105,23 @@ _MODELS = {
 _HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}
 
 
-def model(arch: str = "sm_90") -> Device:
-    """The model of a device, for checks on the CPU and for compiling on a machine without a GPU."""
-    return _MODELS[arch]
+def model(name: str = "sm_90") -> Device:
+    """The model of a GPU (``"l4"``) or architecture, for checks and for compiling on a machine without it."""
+    return _MODELS[name]
 
 
 def host(warp_size: int = 32) -> Device:
     """The device model by which calls with CPU tensors are planned; the host backend runs its kernels."""
-    return _HOST[warp_size]
+    older = _asked()
+    return _HOST[warp_size] if older is None or older.warp_size != warp_size else older
+
+
+def _asked() -> Device | None:
+    """The model of the architecture that PYOPS_ARCH names."""
+    arch = config.arch()
+    if arch is not None and arch not in _CUDA_ARCHS:
+        raise SwitchError(f'PYOPS_ARCH: expected one of {", ".join(_CUDA_ARCHS)}, got "{arch}"')
+    return None if arch is None else _MODELS[arch]
 
 
 def table_name(product: str) -> str:
@@ -99,21 +131,34 @@ def table_name(product: str) -> str:
 
 @cache
 def get(index: int) -> Device:
-    """The device `index` of this process."""
+    """The device `index` of this process, as a GPU of the architecture of PYOPS_ARCH if that is older.
+
+    Raises UnsupportedGpuError for a GPU without kernels, and SwitchError for a value of PYOPS_ARCH that it cannot run.
+    """
     properties = cupy.cuda.runtime.getDeviceProperties(index)
+    name = properties["name"].decode()
     if cupy.cuda.runtime.is_hip:
         arch = properties["gcnArchName"].decode().split(":")[0]
     else:
         arch = f"sm_{properties['major']}{properties['minor']}"
-    return Device(
+        if _capability(arch) < OLDEST:
+            raise UnsupportedGpuError(index, name, arch)
+    found = Device(
         index,
         arch,
         properties["multiProcessorCount"],
         properties["warpSize"],
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
-        8 if arch.startswith("sm_") and int(arch[3:]) >= 90 else 1,
-        table_name(properties["name"].decode()),
+        _largest_cluster(arch),
+        table_name(name),
     )
+    older = _asked()
+    if older is None or older.arch == arch:
+        return found
+    if _capability(older.arch) > _capability(arch):
+        raise SwitchError(f"PYOPS_ARCH: {name} is {arch} and cannot run code for {older.arch}")
+    shared_memory = min(older.shared_memory, found.shared_memory)
+    return replace(found, arch=older.arch, shared_memory=shared_memory, cluster=older.cluster, name="", translates=True)
 
 
 @cache

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import CaptureError
-from .lazy import CUDA_LIBRARY, HIP_LIBRARIES, cupy
+from .lazy import CUDA_LIBRARY, cupy, driver_library
 
 
 class _Attribute(ctypes.Structure):
@@ -114,9 +114,8 @@ _CAPTURE_STATUS = range(900, 909)
 def _capture_call(name: str) -> Any:
     """The driver's function cu`name`, or hip`name`; None in a driver without it. CuPy has none of them for HIP."""
     is_hip = cupy.cuda.runtime.is_hip
-    for library in HIP_LIBRARIES if is_hip else (CUDA_LIBRARY,):
-        with suppress(OSError, AttributeError):
-            return getattr(ctypes.CDLL(library), ("hip" if is_hip else "cu") + name)
+    with suppress(OSError, AttributeError):
+        return getattr(driver_library(is_hip), ("hip" if is_hip else "cu") + name)
     return None
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
+
+
+def _module(name: str) -> Any:
+    """A module of one operating system; None on others."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+fcntl, msvcrt = _module("fcntl"), _module("msvcrt")  # the second on Windows
 
 SUFFIX = ".pyops.tmp"
 PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
@@ -44,38 +55,54 @@ def sweep(parent: str) -> None:
 
 
 def _taken(folder: str, seconds: float) -> int | None:
-    """Make and lock the folder, and return its descriptor; None if another process holds it for `seconds`."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
+    """Make and lock the folder, and return the lock's descriptor; None if another process holds it for `seconds`."""
     end = time.monotonic() + seconds
     while True:
         with suppress(FileExistsError):  # another process removed it between mkdir and isdir
             os.makedirs(folder, exist_ok=True)
-        with suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The previous owner may have removed the folder: this may be the lock of a deleted folder.
-                if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                    return descriptor
-            except (BlockingIOError, FileNotFoundError):
-                pass
-            except OSError:  # a file system without locks
-                os.close(descriptor)
-                return None
-            os.close(descriptor)
+        try:
+            return _locked(folder) if fcntl else _locked_byte(folder)
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError:  # a file system without locks
+            return None
         if time.monotonic() >= end:
             return None
         time.sleep(_PAUSE)
 
 
-def _remove(folder: str, lock: int) -> None:
-    import fcntl
+def _locked(folder: str) -> int:
+    """Lock the folder itself. Raises BlockingIOError if another process holds it, FileNotFoundError if it is gone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The previous owner may have removed the folder: this may be the lock of a deleted folder.
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            raise FileNotFoundError(folder)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
+
+def _locked_byte(folder: str) -> int:
+    """Windows, which opens no folders: lock a byte of a file next to the folder, chosen by the folder's name."""
+    descriptor = os.open(os.path.join(os.path.dirname(folder), "pyops.lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        os.lseek(descriptor, zlib.crc32(os.path.basename(folder).encode()) % 2**31, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    except OSError as error:
+        os.close(descriptor)
+        raise BlockingIOError(folder) from error
+    return descriptor
+
+
+def _remove(folder: str, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
+    if fcntl:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
+    else:
+        msvcrt.locking(lock, msvcrt.LK_UNLCK, 1)
     os.close(lock)
 
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import warnings
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,15 @@ def gpu_extra() -> str:
 CUDA_LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # Only packages for developers have the name without a number.
 HIP_LIBRARIES = "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"
+
+
+def driver_library(is_hip: bool) -> ctypes.CDLL:
+    """The library of the driver. Raises OSError if there is none."""
+    names = HIP_LIBRARIES if is_hip else (CUDA_LIBRARY,)
+    for name in names:
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    raise OSError(f"{names[0]} cannot be loaded")
 
 
 def driver_version() -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """From kernel text to a function. A file imports only files above it:
 
 source            the text of a kernel, with its includes and constants
-hiprtc compiler   text to function, on an AMD GPU and on any
+modules           compiled kernels on disk
+hiprtc nvrtc      the compilers, for AMD GPUs and for older architectures of NVIDIA's
+compiler          text to function
 """

@@ -1,4 +1,4 @@
-"""Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
+"""Source text to loaded function: by `cupy.RawModule`, by `hiprtc` on AMD GPUs, from PTX with PYOPS_ARCH.
 
 A function is looked up in two caches before NVRTC compiles it: this process's functions by (device, text), then CuPy's
 folder of compiled kernels by the digest of text, options, architecture and compiler.
@@ -6,21 +6,20 @@ folder of compiled kernels by the digest of text, options, architecture and comp
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from .. import locks, log
 from ..errors import CompileError
 from ..system import device, driver, folders
 from ..system.lazy import cache_folder, cupy
-from . import hiprtc
+from . import hiprtc, modules, nvrtc
+from .nvrtc import include_folders as include_folders
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,11 @@ def load(index: int, text: str, entry: str, kernel: str, constants: str, options
 
 def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
     started = time.perf_counter()
-    load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_module
-    with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {device.get(index).arch}"):
+    on = device.get(index)
+    if options and not cupy.cuda.runtime.is_hip:
+        nvrtc.check_version(kernel, constants)
+    load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_ptx if on.translates else _load_module
+    with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {on.arch}"):
         try:
             module, origin = load_module(index, text, kernel, constants, options)
         except (OSError, cupy.cuda.driver.CUDADriverError) as error:
@@ -92,7 +94,7 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         kernel,
         constants,
         index,
-        device.get(index).arch,
+        on.arch,
         (time.perf_counter() - started) * 1e3,
         origin,
         registers,
@@ -126,13 +128,29 @@ def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextMa
     """Let one process compile a kernel that no cache holds; other processes that need it wait for the cache entry."""
     if not os.access(cache_folder(), os.W_OK):
         return nullcontext()
-    digest = hashlib.sha256("\0".join((text, device.get(index).arch, *options)).encode()).hexdigest()[:32]
+    digest = modules.digest((text, device.get(index).arch, *options))
     return folders.worked_in(os.path.join(cache_folder(), f"pyops-{digest}{folders.SUFFIX}"))
+
+
+def _load_ptx(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
+    assert not options, f"{kernel}: no older architecture has an instruction set of its own"
+    parts = (text, *map(str, nvrtc.version()), *nvrtc.all_options(_ptx_options(index)))
+    return modules.load(parts, ".ptx", lambda: _ptx(index, text, kernel, constants))
+
+
+def _ptx(index: int, text: str, kernel: str, constants: str) -> bytes:
+    return nvrtc.compile(kernel, constants, text, _ptx_options(index)).binary
+
+
+def _ptx_options(index: int) -> tuple[str, ...]:
+    return (f"--gpu-architecture=compute_{device.get(index).arch[3:]}",)
 
 
 def _compile_in_memory(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
     if cupy.cuda.runtime.is_hip:
-        return hiprtc.module_of(hiprtc.compile(kernel, constants, text, device.get(index).arch, options))
+        return modules.of(hiprtc.compile(kernel, constants, text, device.get(index).arch, options))
+    if device.get(index).translates:
+        return modules.of(_ptx(index, text, kernel, constants))
     try:
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
             text,
@@ -141,24 +159,7 @@ def _compile_in_memory(index: int, text: str, kernel: str, constants: str, optio
         )
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(kernel, constants, _tail(str(error))) from None
-    module = cupy.cuda.function.Module()
-    module.load(binary)
-    return module
-
-
-@cache
-def include_folders() -> tuple[str, ...]:
-    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
-    found = []
-    try:
-        import nvidia
-
-        for root in nvidia.__path__:
-            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
-    except ImportError:
-        pass
-    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
-    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
+    return modules.of(binary)
 
 
 def _attributes(function: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from ... import check, tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float8_e4m3fn, float32, uint8
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 from .arguments import Options, PagedKV, Partials, Sparse
 from .combine import vector_width
 from .layout import CacheLayout, check_kv, max_tokens_of
@@ -84,10 +85,9 @@ class DecodeProblem:
         # Adjacent tokens of a packed cache that a lane loads at once.
         packed_run = max(run_tokens(device), 4 if layout.dtype is self.query.dtype else 8)
         return (
-            self.query.dtype is not float32
+            multiplies(self.query.dtype, device)
             and layout.aligned
             and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # larger heads spill registers
-            and device.supports("products")
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
             and (not layout.packed or layout.block_size % packed_run == 0)

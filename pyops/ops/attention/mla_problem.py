@@ -9,6 +9,7 @@ from ... import check, tuning
 from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
+from .._shared.products import multiplies
 from .combine import vector_width
 from .layout import MAX_TOKENS
 
@@ -87,7 +88,7 @@ class MlaProblem:
         is_aligned = cache.alignment == 16 and all(
             stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
         )
-        return is_aligned and self.product_dtype is not float32 and cache.device.supports("products")
+        return is_aligned and multiplies(self.product_dtype, cache.device)
 
     @property
     def uses_wgmma(self) -> bool:

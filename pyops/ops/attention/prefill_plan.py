@@ -79,7 +79,7 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     # Few rows that need two tiles per warp to read the cache once.
     many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS
-    has_registers = device.supports("mma") or device.warp_size == 64  # also for loads held in registers
+    has_registers = device.supports("async_copies") or device.warp_size == 64  # also for loads held in registers
     config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
@@ -110,10 +110,12 @@ def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
 
 def _step_tokens(problem: PrefillProblem, device: Device) -> int:
     """Tokens of a KV tile, as registers allow. With WMMA a lane has twice the accumulators that it has with MFMA, and
-    on gfx11 each lane holds a whole operand row."""
+    on gfx11 each lane holds a whole operand row. On sm_75 a lane also holds its part of the next keys and values."""
     head_size = problem.query.shape[2]
-    if device.supports("mma") or device.warp_size == 64:
+    if device.supports("async_copies") or device.warp_size == 64:
         return 64 if head_size <= 128 else 16 if problem.p_hi_lo else 32
+    if device.supports("mma"):
+        return 64 if head_size <= 64 else 32
     is_crowded = head_size > 64 or problem.is_fp8
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 

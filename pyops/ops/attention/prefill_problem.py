@@ -9,6 +9,7 @@ from ... import check, tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fn, float32
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
@@ -23,7 +24,7 @@ _MAX_FEW_ROWS = 128  # most query rows of a sequence and key-value head that cou
 def _max_head_size(device: Device) -> int:
     """Largest head size of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 are 256 registers of
     a lane."""
-    return 256 if device.supports("mma") or device.warp_size == 64 else 128
+    return 256 if device.supports("async_copies") or device.warp_size == 64 else 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +130,12 @@ class PrefillProblem:
         )
         return (
             has_registers
-            and query.dtype is not float32
+            and multiplies(query.dtype, query.device)
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
             and head_size % unit == self.value_size % unit == 0
             and head_size <= _max_head_size(query.device)
-            and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import OpError
 from ..._core.system import driver
-from ..._core.system.lazy import cupy, torch
+from ..._core.system.lazy import cupy, driver_library, torch
 from ...host import ranks
 
 if TYPE_CHECKING:
@@ -143,6 +143,5 @@ def allocation(address: int) -> tuple[bytes, int]:
 
 @cache
 def _address_range() -> Any:
-    if cupy.cuda.runtime.is_hip:
-        return ctypes.CDLL("libamdhip64.so").hipMemGetAddressRange
-    return ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    is_hip = cupy.cuda.runtime.is_hip
+    return getattr(driver_library(is_hip), "hipMemGetAddressRange" if is_hip else "cuMemGetAddressRange_v2")

@@ -12,6 +12,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 from . import coded_cost, coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
 from .coded_hopper import STEPS, CodedHopperConfig
@@ -170,7 +171,7 @@ def _cost_by_mma(problem: CodedProblem, device: Device) -> float:
     """The cost by wq_grouped_gemm_sm80.cu; infinite if it does not support this problem."""
     p = problem.product
     tile_m = _mma_tile(p.rows_of_expert, p.lists.block_size)
-    supported = p.b_rows % _ROWS == 0 and device.supports("mma")
+    supported = p.b_rows % _ROWS == 0 and device.supports("mma") and multiplies(p.dtype, device)
     return coded_cost.by_mma(str(problem.weight.type), p.rows_of_expert, tile_m) if supported else math.inf
 
 

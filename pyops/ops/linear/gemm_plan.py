@@ -7,7 +7,8 @@ from ..._core.launch.kernel import Launch
 from .gemm_engines import choose
 from .gemm_problem import GemmProblem
 
-MIN_CAPABILITY = 80  # least compute capability (major * 10 + minor) with `device.supports("mma")`
+# Least compute capability (major * 10 + minor) with the features "mma" and "bfloat16_products" of a device.
+MIN_CAPABILITY, MIN_BFLOAT16_CAPABILITY = 75, 80
 
 
 def plan(problem: GemmProblem) -> Launch:

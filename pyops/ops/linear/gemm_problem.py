@@ -15,6 +15,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32, int8
 from ..._core.tensors.tensor import TensorArg
+from .._shared import products
 from .._shared.packed_layouts import ColumnOrder
 
 SCALE_BLOCK = 128  # block-scaled GEMM: elements of K, and rows of b, under one scale
@@ -25,10 +26,10 @@ _MAX_ACCESS = 16  # bytes of the widest access
 
 
 def multiplies(dtype: DType, device: Device) -> bool:
-    """Whether gemm_step.cuh multiplies this dtype: not float32, nor fp8 on gfx11, where the upcast to float16
-    spills."""
+    """Whether gemm_step.cuh multiplies this dtype: as product.cuh does, but not fp8 on gfx11, where the upcast to
+    float16 spills."""
     widened = dtype.itemsize == 1 and dtype is not int8 and device.arch.startswith("gfx11")
-    return dtype is not float32 and device.supports("products") and not widened
+    return products.multiplies(dtype, device) and not widened
 
 
 @dataclass(frozen=True, slots=True, eq=False)

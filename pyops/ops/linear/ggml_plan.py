@@ -9,8 +9,8 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
-from ..._core.tensors.dtypes import float32
 from .._shared import ggml_formats
+from .._shared.products import multiplies
 from . import gemm_plan
 from .gemm_problem import Epilogue, Operand
 from .gemm_problem import GemmProblem as DenseProblem
@@ -103,7 +103,7 @@ class MulMatConfig:
             stages=(self.stages - 1, self.stages + 1),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        least, most = (1, 1) if device.supports("matrix_cores") else (2, self.stages + 1)
+        least, most = (2, self.stages + 1) if device.supports("async_copies") else (1, 1)
         return [
             one for one in found if least <= one.stages <= most and one.shared_memory(problem) <= device.shared_memory
         ]
@@ -266,10 +266,10 @@ def choose(problem: GgmlProblem, device: Device) -> Config:
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
     # WMMA of gfx11 is as slow as vector instructions: for small M it takes longer than ggml_mul_mat_simt.cu.
     is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
-    if problem.X.dtype is float32 or not device.supports("products") or is_slow:
+    if is_slow or not multiplies(problem.X.dtype, device):
         return GgmlSimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // UNIT)))
-    if device.supports("matrix_cores"):
+    if not device.supports("async_copies"):
         return _of_waves(problem, device, tokens, units)
     config: VecConfig | DigitsConfig | MulMatConfig
     if tokens == 1 and problem.format.name in _DIGIT_TYPES:
@@ -284,11 +284,11 @@ def choose(problem: GgmlProblem, device: Device) -> Config:
 
 
 def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> MulMatConfig:
-    """The geometry on AMD. Two blocks fit on a compute unit, so that one multiplies while the other stores its loads to
-    shared memory, unless there are at most as many blocks as compute units."""
+    """The geometry where registers hold copies. Two blocks fit on an SM, so that one multiplies while the other stores
+    its loads to shared memory, unless there are at most as many blocks as SMs."""
     tiles = -(-problem.n // 16) * problem.tiles(tokens)
     is_small = tiles < 2 * device.num_sms
-    blocks = 1 if tiles <= device.num_sms else 2  # blocks per compute unit
+    blocks = 1 if tiles <= device.num_sms else 2  # blocks per SM
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 

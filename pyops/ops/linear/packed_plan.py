@@ -14,6 +14,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from .._shared.packed_layouts import unit
+from .._shared.products import multiplies
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile
 from .gemm_rates import CLUSTERS
@@ -213,7 +214,12 @@ def _may_hold(weight: PackedWeight) -> bool:
 def serves_few(problem: PackedProblem, device: Device) -> bool:
     """Whether wq_gemm_sm80.cu has an instance for this problem."""
     w = problem.weight
-    return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
+    return (
+        device.supports("mma")
+        and multiplies(problem.compute_dtype, device)
+        and reads_codes(problem)
+        and fits(w, rows_of_step(w, 64))
+    )
 
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:

@@ -13,7 +13,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
-from .gemm_plan import MIN_CAPABILITY, plan
+from .gemm_plan import MIN_BFLOAT16_CAPABILITY, MIN_CAPABILITY, plan
 from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.
     """
-    return cuda_device_capability >= MIN_CAPABILITY
+    return cuda_device_capability >= MIN_BFLOAT16_CAPABILITY
 
 
 def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:

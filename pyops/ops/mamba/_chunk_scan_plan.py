@@ -69,8 +69,9 @@ class ChunkScanConfig:
 
 
 def choose(problem: ChunkScanProblem, device: Device) -> ChunkScanConfig:
-    """Two row tiles per warp unless they spill, so that B and C are read less often; on AMD one, for more waves."""
-    if not device.supports("mma"):
+    """Two row tiles per warp unless they spill, so that B and C are read less often. Where registers hold copies it is
+    one: on AMD for more waves, on sm_75 because two would spill."""
+    if not device.supports("async_copies"):
         return ChunkScanConfig(1, 1)
     two_tiles = problem.uses_products and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
@@ -160,7 +161,7 @@ def _launches_products(
 def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) -> tuple[int, int]:
     """Stages of chunk_scan.cu, and bytes of dynamic shared memory: x, B and C of each stage, and weights of each head.
 
-    On AMD stages are given up so that BLOCKS blocks fit on a compute unit.
+    Where registers hold copies, stages are given up so that BLOCKS blocks fit on an SM.
     """
     heads, state_size, device = problem.heads, problem.sizes[3], problem.x.device
     # Rows of 64 elements or a multiple.
@@ -173,7 +174,7 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
     stage_bytes = x_bytes + transposed_bytes + (0 if of_segments else state_bytes)
     weight_bytes = 0 if of_segments else heads * square_bytes
     stages = _STAGES
-    if not device.supports("mma"):
+    if not device.supports("async_copies"):
         decays = 2 * 4 * heads * tokens * float32.itemsize  # decays of two tiles, in static shared memory
         choices = [(blocks, n) for blocks in (BLOCKS, 1) for n in (_STAGES, 1)]
         fixed, memory = weight_bytes + decays, device.shared_memory

@@ -8,6 +8,7 @@ from math import gcd
 from ... import check, tuning
 from ..._core.tensors.dtypes import FLOATS, float32
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
 MAX_ROWS = 128  # most rows of a block of chunk_scan.cu and chunk_scan_states.cu; a row is an element of a head
@@ -90,8 +91,7 @@ class ChunkScanProblem:
         x, out, initial = self.x, self.out, self.initial_states
         state_size = self.sizes[3]
         return (
-            x.dtype is not float32
-            and x.device.supports("products")
+            multiplies(x.dtype, x.device)
             and state_size % 16 == 0
             and 16 <= state_size <= self._max_state
             and self.head_tile % 16 == 0

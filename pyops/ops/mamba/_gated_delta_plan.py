@@ -10,6 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32, int32
 from ..._core.tensors.tensor import TensorArg
+from .._shared.products import multiplies
 from ._chunk_scan_problem import check_heads
 
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
@@ -27,7 +28,7 @@ _MAX_KEY_SIZE_GFX11 = 96  # the same on gfx11, where an operand takes eight regi
 _MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles of gated_delta_chunk.cu are mostly empty
 _ALIGNMENT = 256  # most bytes of padding between the parts of shared memory
 _PREPARING = 4  # producer warps of gated_delta_chunk.cu; they prepare tiles and hold no rows
-# (tokens of a tile, stages), best first: for CUDA, and for AMD.
+# (tokens of a tile, stages), best first: with cp.async, and where registers hold copies.
 _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
@@ -80,8 +81,7 @@ class GatedDeltaProblem:
         q, k, v, o = self.tokens.q, self.tokens.k, self.tokens.v, self.tokens.o
         return (
             self.slots is None
-            and q.dtype is not float32
-            and q.device.supports("products")
+            and multiplies(q.dtype, q.device)
             and q.shape[3] % 16 == 0
             and 16 <= q.shape[3] <= (_MAX_KEY_SIZE_GFX11 if q.device.arch.startswith("gfx11") else _MAX_KEY_SIZE)
             and v.shape[3] % 32 == 0
@@ -193,7 +193,7 @@ class Tiles(NamedTuple):
 def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
     """The largest tiles of gated_delta_chunk.cu that fit into shared memory; None if none do."""
     has_mma = device.supports("mma")
-    for tokens, stages in _TILES if has_mma else _HELD_TILES:
+    for tokens, stages in _TILES if device.supports("async_copies") else _HELD_TILES:
         # Each stage holds keys, queries and values, with rows padded to 128 bytes; two tiles hold two square matrices.
         key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
         row_bytes = 128 if has_mma else 2 * (tokens + 8)

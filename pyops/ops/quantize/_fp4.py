@@ -107,7 +107,8 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
 _NUM_THREADS = 128  # threads of a block
 _MIN_ROW_THREADS = 4  # fewest threads along a row
 # Resident threads per SM, which bound the registers: 1152 for experts without a gate (13.6 us; 14.3 us with 1024), 1024
-# for others. Rows narrower than a block, and experts with a gate on sm_10x and sm_12x, need more registers: 640.
+# for others. More registers, with 640: rows narrower than a block, experts with a gate on sm_10x and sm_12x, all gates
+# on sm_75.
 _RESIDENT_EXPERTS, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640
 _NEED_MORE_REGISTERS = ("sm_10", "sm_12")
 _UNIT = 4  # rows of a unit: a thread stores their scales as one word; in a tile they are spaced by 32 rows
@@ -207,8 +208,8 @@ def choose(problem: Fp4Problem, device: Device) -> Fp4Config:
 
 
 def _resident_threads(problem: Fp4Problem, row_threads: int, device: Device) -> int:
-    gated_experts = problem.experts and problem.gated
-    if row_threads < _NUM_THREADS or (gated_experts and device.arch.startswith(_NEED_MORE_REGISTERS)):
+    crowded = device.arch == "sm_75" or (problem.experts and device.arch.startswith(_NEED_MORE_REGISTERS))
+    if row_threads < _NUM_THREADS or (problem.gated and crowded):
         return _RESIDENT_FEWER
     return _RESIDENT_EXPERTS if problem.experts and not problem.gated else _RESIDENT
 

@@ -491,7 +491,8 @@ def test_predicates_describe_kernels_of_this_library(name: str) -> None:
     has_kernel = name != "cutlass_group_gemm_supported" or "cutlass_moe_mm" in pyops.registry
     for capability in (75, 80, 89, 90, 100, 120):
         answer = _torch_op(TABLE[name])(capability)
-        assert answer is (has_kernel and Device(0, f"sm_{capability}", 1, 32, 0).supports("mma"))
+        feature = "bfloat16_products" if name == "cutlass_scaled_mm_supports_fp4" else "mma"
+        assert answer is (has_kernel and Device(0, f"sm_{capability}", 1, 32, 0).supports(feature))
         assert answer is getattr(custom_ops, name)(cuda_device_capability=capability)
 
 

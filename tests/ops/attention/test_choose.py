@@ -122,6 +122,26 @@ def test_prefill_on_matrix_cores(arch: str, head_size: int, cache: str, expected
     assert launch.shared <= on.shared_memory - 2176  # the rest is static shared memory
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "cache", "expected"),
+    [
+        ("float16", 64, "auto", (4, 1, 64)),
+        ("float16", 128, "fp8", (4, 1, 32)),
+        ("float16", 256, "auto", None),
+        ("bfloat16", 64, "auto", None),  # no such mma.sync
+    ],
+)
+def test_prefill_on_turing(dtype: str, head_size: int, cache: str, expected: tuple[int, int, int] | None) -> None:
+    """A config fits the registers, which also hold the next keys and values, and 64 KiB of shared memory."""
+    on = device.model("sm_75")
+    args = example_of(VARLEN, on, num_tokens=4096, head_size=head_size, kv_cache_dtype=cache, dtype=dtype)
+    launch, found = VARLEN.launches(*args)[0], tuning.last[VARLEN.name]
+    assert (launch.specialisation.kernel.file == "attention/prefill_mma.cu") == (expected is not None)
+    if expected is not None:
+        assert (found.num_warps, found.row_tiles, found.step_tokens) == expected
+        assert launch.shared <= on.shared_memory - 2176  # the rest is static shared memory
+
+
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)
 def test_decode_configs(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> None:
     found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL)

@@ -203,6 +203,8 @@ def test_on_matrix_cores(
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, GgmlSimtConfig(1, 4, 256)),
+        ("sm_75", 1, dtypes.float16, 12, MulMatConfig(1, 2, 4, 1, 1)),
+        ("sm_75", 9, dtypes.bfloat16, 12, GgmlSimtConfig(4, 4, 256)),
         ("gfx942", 1, dtypes.bfloat16, 12, MulMatConfig(1, 1, 4, 1, 1)),
         ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 1, 4, 1, 1)),
         ("gfx90a", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),

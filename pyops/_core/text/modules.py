@@ -1,0 +1,40 @@
+"""Compiled kernels that this library keeps on disk itself, next to those that CuPy keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..system import folders
+from ..system.lazy import cache_folder, cupy
+
+
+def load(parts: Iterable[str], suffix: str, compile: Callable[[], bytes]) -> tuple[Any, str]:
+    """(module on CuPy's current device, ``"compiled"`` or ``"disk"``), compiled by only one of the processes that need
+    it.
+
+    `parts`: all that the result depends on. Raises OSError if the cache folder is unusable.
+    """
+    path = os.path.join(cache_folder(), f"pyops-{digest(parts)}{suffix}")
+    origin = "disk"
+    if (binary := folders.read_sealed(path)) is None:
+        with folders.worked_in(path + folders.SUFFIX) as scratch:
+            if (binary := folders.read_sealed(path)) is None:  # not compiled by another process since
+                binary, origin = compile(), "compiled"
+                folders.write_sealed(os.path.join(scratch, "built"), binary)
+                os.replace(os.path.join(scratch, "built"), path)
+    return of(binary), origin
+
+
+def digest(parts: Iterable[str]) -> str:
+    """The part of a file's name that differs for other `parts`."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def of(binary: bytes) -> Any:
+    """The module of a binary or of PTX, loaded on CuPy's current device."""
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module

@@ -1,0 +1,73 @@
+"""NVRTC by its own functions: for the report of ptxas, and for PTX of an older architecture, which CuPy cannot make."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+from ..errors import CompileError, pip_line
+from ..system.lazy import cupy, gpu_extra
+
+OLDEST = 12, 8  # the assembler of 12.4 crashes on prefill_sm90.cu, and with it the process
+
+
+class Output(NamedTuple):
+    """The compiler's messages, and a cubin or PTX."""
+
+    log: str
+    binary: bytes
+
+
+def compile(kernel: str, constants: str, text: str, options: tuple[str, ...]) -> Output:
+    """Compile with CuPy's options and these, among them the architecture: ``"--gpu-architecture=sm_90"`` gives
+    a cubin, ``"--gpu-architecture=compute_90"`` PTX."""
+    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, all_options(options))
+        is_ptx = any(option.startswith("--gpu-architecture=compute_") for option in options)
+        return Output(nvrtc.getProgramLog(program), (nvrtc.getPTX if is_ptx else nvrtc.getCUBIN)(program))
+    except nvrtc.NVRTCError:
+        raise CompileError(kernel, constants, nvrtc.getProgramLog(program)) from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def all_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    """`options`, those that CuPy adds, and the folders of CUDA's headers."""
+    own = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")
+    return (*options, *own, *(f"-I{folder}" for folder in include_folders()))
+
+
+def version() -> tuple[int, int]:
+    """The version of NVRTC."""
+    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
+    from cupy_backends.cuda.libs import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return int(major), int(minor)
+
+
+def check_version(kernel: str, constants: str) -> None:
+    """Raises CompileError if NVRTC is too old for kernels with wgmma."""
+    if (found := version()) < OLDEST:
+        told = "this kernel needs NVRTC {}.{} or newer, and {}.{} is installed: {}"
+        raise CompileError(kernel, constants, told.format(*OLDEST, *found, pip_line(gpu_extra())))
+
+
+@cache
+def include_folders() -> tuple[str, ...]:
+    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
+    found = []
+    try:
+        import nvidia
+
+        for root in nvidia.__path__:
+            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
+    except ImportError:
+        pass
+    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
+    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
