@@ -188,7 +188,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                   int64_t max_tiles, int64_t a_stride, int64_t out_stride, int64_t a_scale_step,
                   int64_t a_scale_block_step, int64_t b_scale_expert_step, int64_t b_scale_step,
                   int64_t b_scale_block_step) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     Ring<STAGES> ring(stores + 4 * CONSUMERS * ExpertStore::BYTES);
@@ -200,7 +200,9 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
     }
     fence_proxy_async();
+    if (threadIdx.x == 32) prefetch_tensor_map(&b_map);
     __syncthreads();
+    await_previous_kernel();
 
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);

@@ -72,11 +72,16 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
                      int64_t max_tiles, int64_t out_stride,
                      const float* row_scales,  // [E, b_rows] or [E]
                      int64_t b_scale_expert_step, int64_t b_scale_step) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring<STAGES> ring(shared + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) ring.init(WARPS);
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&a_map);
+        prefetch_tensor_map(&quants_map);
+    }
     __syncthreads();
+    await_previous_kernel();
 
     const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                     block_tiles, max_tiles);
