@@ -48,7 +48,7 @@ MOST: dict[str, int] = {
     "shrink": 25,
     "behind": 91,
     "beside": 153,
-    "anew": 5,
+    "anew": 4,
     "room": 60,
     "apart": 105,
     "widen": 23,

@@ -1,4 +1,4 @@
-"""The rates of the cost model of dense GEMMs, as `python -m benchmarks.fit` fits them on a device."""
+"""The rates of the cost model of dense GEMMs, as `python -m benchmarks.fit gemm` fits them on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ...tuning import engines
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
-_SOFTNESS = 4.0  # two streams that overlap take the 4-norm of their times: 19 % above the slower if they are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ class GemmRates:
 
     def overlapped(self, loop: float, nbytes: int) -> float:
         """Microseconds of main loops that take `loop` while `nbytes` come from device memory."""
-        memory = nbytes / self.bytes_per_us
-        return float((loop**_SOFTNESS + memory**_SOFTNESS) ** (1 / _SOFTNESS))
+        return engines.overlapped(loop, nbytes / self.bytes_per_us)
 
 
 def of(device: Device) -> GemmRates:
