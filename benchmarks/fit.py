@@ -1,11 +1,12 @@
-"""Fit the cost model of dense GEMMs to this device: ``pyops/tuning/gemm.json``.
+"""Fit the cost model of a family of GEMMs to this device: ``pyops/tuning/<family>.json``.
 
-python -m benchmarks.fit --minutes 4 --out times.json
-python -m benchmarks.fit --times times.json --save
+python -m benchmarks.fit gemm --minutes 4 --out times.json
+python -m benchmarks.fit gemm --times times.json --save
+python -m benchmarks.fit packed --minutes 8 --save
 
-Times candidates of GEMMs that `benchmarks.models` draws, fits the rates of `GemmRates` by coordinate
-descent on the logarithms of the times, and prints the errors: how far the model is from the times, and how far the
-config that it chooses is from the best one that was timed, on rows that the fit has not seen.
+Times candidates of GEMMs that `benchmarks.models` draws, fits the rates of the family by coordinate descent on the
+logarithms of the times, and prints the errors: how far the model is from the times, and how far the config that it
+chooses is from the best one that was timed, on rows that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 import pyops
-from pyops import compile_ahead, tuning
+from pyops import SCALAR_TYPES, compile_ahead, tuning
+from pyops._core.launch.kernel import Launch
 from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
-from pyops.ops.linear.gemm_engines import choose
-from pyops.ops.linear.gemm_rates import FAMILY, GemmRates
+from pyops._core.tensors.dtypes import DType
+from pyops.ops._shared.scalar_type import ScalarType
+from pyops.ops.linear import gemm_engines, gemm_rates, packed_engines, packed_plan, packed_rates
 from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.ops.linear.packed_shape import PackedShape
 from pyops.tuning import engines
 
 from . import models, products, tune
 from .timing import QUICK, gpu_us
 
-KINDS = "bf16", "gated", "fp8", "blocks", "int8"
 _MOST_MULTIPLICATIONS = 2**37  # of a row: about 400 us
 _MAX_SETS = 16  # sets of operands: small ones stay in the L2 cache in part
 _RANDOM = 3  # candidates of a row that are drawn at random, in addition to the best by the model
@@ -45,7 +48,55 @@ _WHOLE = 0.25  # weight of the error of a whole row: candidates of one row are c
 _MAX_RATIO = 4.0  # most time of a candidate by the model, as a multiple of the best one's
 _ROUNDS = 60  # most rounds of the descent
 _STEPS = (2.0, 1.3, 1.1, 1.03, 1.01)  # factors by which a rate is changed
-_ENGINES = {engine.name: engine for engine in choose.engines}
+_FIRST = (1e-6, 1e-4, 1e-2, 1.0)  # values that are tried for a rate of 0, which no factor changes
+
+
+@dataclass(frozen=True)
+class Family:
+    """GEMMs that are chosen among in one way.
+
+    Attributes:
+        name: that of the file of rates.
+        ops: {kind of `benchmarks.models`: its op}.
+        shape: the class of its shapes.
+        choose: the choice.
+        launches: the launches of a config for a problem.
+    """
+
+    name: str
+    ops: dict[str, str]
+    shape: type[Any]
+    choose: engines.Choice[Any, Any]
+    launches: Callable[[Any, Any], list[Launch]]
+
+
+FAMILIES = {
+    one.name: one
+    for one in (
+        Family(
+            gemm_rates.FAMILY,
+            {"bf16": "linear", "gated": "linear"} | dict.fromkeys(("fp8", "blocks", "int8"), "cutlass_scaled_mm"),
+            GemmShape,
+            gemm_engines.choose,
+            lambda problem, config: [config.launch(problem)],
+        ),
+        Family(
+            packed_rates.FAMILY,
+            {
+                "w4": "marlin_gemm",
+                "awq": "awq_gemm",
+                "gptq": "gptq_gemm",
+                "w8": "marlin_gemm",
+                "w4a8": "cutlass_w4a8_mm",
+                "w4a8half": "cutlass_w4a8_mm",
+                "sparse": "gptq_marlin_24_gemm",
+            },
+            PackedShape,
+            packed_engines.choose,
+            packed_plan.launches,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -56,13 +107,13 @@ class Sample:
     engine: str
     config: str  # as it prints
     us: float
-    shape: GemmShape
+    shape: Any
 
 
-def sample(row: models.Row, generator: random.Random) -> list[Sample]:
+def sample(family: Family, row: models.Row, generator: random.Random) -> list[Sample]:
     """Times of some candidates of a row: the best of each engine by the model, the next of all, a few at random."""
     sets = [models.operands(row) for _ in range(min(_MAX_SETS, products.num_sets(models.num_bytes(row))))]
-    op = pyops.registry["linear" if row.kind in ("bf16", "gated") else "cutlass_scaled_mm"]
+    op, choose = pyops.registry[family.ops[row.kind]], family.choose
     calls = [models.contenders(row.kind)["pyops"](*one) for one in sets]
     with tune.choices(tuning, op.name) as seen:
         op.forget()
@@ -74,7 +125,8 @@ def sample(row: models.Row, generator: random.Random) -> list[Sample]:
     rest = [one for one in known[_BEST:] if one not in first]
     chosen = list(dict.fromkeys(first + known[:_BEST] + generator.sample(rest, min(_RANDOM, len(rest)))))
     chosen = [one for one in chosen if one.us < _MAX_RATIO * known[0].us]
-    compile_ahead.load([(op, one.config.launch(problem).specialisation) for one in chosen], device.index)
+    launches = [launch for one in chosen for launch in family.launches(problem, one.config)]
+    compile_ahead.load([(op, launch.specialisation) for launch in launches], device.index)
     found = []
     for one in chosen:
         op.forget()
@@ -85,16 +137,16 @@ def sample(row: models.Row, generator: random.Random) -> list[Sample]:
     return found
 
 
-def collect(minutes: float, seed: int) -> list[Sample]:
+def collect(family: Family, minutes: float, seed: int) -> list[Sample]:
     """Samples of rows of every kind in turn, until the time is over."""
     generator, end = random.Random(seed), time.monotonic() + 60 * minutes
-    drawn = [models.draw(kind, 200, seed) for kind in KINDS]
+    drawn = [models.draw(kind, 200, seed) for kind in family.ops]
     found: list[Sample] = []
     for row in (row for rows in zip(*drawn, strict=True) for row in rows):
         if time.monotonic() > end:
             break
         if row.m * row.n * row.k <= _MOST_MULTIPLICATIONS:
-            new = sample(row, generator)
+            new = sample(family, row, generator)
             best = min((one.us for one in new), default=0.0)
             print(f"{row}: {len(new)} candidates, the best takes {best:.1f} us", flush=True)
             found += new
@@ -102,44 +154,44 @@ def collect(minutes: float, seed: int) -> list[Sample]:
     return found
 
 
-def predicted(rates: GemmRates, one: Sample, device: Device) -> float:
-    """Microseconds of a sample by the model."""
-    return _ENGINES[one.engine].time_us(_config(one.shape, one.engine, one.config, device), one.shape, device, rates)
+Model = Callable[[Any], float]  # from rates to the microseconds of a sample
 
 
-@cache
-def _config(shape: GemmShape, engine: str, config: str, device: Device) -> Any:
-    """The Config of a sample. It is among those of the engine for the shape."""
-    return next(one for one in _ENGINES[engine].configs(shape, device) if repr(one) == config)
+def model(family: Family, one: Sample, device: Device) -> Model:
+    """The model of a sample. Its Config is among those of the engine for the shape."""
+    engine = next(engine for engine in family.choose.engines if engine.name == one.engine)
+    config = next(config for config in engine.configs(one.shape, device) if repr(config) == one.config)
+    return partial(engine.time_us, config, one.shape, device)
 
 
-def error(rates: GemmRates, samples: Sequence[Sample], device: Device) -> float:
+def error(rates: Any, samples: Sequence[Sample], times: Sequence[Model]) -> float:
     """Mean of the squared logarithms of the model's time over the measured one: all of it, and what of it differs
     within a row, where it decides. Configs that are far from the best of their row count less."""
-    rows: dict[str, list[Sample]] = {}
-    for one in samples:
-        rows.setdefault(one.row, []).append(one)
+    rows: dict[str, list[tuple[Sample, Model]]] = {}
+    for one, us in zip(samples, times, strict=True):
+        rows.setdefault(one.row, []).append((one, us))
     total = weights = 0.0
     for row in rows.values():
-        best = min(one.us for one in row)
-        weight = [(best / one.us) ** 2 for one in row]
-        logs = [math.log(predicted(rates, one, device) / one.us) for one in row]
+        best = min(one.us for one, _ in row)
+        weight = [(best / one.us) ** 2 for one, _ in row]
+        logs = [math.log(us(rates) / one.us) for one, us in row]
         mean = sum(w * log for w, log in zip(weight, logs, strict=True)) / sum(weight)
         total += sum(w * ((log - mean) ** 2 + _WHOLE * log**2) for w, log in zip(weight, logs, strict=True))
         weights += sum(weight)
     return total / weights
 
 
-def fit(rates: GemmRates, samples: Sequence[Sample], device: Device) -> GemmRates:
+def fit(family: Family, rates: Any, samples: Sequence[Sample], device: Device) -> Any:
     """The rates with the least error: each rate in turn is multiplied or divided while that helps."""
-    least = error(rates, samples, device)
+    times = [model(family, one, device) for one in samples]
+    least = error(rates, samples, times)
     for step in _STEPS:
         for _ in range(_ROUNDS):
             before = least
             for one in fields(rates):
-                for factor in (step, 1 / step):
-                    other = replace(rates, **{one.name: getattr(rates, one.name) * factor})
-                    now = error(other, samples, device)
+                for value in _beside(getattr(rates, one.name), step):
+                    other = replace(rates, **{one.name: value})
+                    now = error(other, samples, times)
                     if now < least:
                         rates, least = other, now
             if before - least < 1e-6:
@@ -147,14 +199,19 @@ def fit(rates: GemmRates, samples: Sequence[Sample], device: Device) -> GemmRate
     return rates
 
 
-def errors(rates: GemmRates, samples: Sequence[Sample], device: Device) -> dict[str, float]:
+def _beside(value: float, step: float) -> Iterator[float]:
+    """Values next to that of a rate."""
+    yield from (value * step, value / step) if value else _FIRST
+
+
+def errors(family: Family, rates: Any, samples: Sequence[Sample], device: Device) -> dict[str, float]:
     """How far the times are off, and what the choice loses."""
-    off = sorted(abs(math.log(predicted(rates, one, device) / one.us)) for one in samples)
-    lost = []
-    for row in dict.fromkeys(one.row for one in samples):
-        timed = [one for one in samples if one.row == row]
-        chosen = min(timed, key=lambda one: predicted(rates, one, device))
-        lost.append(chosen.us / min(one.us for one in timed) - 1)
+    predicted = [model(family, one, device)(rates) for one in samples]
+    off = sorted(abs(math.log(us / one.us)) for us, one in zip(predicted, samples, strict=True))
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for us, one in zip(predicted, samples, strict=True):
+        rows.setdefault(one.row, []).append((us, one.us))
+    lost = [min(row)[1] / min(us for _, us in row) - 1 for row in rows.values()]
     return {
         "rows": len(lost),
         "median error of a time": round(off[len(off) // 2], 4),
@@ -165,53 +222,71 @@ def errors(rates: GemmRates, samples: Sequence[Sample], device: Device) -> dict[
     }
 
 
-def as_json(one: Sample) -> dict[str, Any]:
-    names = {"dtype": one.shape.dtype.name, "out_dtype": one.shape.out_dtype.name}
-    return {**asdict(one), "shape": asdict(one.shape) | names}
+def as_json(value: Any) -> Any:
+    """A sample or a shape as JSON holds it."""
+    if isinstance(value, (DType, ScalarType)):
+        return str(value)
+    return {one.name: as_json(getattr(value, one.name)) for one in fields(value)} if is_dataclass(value) else value
 
 
-def shape_of(values: dict[str, Any]) -> GemmShape:
-    """The shape that `as_json` has written."""
-    kinds = {name: getattr(dtypes, values[name]) for name in ("dtype", "out_dtype")}
-    return GemmShape(**values | kinds)
+def from_json(kind: Any, value: Any) -> Any:
+    """What `as_json` has written of an instance of this class."""
+    if kind is DType:
+        return getattr(dtypes, value)
+    if kind is ScalarType:
+        return SCALAR_TYPES[value]
+    if not is_dataclass(kind):
+        return value
+    hints = get_type_hints(kind)
+    return kind(**{name: from_json(hints[name], one) for name, one in value.items()})  # type: ignore[operator]
 
 
-def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+def samples_of(family: Family, times: Path) -> list[Sample]:
+    """The samples that --out has written."""
+    values = json.loads(times.read_text())
+    return [Sample(**one | {"shape": from_json(family.shape, one["shape"])}) for one in values]
+
+
+def halves(family: Family, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Samples of every other row of a kind: to fit, and to check."""
     rows = list(dict.fromkeys(one.row for one in samples))
-    seen = {row: i // len(KINDS) % 2 for i, row in enumerate(rows)}
+    seen = {row: i // len(family.ops) % 2 for i, row in enumerate(rows)}
     return [one for one in samples if seen[one.row] == 0], [one for one in samples if seen[one.row] == 1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--minutes", type=float, default=4, help="for the measurements")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--out", type=Path, help="write the times to this file")
     parser.add_argument("--times", type=Path, action="append", help="fit to the times of a file, without a GPU")
     parser.add_argument("--name", default="nvidia-h200", help="with --times: the device that the times are of")
-    parser.add_argument("--save", action="store_true", help=f"write {engines.table(FAMILY)}")
+    parser.add_argument("--save", action="store_true", help="write the file of rates")
     asked = parser.parse_args(arguments)
+    family = FAMILIES[asked.family]
     if asked.times:
-        values = [one for path in asked.times for one in json.loads(path.read_text())]
-        samples = [replace(Sample(**one), shape=shape_of(one["shape"])) for one in values]
+        samples = [one for path in asked.times for one in samples_of(family, path)]
         device, name = pyops._core.system.device.model("sm_90"), asked.name
     else:
-        samples, device = collect(asked.minutes, asked.seed), pyops._core.system.device.get(torch.cuda.current_device())
+        samples = collect(family, asked.minutes, asked.seed)
+        device = pyops._core.system.device.get(torch.cuda.current_device())
         name = device.name
     if asked.out:
         asked.out.write_text(json.dumps([as_json(one) for one in samples]) + "\n")
-    first, second = halves(samples)
-    start = choose.rates_of(device)
-    print("as it is", errors(start, second, device))
-    print("fitted to half of the rows, on the others", errors(fit(start, first, device), second, device))
-    rates = fit(start, samples, device)
-    found = errors(rates, samples, device)
+    first, second = halves(family, samples)
+    start = family.choose.rates_of(device)
+    print("as it is", errors(family, start, second, device))
+    print(
+        "fitted to half of the rows, on the others", errors(family, fit(family, start, first, device), second, device)
+    )
+    rates = fit(family, start, samples, device)
+    found = errors(family, rates, samples, device)
     print("fitted to all rows", found)
     for one, value in zip(fields(rates), astuple(rates), strict=True):
         print(f"  {one.name} {value:.5g}")
     if asked.save:
-        path = engines.table(FAMILY)
+        path = engines.table(family.name)
         known = json.loads(path.read_text())
         rounded = {key: float(f"{value:.4g}") for key, value in asdict(rates).items()}
         known[name] = {"rates": rounded, "errors": found}

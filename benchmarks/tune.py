@@ -179,16 +179,30 @@ def save(path: Path, op: str, tuned: Tuned) -> None:
     """
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
     best, choice, bucket = tuned.best, tuned.choice.config, tuned.choice.problem.bucket()
-    if wrong := [name for name, value in difference(best, choice).items() if not isinstance(value, _SCALARS)]:
+    if wrong := [
+        name
+        for name, value in difference(best, choice).items()
+        if not (isinstance(value, _SCALARS) or _is_config(value))
+    ]:
         raise TypeError(f"{op}: a table cannot hold the Config's {', '.join(wrong)}")
     buckets = table.setdefault(op, {})
     buckets.pop(bucket, None)
     if best != choice:
-        values = {one.name: getattr(best, one.name) for one in fields(best)}
-        buckets[bucket] = {name: value for name, value in values.items() if isinstance(value, _SCALARS)}
+        buckets[bucket] = _entry(best)
     table = {name: dict(sorted(found.items())) for name, found in sorted(table.items()) if found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "candidates")
+
+
+def _entry(config: Config) -> dict[str, Any]:
+    """The fields that a table can hold; those of a field that is a Config itself."""
+    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    values = {name: _entry(one) if _is_config(one) else one for name, one in values.items()}
+    return {name: one for name, one in values.items() if isinstance(one, (*_SCALARS, dict))}
 
 
 def on_gpu(case: Case, effort: timing.Effort) -> tuple[Callable[[], None], Callable[[], Spread]]:

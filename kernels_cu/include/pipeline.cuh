@@ -15,14 +15,6 @@ DEVICE void load_box(uint8_t* to, const TensorMap* map, uint64_t* barrier, int x
     else tma_load(to, map, barrier, x, y);
 }
 
-// Loads ROWS rows of a tile that all BLOCKS CTAs of a cluster need. CTA `rank` loads ROWS / BLOCKS rows and multicasts
-// them to all CTAs; the boxes of the tensor map have that size. x and y are the coordinates of the whole tile.
-template <int BLOCKS, int ROWS, int ROW_BYTES>
-DEVICE void load_rows(uint8_t* to, const TensorMap* map, uint64_t* barrier, int rank, int x, int y) {
-    constexpr int PART = ROWS / BLOCKS;
-    load_box<BLOCKS>(to + rank * PART * ROW_BYTES, map, barrier, x, y + rank * PART);
-}
-
 // Zeroes bytes [begin, end) of each stage, multiples of 16, that no load fills but WGMMAs read. All `threads` threads
 // call; start_cluster() or __syncthreads() follows.
 template <int STAGES, int STAGE_BYTES>

@@ -18,9 +18,12 @@
 // are not written.
 //
 // SPLITS: cluster split-K. The CTAs of a cluster share a tile, each has a part of K, and they reduce their accumulators
-// by cluster_reduce.cuh. Tiles of more than 64 rows are stored by TMA, except with GROUPED. CUT: these tiles are
+// by cluster_reduce.cuh. Tiles of more than 64 rows are stored by TMA, except with GROUPED. CUT: tiles are
 // scheduled by stream-K (stream_k.cuh). NEIGHBOURS: the CTAs of a cluster have tiles of the same rows and adjacent
 // columns, and the same k-tiles; each loads a part of the rows of a and multicasts it.
+//
+// TMA takes as long for a row past the end of a tensor as for another one. So a's tile is loaded in boxes of
+// `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
@@ -39,7 +42,7 @@
 //     APART         whether the threads promote the accumulators of each part to float32 registers: fp8 WGMMAs
 //                   accumulate with 14 bits (wgmma.cuh), an error that a float16 result would show. CHUNK is then 2,
 //                   and a tile has at most 128 x 128 elements
-//     CUT           whether tiles are scheduled by stream-K; only for tiles of more than 64 rows
+//     CUT           whether tiles are scheduled by stream-K; then SPLITS is 1, and GROUPED false
 //     GROUPED, ROUTED    whether rows belong to experts (then SPLITS is 1), and have routing weights
 //     MIN_BLOCKS    CTAs per SM that the registers must allow
 // With SPLITS > 1 there are as many clusters as tiles.
@@ -74,7 +77,7 @@ static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPON
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
-static_assert((!CUT && NEIGHBOURS == 1) || (TMA_STORE && SPLITS == 1 && NEIGHBOURS <= 2));
+static_assert((!CUT || (SPLITS == 1 && !GROUPED)) && (NEIGHBOURS == 1 || (TMA_STORE && NEIGHBOURS == 2)));
 static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
 static_assert(!GROUPED || SPLITS == 1);
 static_assert((SPLITS == 1 || !TMA_STORE) && !GATED && BIAS <= 1 && AZP == 0);
@@ -85,7 +88,7 @@ constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : quants_t::SUM_FACTOR;
 using cluster_sums_t = ClusterSums<float, SPLITS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS * NEIGHBOURS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / NEIGHBOURS x TILE_K, swizzled
+wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of a_box_rows x 128 bytes, swizzled
              const __grid_constant__ TensorMap quants_map,  // packed_weight.cuh, boxes of a k-tile of TILE_N columns
              const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of GROUPS x TILE_N
              const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of TILE_N columns
@@ -101,9 +104,16 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
              float* partial,                                // CUT: partial accumulators of stream_k.cuh, and counters
              uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride,
              int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
-             int64_t sharers) {
+             int64_t a_box_rows, int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
+    const int box_rows = int(a_box_rows);
+    // The rows that the last tile loads; the stages of a CTA without it have zeros there, too.
+    const int last_rows = int((m % TILE_M + box_rows - 1) / box_rows * box_rows);
+    for (int i = 0; i < BOXES && last_rows > 0; ++i) {
+        zero_stages<STAGES, STAGE_BYTES>(shared, i * BOX_BYTES + last_rows * ROW_BYTES, (i + 1) * BOX_BYTES,
+                                         NUM_THREADS);
+    }
     uint8_t* const store_memory = shared + STAGES * STAGE_BYTES;  // split-K: received accumulators; else store buffers
     constexpr int BYTES = TMA_STORE ? CONSUMER_WARPS * STORE_STAGES * STORE_BYTES : cluster_sums_t::BYTES;
     const cluster_sums_t cluster_reduce{reinterpret_cast<Fragment<float>*>(store_memory),
@@ -143,15 +153,18 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
             const int first_row = tile.number % rows * TILE_M, first_column = first_column_of(tile.number / rows);
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
+            const int boxes = (min(TILE_M, int(m) - first_row) + box_rows - 1) / box_rows;
             for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
+                mbarrier_arrive_expect_tx(ring.full(), BOXES * boxes * box_rows * ROW_BYTES + LOAD_BYTES - A_BYTES);
                 lane_quants_t::load(to + A_BYTES, &quants_map, ring.full(), expert * num_k_tiles + k_tile,
                                     first_column);
                 for (int i = 0; i < BOXES; ++i) {
-                    load_rows<NEIGHBOURS, TILE_M, ROW_BYTES>(to + i * BOX_BYTES, &a_map, ring.full(), cluster_rank,
-                                                             k_tile * TILE_K + i * (TILE_K / BOXES), first_row);
+                    for (int box = cluster_rank; box < boxes; box += NEIGHBOURS) {
+                        load_box<NEIGHBOURS>(to + i * BOX_BYTES + box * box_rows * ROW_BYTES, &a_map, ring.full(),
+                                             k_tile * TILE_K + i * (TILE_K / BOXES), first_row + box * box_rows);
+                    }
                 }
                 const int group = expert * int(groups) + (GROUP_SIZE > 0 ? k_tile * TILE_K / max(1, GROUP_SIZE) : 0);
                 to += A_BYTES + QUANT_BYTES;

@@ -12,6 +12,9 @@
 // k-tiles ahead. Four consumer warpgroups take k-tiles round-robin; warp w of each multiplies the columns from 64 w on.
 // At the end the first warpgroup reduces the accumulators of all four, in their order.
 //
+// TMA takes as long for a row past the end of a tensor as for another one. So a's tile is loaded in boxes of
+// `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
+//
 // Constants
 //     those of wq_gemm_sm80.cu, with BITS 4, LAYOUT layout_marlin, layout_awq or layout_exllama, TILE_M 16,
 //     TILE_N, the columns of a warp, 64, HELD false, and GROUP_SIZE 0 or a multiple of the k-tile; and
@@ -104,7 +107,7 @@ DEVICE void prefetch_quants(const TensorMap* quants_map, int64_t m, int64_t k) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
-    const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x 64, swizzled
+    const __grid_constant__ TensorMap a_map,       // [M, K], boxes of a_box_rows x 64, swizzled
     const __grid_constant__ TensorMap quants_map,  // packed_weight.cuh, boxes of a k-tile of BLOCK_N columns
     const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of 1 x BLOCK_N
     const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of BLOCK_N columns
@@ -112,7 +115,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const a_scale_t* a_scales,                     // [M] or [1]
     const b_scale_t* b_scales,                     // [N] or [1]
     const out_t* bias,                             // [N]
-    int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step) {
+    int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
+    int64_t a_box_rows) {
     prefetch_quants(&quants_map, m, k);
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -120,10 +124,16 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         reinterpret_cast<float4*>(shared + STAGES * BLOCK_STAGE_BYTES);  // [TURNS - 1, FOURS, 128]
     Ring<STAGES> ring(exchanged + (TURNS - 1) * FOURS * 128);
     if (threadIdx.x == 0) ring.init(4);
-    start_cluster<1>();
-
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + STEP_K - 1) / STEP_K);
     const int first_row = blockIdx.x % rows * TILE_M, first_column = blockIdx.x / rows * BLOCK_N;
+    const int box_rows = int(a_box_rows), loads = (min(TILE_M, int(m) - first_row) + box_rows - 1) / box_rows;
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+        zero_stages<STAGES, BLOCK_STAGE_BYTES>(shared, i * BOX_BYTES + loads * box_rows * 128, (i + 1) * BOX_BYTES,
+                                               NUM_THREADS);
+    }
+    start_cluster<1>();
+
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     if (warp >= CONSUMER_WARPS) {
         warpgroup_reg_dealloc<32>();
@@ -132,12 +142,15 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 ring.acquire();
                 uint8_t* const to = shared + ring.stage * BLOCK_STAGE_BYTES;
                 uint64_t* const full = ring.full();
-                mbarrier_arrive_expect_tx(full, LOAD_BYTES);
+                mbarrier_arrive_expect_tx(full, BOXES * loads * box_rows * 128 + LOAD_BYTES - BLOCK_QUANTS_AT);
                 const QuantsBox box(step, first_column);
                 tma_load(to + BLOCK_QUANTS_AT, &quants_map, full, box.x, box.y, box.z);
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
-                    tma_load(to + i * BOX_BYTES, &a_map, full, step * STEP_K + i * 64, first_row);
+                    for (int load = 0; load < loads; ++load) {
+                        tma_load(to + i * BOX_BYTES + load * box_rows * 128, &a_map, full, step * STEP_K + i * 64,
+                                 first_row + load * box_rows);
+                    }
                 }
                 const int group = GROUP_SIZE > 0 ? step * STEP_K / max(1, GROUP_SIZE) : 0;
                 constexpr int ZERO_COLUMNS = ZERO_CODES ? 32 / BITS : 1;  // columns per tensor element

@@ -10,7 +10,8 @@ Two things override `choose`: the context ``tuning.forced(op, config)``, and the
 
     {"paged_attention_v1": {"<bucket of the problem>": {"num_warps": 3}}}
 
-An entry replaces the fields of the choice that it names. It serves every problem of its bucket, so a Config holds no
+An entry replaces the fields of the choice that it names; for a field that is a Config itself, it has the fields of that
+one. It serves every problem of its bucket, so a Config holds no
 number that differs within a bucket, such as the size of a grid.
 """
 
@@ -65,9 +66,17 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
     else:
         found = choose(problem, device)
         if entries := table(device.name).get(op):
-            found = replace(found, **entries.get(problem.bucket(), {}))  # type: ignore[type-var]
+            found = _changed(found, entries.get(problem.bucket(), {}))
     last[op], last_choice[op] = found, (problem, choose)
     return found
+
+
+def _changed(config: C, entry: dict[str, Any]) -> C:
+    """`config` with the values of an entry of a table."""
+    values = {
+        name: _changed(getattr(config, name), one) if isinstance(one, dict) else one for name, one in entry.items()
+    }
+    return replace(config, **values)  # type: ignore[type-var]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ S = TypeVar("S", bound=Hashable)  # a shape
 R = TypeVar("R")  # rates
 _REFERENCE = "nvidia-h200"  # the device whose rates stand in for those of a device that has not been measured
 _MAX_CHOICES = 4096  # choices that a process remembers
+_SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,11 @@ class Choice(Generic[S, R]):
         self._fastest = lru_cache(_MAX_CHOICES)(lambda shape, device: min(self.candidates(shape, device), key=_us))
 
     def __call__(self, problem: Any, device: Device) -> Any:
-        return self._fastest(self.shape_of(problem), device).config
+        return self.fastest(self.shape_of(problem), device).config
+
+    def fastest(self, shape: S, device: Device) -> Candidate:
+        """The Config with the least time for the shape."""
+        return self._fastest(shape, device)
 
     def candidates(self, shape: S, device: Device) -> list[Candidate]:
         """All Configs of all engines that serve the shape."""
@@ -77,13 +82,17 @@ class Choice(Generic[S, R]):
             for config in engine.configs(shape, device)
         ]
 
-    def explained(self, problem: Any, device: Device) -> list[str]:
-        """A line for each engine: its time and fastest Config, or the reason why it is out of the question."""
-        shape = self.shape_of(problem)
+    def of_engines(self, shape: S, device: Device) -> dict[str, Candidate]:
+        """{kernel: its fastest Config} of the engines that serve the shape."""
         best: dict[str, Candidate] = {}
         for one in self.candidates(shape, device):
             best[one.engine] = min(best.get(one.engine, one), one, key=_us)
-        lines = []
+        return best
+
+    def explained(self, problem: Any, device: Device) -> list[str]:
+        """A line for each engine: its time and fastest Config, or the reason why it is out of the question."""
+        shape = self.shape_of(problem)
+        best, lines = self.of_engines(shape, device), []
         for engine in self.engines:
             if reason := engine.refusal(shape, device):
                 lines.append(f"{engine.name}: no, {reason}")
@@ -96,6 +105,11 @@ class Choice(Generic[S, R]):
 
 def _us(one: Candidate) -> float:
     return one.us
+
+
+def overlapped(*streams: float, softness: float = _SOFTNESS) -> float:
+    """The time of streams of work that overlap, from the time that each of them takes alone: their norm."""
+    return float(sum(one**softness for one in streams) ** (1 / softness))
 
 
 def rates(kind: type[R], family: str, device_name: str) -> R:

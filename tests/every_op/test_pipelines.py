@@ -32,8 +32,8 @@ from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
 from pyops.ops.linear.grouped_plan import GroupedConfig, GroupedMmaConfig, GroupedSimtConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig
 from pyops.testing import SCHEDULES
 from pyops.testing.calls import assert_results, expected, run
 from tests.ops.attention import test_e4m3 as e4m3

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 import kernels_cu
+from pyops import tuning
 from pyops._core.op.op import Op, registry
 from pyops._core.system import device
 from pyops._core.text import source
 from pyops.example import ArgMaker
+from pyops.tuning.engines import Choice
 from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
 from tests.support import axes
@@ -43,11 +45,18 @@ _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "th
 
 @cache
 def kernels_of(op: Op) -> frozenset[str]:
-    """The files of the kernels that the op's example launches in any case and situation."""
+    """The files of the kernels that the op's example launches in any case and situation, whichever engine is chosen."""
     assert op.example is not None
     found: set[str] = set()
     for case, (on, more) in product(axes.combinations(op), _SITUATIONS):
-        launches = op.launches(*op.example(ArgMaker(on), **case, **more))
+        tuning.last_choice.pop(op.name, None)  # left by an earlier plan
+        args = op.example(ArgMaker(on, op.name), **case, **more)
+        launches = list(op.launches(*args))
+        problem, choose = tuning.last_choice.get(op.name, (None, None))
+        if isinstance(choose, Choice):
+            for one in choose.of_engines(choose.shape_of(problem), on).values():
+                with tuning.forced(op.name, one.config):
+                    launches += op.launches(*args)
         found |= {one.specialisation.kernel.file for one in launches}
     return frozenset(found)
 

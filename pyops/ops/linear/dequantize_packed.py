@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32
 from ..._core.tensors.tensor import TensorArg
-from . import gemm_plan
 from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
@@ -19,14 +20,34 @@ _TILE = 64, 32  # rows and columns of a block of dequantize_packed.cu
 _ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
 
 
-def plan(problem: PackedProblem) -> list[Launch]:
-    """The launches that dequantize the weight and prepare the activations, and the GEMM."""
-    w, dtype = problem.weight, problem.compute_dtype
-    dense = Scratch(w.n * w.k * dtype.itemsize)
-    gather, a = activations(problem)
-    operand = Operand.of_scratch(dense, dtype, w.n, w.k)
-    product = gemm_plan.plan(GemmProblem(a, operand, w.k, problem.epilogue))
-    return [] if product.empty else [written(dense, dtype, w), *gather, product]
+@dataclass(frozen=True, slots=True)
+class DequantizeConfig:
+    """The weight is dequantized to a workspace.
+
+    Attributes:
+        gemm: the Config of the GEMM that follows.
+    """
+
+    gemm: Any
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[DequantizeConfig]:
+        """Other GEMMs."""
+        return [DequantizeConfig(one) for one in self.gemm.candidates(product(problem), device)]
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """The launch that dequantizes the weight, and the GEMM."""
+        gemm = product(problem)
+        assert isinstance(gemm.b.source, Scratch)
+        launch = self.gemm.launch(gemm)
+        return [] if launch.empty else [written(gemm.b.source, gemm.dtype, problem.weight), launch]
+
+
+def product(problem: PackedProblem) -> GemmProblem:
+    """The GEMM of a dequantized weight, in a workspace."""
+    w = problem.weight
+    a = problem.a if problem.experts is not None else _operand(problem)
+    dense = Scratch(w.n * w.k * a.dtype.itemsize)
+    return GemmProblem(a, Operand.of_scratch(dense, a.dtype, w.n, w.k), w.k, problem.epilogue)
 
 
 def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list[Launch], Operand]:
@@ -34,11 +55,16 @@ def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list
 
     `in_fours`: 8-bit activations are written in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
+    a = _operand(problem)
+    return [] if a is problem.a else [_gather(a, problem.a, problem.weight, in_fours)], a
+
+
+def _operand(problem: PackedProblem) -> Operand:
+    """The activations; in a workspace if they are permuted or upcast."""
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:
-        return [], a
-    gathered = Scratch(a.rows * w.k * dtype.itemsize)
-    return [_gather(gathered, dtype, a, w, in_fours)], Operand.of_scratch(gathered, dtype, a.rows, w.k)
+        return a
+    return Operand.of_scratch(Scratch(a.rows * w.k * dtype.itemsize), dtype, a.rows, w.k)
 
 
 def _access(k: int) -> int:
@@ -97,17 +123,19 @@ def written(
     )
 
 
-def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:
+def _gather(gathered: Operand, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:
     """The launch that writes the activations to `gathered`, [M, K]."""
     assert isinstance(a.source, TensorArg)
     kernel, absent = _fed(_gather_columns, a=a.source, perm=w.perm)
     pieces = a.rows * -(-w.k // _VEC_SIZE)
     return kernel(
-        scalar_t=dtype,
+        scalar_t=gathered.dtype,
         a_t=a.dtype,
         PERMUTED=w.perm is not None,
         IN_FOURS=in_fours,
         VEC_SIZE=_VEC_SIZE,
         ACCESS=_access(w.k),
         NUM_THREADS=_NUM_THREADS,
-    ).launch(-(-pieces // _NUM_THREADS), _NUM_THREADS, gathered=gathered, m=a.rows, k=w.k, a_stride=a.stride, **absent)
+    ).launch(
+        -(-pieces // _NUM_THREADS), _NUM_THREADS, gathered=gathered.source, m=a.rows, k=w.k, a_stride=a.stride, **absent
+    )

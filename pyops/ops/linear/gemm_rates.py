@@ -1,4 +1,4 @@
-"""The rates of the cost model of dense GEMMs, as `python -m benchmarks.fit` fits them on a device."""
+"""The rates of the cost model of dense GEMMs, as `python -m benchmarks.fit gemm` fits them on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from ...tuning import engines
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
-_SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
-_POWER_SOFTNESS = 16.0
+_POWER_SOFTNESS = 16.0  # of the bound by power: nearly a maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,8 @@ class GemmRates:
     def overlapped(self, loop: float, nbytes: float, l2_bytes: float = 0.0, macs: float = 0.0) -> float:
         """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, and bytes from device
         memory and from the L2 cache. Power hardly adds to them unless it is the bound."""
-        time = norm(_SOFTNESS, loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us)
-        return norm(_POWER_SOFTNESS, time, macs / self.macs_per_us)
-
-
-def norm(exponent: float, *times: float) -> float:
-    return float(sum(one**exponent for one in times) ** (1 / exponent))
+        time = engines.overlapped(loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us)
+        return engines.overlapped(time, macs / self.macs_per_us, softness=_POWER_SOFTNESS)
 
 
 def of(device: Device) -> GemmRates:

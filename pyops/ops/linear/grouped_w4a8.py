@@ -30,9 +30,9 @@ from .grouped_rows import (
 )
 from .packed_experts import TILES, block_size_of_packed
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import fits
 from .packed_problem import PackedExperts, PackedProblem, PackedWeight
 from .packed_reference import values
+from .packed_shape import PackedShape
 from .w4a8_mm import PRODUCTS, check_tiles, weight_of
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _serves(problem: PackedProblem) -> bool:
     w, a = problem.weight, problem.a
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0 and w.k % step_rows(w.layout) == 0
     aligned = a.vec_size(w.k) == 16 and all(one is not None and one.alignment == 16 for one in (w.codes, w.scales))
-    fitting = fits(w, step_rows(w.layout)) and problem.rows_of_weight <= packed_tile.MAX_ROWS
+    fitting = PackedShape.of(problem).divides(step_rows(w.layout)) and problem.rows_of_weight <= packed_tile.MAX_ROWS
     return problem.device.supports("wgmma") and problem.num_weights > 0 and sizes and aligned and fitting
 
 

@@ -8,23 +8,16 @@ from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
-from . import dequantize_packed, grouped_plan, packed_tile
+from . import dequantize_packed, grouped_plan, packed_mma, packed_tile
 from .expert_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
+from .packed_engines import cdna_refusal, mma_refusal, rounding, unread
 from .packed_hopper import PackedConfig, max_boxes, step_rows
-from .packed_plan import (
-    Config,
-    choose_mma,
-    fits,
-    fitting,
-    reads_codes,
-    rounds_once,
-    rows_of_step,
-    serves_few,
-    serves_tile,
-)
+from .packed_mma import TILE_N, PackedMmaConfig, choose_mma, fitting
 from .packed_problem import PackedExperts, PackedProblem
+from .packed_shape import PackedShape
+from .packed_tile import PackedTileConfig
 
 # Most rows per expert where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu (measured with 4 and 8 rows of Mixtral, 8 of
 # gpt-oss: docs/performance/experts.md, "Marlin's experts"), and where it is faster than dequantizing first (measured
@@ -71,22 +64,28 @@ def serves(problem: PackedProblem, device: Device) -> bool:
     rows = problem.rows_of_weight
     if _serves_tile(problem, device):
         return rows <= packed_tile.MAX_ROWS
-    return serves_many(problem, device) or (serves_few(problem, device) and rows <= _MAX_ROWS)
+    return serves_many(problem, device) or (_serves_few(problem, device) and rows <= _MAX_ROWS)
 
 
 def _serves_tile(problem: PackedProblem, device: Device) -> bool:
     """Whether wq_gemm_cdna.cu has an instance for this problem, and a tile that divides the lists' blocks."""
     assert problem.experts is not None
-    return problem.experts.lists.block_size % 8 == 0 and serves_tile(problem, device)
+    return problem.experts.lists.block_size % 8 == 0 and cdna_refusal(PackedShape.of(problem), device) is None
+
+
+def _serves_few(problem: PackedProblem, device: Device) -> bool:
+    """Whether wq_gemm_sm80.cu has an instance for this problem."""
+    return mma_refusal(PackedShape.of(problem), device) is None
 
 
 def serves_many(problem: PackedProblem, device: Device) -> bool:
     """Whether wq_gemm_sm90.cu has an instance for this problem."""
-    w, experts = problem.weight, problem.experts
+    shape, experts = PackedShape.of(problem), problem.experts
     assert experts is not None
-    step = step_rows(problem.weight.layout)
-    served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
-    return served and device.supports("wgmma") and rounds_once(w) and reads_codes(problem)
+    step = step_rows(shape.layout)
+    served = shape.layout == "marlin" and shape.k % step == 0 and shape.divides(step)
+    served = served and experts.lists.block_size % 16 == 0 and device.supports("wgmma")
+    return served and rounding(shape) is None and unread(shape) is None
 
 
 def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
@@ -102,7 +101,7 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
     return [gather], replace(problem, a=operand, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
 
 
-def choose(problem: PackedProblem, device: Device) -> Config:
+def choose(problem: PackedProblem, device: Device) -> PackedConfig | PackedMmaConfig | PackedTileConfig:
     """The kernel for a problem for which `serves` is true, and its geometry: tiles that divide the lists' blocks.
 
     Tiles of wq_gemm_sm80.cu have the expected number of rows of an expert; those of wq_gemm_sm90.cu are as large as
@@ -114,15 +113,16 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if _serves_tile(problem, device):
         weights = -(-tuning.power_of_two(problem.m) // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
-    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
+    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not _serves_few(problem, device)):
         tile_m = next(size for size in TILES if block_size % size == 0)
-        boxes = max_boxes(problem)
+        boxes = max_boxes(PackedShape.of(problem))
         return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
-    step = rows_of_step(w, 64)
-    weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
+    shape = PackedShape.of(problem)
+    step = packed_mma.step_rows(shape, TILE_N)
+    weights, several = -(-tuning.power_of_two(problem.m) // rows), shape.groups_of(step) > 1
     max_rows = 8 if block_size % 16 else 16
-    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, max_rows, _MIN_WARPS)
-    return fitting(config, problem, device)
+    config = choose_mma(max(8, rows), TILE_N, w.n, -(-w.k // step), device, several, weights, max_rows, _MIN_WARPS)
+    return fitting(config, shape, device)
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:

@@ -8,21 +8,19 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from . import packed_hopper
-from .packed_problem import PackedProblem, PackedWeight
+from .packed_problem import PackedProblem
+from .packed_shape import PackedShape
 
 _wq_gemm_sm90_small_m = Kernel("linear/wq_gemm_sm90_small_m.cu")
 
 MAX_ROWS = 16  # rows of a tile
 STEP = 128  # weight rows of a k-tile
-_TILE_N, _WARP_COLUMNS = 256, 64  # columns of a tile, columns of a warp
+TILE_N, _WARP_COLUMNS = 256, 64  # columns of a tile, columns of a warp
 _WARPS = 16  # consumer warps
 _BARRIER_BYTES = 8  # bytes of an mbarrier
 _TURNS = 4  # consumer warpgroups; each takes every fourth k-tile
 _STAGES = (4, 8)  # numbers of stages that fit into shared memory
 _LAYOUTS = ("marlin", "awq", "exllama")
-# Share of SMs with a tile from which on the kernel is faster than wq_gemm_sm80.cu: measured on an
-# H200 (docs/performance/packed.md, "M of 9 to 16 by WGMMA").
-_MIN_FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,10 @@ class PackedNarrowConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """One block for each tile."""
         weight, device = problem.weight, problem.device
-        loads = MAX_ROWS * STEP * 2 + (STEP * weight.bits + problem.group_bits()) * _TILE_N // 8
+        loads = MAX_ROWS * STEP * 2 + (STEP * weight.bits + problem.group_bits()) * TILE_N // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
-        sums = MAX_ROWS * _TILE_N * 4
-        tiles = -(-problem.m // MAX_ROWS) * -(-weight.n // _TILE_N)
+        sums = MAX_ROWS * TILE_N * 4
+        box_rows = packed_hopper.box_rows_of(problem.m, MAX_ROWS)
         kernel = problem.kernel(_wq_gemm_sm90_small_m.for_arch(device.arch_feature))
         launch = kernel(
             **problem.constants(),
@@ -58,21 +56,21 @@ class PackedNarrowConfig:
             HELD=False,
             STAGES=self.stages,
         ).launch(
-            tiles,
+            tiles(problem.m, weight.n),
             32 * (_WARPS + 4),
             self.stages * stage + (_TURNS - 1) * sums,
-            **packed_hopper.load_maps(problem, MAX_ROWS, 64, _TILE_N, STEP),
+            a_box_rows=box_rows,
+            **packed_hopper.load_maps(problem, box_rows, 64, TILE_N, STEP),
             **problem.arguments(kernel),
         )
         return [launch]
 
 
-def takes(weight: PackedWeight) -> bool:
+def tiles(m: int, n: int) -> int:
+    """Tiles of an output of this size."""
+    return -(-m // MAX_ROWS) * -(-n // TILE_N)
+
+
+def takes(shape: PackedShape) -> bool:
     """Whether the kernel has an instance for a packed weight that kernels with fused dequantization read."""
-    whole = weight.groups == 1 or weight.group_size % STEP == 0
-    return weight.layout in _LAYOUTS and weight.bits == 4 and whole
-
-
-def fills(weight: PackedWeight, device: Device) -> bool:
-    """Whether the tiles of a weight are one wave that leaves few SMs idle."""
-    return _MIN_FULL * device.num_sms <= -(-weight.n // _TILE_N) <= device.num_sms
+    return shape.layout in _LAYOUTS and shape.bits == 4 and shape.group_size % STEP == 0

@@ -172,8 +172,9 @@ class PackedProblem:
 
     def bucket(self) -> str:
         w, out = self.weight, self.epilogue.out
+        rounded = tuning.rounded_rows if self.experts is None else tuning.power_of_two
         words = [
-            f"rows={tuning.power_of_two(self.m)}",
+            f"rows={rounded(self.m)}",
             f"weight={w.n}x{w.k}",
             f"{w.layout} {w.type} of {w.group_size}",
             f"{self.a.dtype.name}-{out.dtype.name}",

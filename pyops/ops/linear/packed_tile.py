@@ -10,7 +10,8 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float16
-from .packed_problem import PackedProblem, PackedWeight
+from .packed_problem import PackedProblem
+from .packed_shape import PackedShape
 
 _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
 
@@ -135,12 +136,12 @@ def places_of(block_size: int, tile_m: int) -> int:
     return tile_m if block_size % tile_m == 0 else 8 if tile_m == 16 and block_size % 8 == 0 else 0
 
 
-def takes(weight: PackedWeight) -> bool:
+def takes(shape: PackedShape) -> bool:
     """Whether each lane's piece lies under one scale, and K is a multiple of the layout's tile."""
-    tile = _TILES.get(weight.layout, 1)
-    span = tile if tile > 1 else _LINES.get(weight.layout, 128 // weight.bits)
-    size = STEP if weight.groups == 1 else weight.group_size
-    return (size % STEP == 0 or (STEP % size == 0 and size % span == 0)) and weight.k % tile == 0
+    tile = _TILES.get(shape.layout, 1)
+    span = tile if tile > 1 else _LINES.get(shape.layout, 128 // shape.bits)
+    size = shape.group_size
+    return (size % STEP == 0 or (STEP % size == 0 and size % span == 0)) and shape.k % tile == 0
 
 
 def _in_pairs(problem: PackedProblem) -> bool:

@@ -12,7 +12,7 @@ import pyops
 from pyops import SCALAR_TYPES
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear.packed_hopper import PackedConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig
+from pyops.ops.linear.packed_mma import PackedMmaConfig
 from tests.ops.linear.test_ggml import check as ggml_check
 from tests.ops.linear.test_ggml import draw as ggml_draw
 from tests.ops.linear.test_packed import FP8, each

@@ -13,19 +13,11 @@ from torch import Tensor
 import pyops
 from pyops import SCALAR_TYPES
 from pyops._core.system import device
-from pyops._core.system.device import Device
-from pyops._core.tensors import dtypes
-from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
-from pyops.ops._shared.scalar_type import ScalarType
-from pyops.ops.linear import packed_hopper
-from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
-from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
 from pyops.ops.linear.packed_tile import PackedTileConfig
-from pyops.ops.linear.w4a8_mm import weight_of
 from pyops.testing import SCHEDULES, scheduled
 from tests.hip.host import on_matrix_core
 from tests.ops.linear.test_packed import activations, check_product, check_scaled, each, scales_of
@@ -105,6 +97,12 @@ MANY = [
     (exllama, 2, PackedConfig(48, 128, 2, 1, 1), 40, 192, 192, 3),
     (awq, 4, PackedConfig(32, 256, 2, 2, 1), 30, 320, 256, 4),
     (awq, 4, PackedConfig(48, 128, 1, 1, 2), 50, 64, 72, 1),
+    # The last tile of 112 rows has 50, in boxes of 16; the only tile of 96 rows has 71.
+    (marlin, 4, PackedConfig(112, 128, 2, 1, 1), 162, 192, 192, 3),
+    (gptq, 4, PackedConfig(96, 256, 2, 1, 1), 71, 320, 128, 2),
+    (marlin, 4, PackedConfig(48, 256, 2, 1, 1, boxes=2), 60, 320, 256, 2),  # k-tiles of two boxes of 128 bytes
+    # A cluster multicasts boxes of 32 rows, of a last tile that has one of them.
+    (marlin, 4, PackedConfig(96, 128, 2, 1, 1, neighbours=2), 120, 512, 192, 3),
 ]
 
 
@@ -208,27 +206,20 @@ def test_packed_gemm_on_matrix_cores(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
-_LAST_ROUND = PackedConfig(80, 128, 2, 1, 1, 4)
 CUT = [
-    # (call, dtype, config, m, n, k, SMs, sharers): tiles of 80 x 128 have a k-tile of 64
-    (
-        awq,
-        torch.float16,
-        _LAST_ROUND,
-        70,
-        640,
-        320,
-        3,
-        3,
-    ),  # a wave, then two tiles by three blocks: more k-tiles than stages
-    (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a k-tile each
+    # (call, dtype, config, m, n, k, SMs): tiles of 80 x 128 have a k-tile of 64
+    # A wave, then two tiles by three CTAs: more k-tiles than stages.
+    (awq, torch.float16, PackedConfig(80, 128, 2, 1, 1, 3, 2), 70, 640, 320, 3),
+    (gptq, torch.bfloat16, PackedConfig(80, 128, 2, 1, 1, 5, 1), 70, 128, 320, 6),  # a tile by five CTAs, a k-tile each
     # A wave of two clusters, which share the last tile and no other.
-    (gptq, torch.float16, replace(_LAST_ROUND, neighbours=2), 70, 640, 320, 4, 2),
+    (gptq, torch.float16, PackedConfig(80, 128, 2, 1, 1, 2, 1, neighbours=2), 70, 640, 320, 4),
+    (marlin, torch.bfloat16, PackedConfig(16, 128, 2, 1, 1, 3, 1), 13, 512, 320, 3),  # a tile that threads store
+    (awq, torch.bfloat16, PackedConfig(48, 256, 2, 1, 1, 4, 3), 41, 768, 256, 4),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "num_sms", "sharers"), CUT)
+@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "num_sms"), CUT)
 def test_stream_k_last_wave(
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[..., Tensor],
@@ -238,13 +229,10 @@ def test_stream_k_last_wave(
     n: int,
     k: int,
     num_sms: int,
-    sharers: int | None,
 ) -> None:
     """Partial sums are added in the order of K, whichever block arrives last."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=num_sms))
-    if sharers is not None:
-        monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
-    groups = k // (64 if sharers else 128)
+    groups = k // 64
     codes, zeros = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n, seed=1)
     a, scales, first = activations(m, k, dtype, "cpu"), scales_of(groups, n, dtype), None
     with forced({awq: "awq_gemm", marlin: "marlin_gemm"}.get(call, "gptq_gemm"), one):
@@ -381,201 +369,3 @@ def test_w4a8_of_float16_is_rounded_once() -> None:
     w = (codes.double() * each(scales.double(), k)).to(torch.float8_e4m3fn).double()
     exact = a.double() @ w / 4
     assert (out.double() - exact).abs().max() <= 2.0**-11 * exact.abs().max()
-
-
-# Choices
-
-
-def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_size: int = 128, **given: Any) -> Any:
-    """A GEMM with 4-bit weights, offset by 8; `given` changes the weight."""
-    make = ArgMaker(on)
-    a, out = make.empty(m, k, dtype="bfloat16"), make.empty(m, n, dtype="bfloat16")
-    codes = make.empty(k * n // 8, dtype="int32")
-    groups = -(-k // group_size)
-    scales = make.empty(groups, n, dtype="bfloat16") if groups > 1 else None
-    kind = SCALAR_TYPES["uint4b8"]
-    weight = PackedWeight(codes, layout, kind, k, n, groups, min(group_size, k), scales, "natural")
-    return PackedProblem(Operand.of_rows(a), replace(weight, **given), Epilogue(out))
-
-
-CHOICES = [
-    ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 64, 4, 1, 4)),
-    ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
-    ("sm_90", 16, 28672, 4096, PackedNarrowConfig()),
-    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 SMs idle
-    ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
-    ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
-    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
-    ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
-    ("sm_90", 1024, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4, neighbours=2)),
-    ("sm_90", 8192, 4992, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),  # an odd number of tiles side by side
-    ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
-    ("sm_80", 200, 4096, 4096, None),
-    ("gfx942", 1, 4096, 4096, PackedTileConfig(16, 64, 1, 2, 4, 8)),
-    ("gfx942", 16, 28672, 4096, PackedTileConfig(16, 64, 1, 2, 4, 2)),
-    ("gfx1100", 20, 4096, 4096, PackedTileConfig(32, 64, 1, 4, 4, 2)),
-    ("gfx942", 512, 28672, 4096, PackedTileConfig(128, 128, 2, 4, 2, 1)),
-    ("gfx942", 513, 28672, 4096, None),
-]
-
-
-@pytest.mark.parametrize(("arch", "m", "n", "k", "expected"), CHOICES)
-def test_choice_of_config(arch: str, m: int, n: int, k: int, expected: Any) -> None:
-    for layout in ("marlin", "gptq", "exllama", "awq"):
-        on = device.model(arch)
-        one = problem(m, n, k, on, layout)
-        found = choose(one, on) if serves(one, on) else None
-        if layout == "awq" and m <= 8 and arch == "sm_90" and n == 28672:
-            assert found == replace(expected, tile_n=128, warps=6, min_blocks=2)
-        elif layout == "awq" and arch == "sm_90" and n == 24576:  # enough columns for tiles twice as wide
-            assert found == PackedMmaConfig(16, 128, 4, 1, 2)
-        elif layout == "gptq" and expected == PackedNarrowConfig():
-            assert found == PackedMmaConfig(16, 64, 3, 1, 4)
-        elif layout in ("gptq", "exllama") and m <= 8 and n == 28672:  # lanes prefetch the quants of the next k-tile
-            assert found == replace(expected, held=True)
-        else:
-            assert found == expected
-
-
-SHARERS = [
-    # (config, tiles of the last wave, k-tiles of a tile, layout, blocks of 132 that share these tiles)
-    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 64, "marlin", 132),  # 256 x 28672 x 4096
-    (PackedConfig(256, 128, 1, 1, 1, 4), 104, 64, "marlin", 130),  # 1024: five for every four tiles
-    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "marlin", 80),  # 4096: four for every tile
-    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "awq", 80),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 32, "w4a8", 60),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 32, "w4a8", 92),  # exchanging partial sums costs what sharing saves
-    (PackedConfig(256, 128, 1, 1, 1, 4), 128, 64, "marlin", 128),
-    (PackedConfig(128, 256, 2, 1, 1, 4), 112, 64, "marlin", 112),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 1, "marlin", 20),  # no k-tile for a second block
-    (PackedConfig(256, 128, 1, 1, 1, 4), 1, 3, "marlin", 1),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 0, 64, "marlin", 1),
-]
-
-
-@pytest.mark.parametrize(("config", "rest", "steps", "layout", "expected"), SHARERS)
-def test_blocks_that_share_the_last_wave(
-    config: PackedConfig, rest: int, steps: int, layout: str, expected: int
-) -> None:
-    assert packed_hopper.sharers(config, rest, steps, 132, layout) == expected
-
-
-def test_stream_k_workspace() -> None:
-    """Each part of a tile has its own slot among the partial sums, and each tile its own counters."""
-    launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
-    rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
-    begins = [rest * steps * block // sharers for block in range(sharers + 1)]
-    parts = {(block, at // steps) for block in range(sharers) for at in range(begins[block], begins[block + 1])}
-    places = {block + tile for block, tile in parts}
-    assert len(places) == len(parts)
-    assert launch.fixed["partial"].nbytes == (max(places) + 1) * 256 * 128 * 4
-    assert launch.fixed["arrived"].nbytes == rest * 8 * 4
-
-
-def test_8_bit_activations_at_large_m() -> None:
-    """wq_gemm_sm90.cu upcasts and multiplies them, except under scales that 16 bits do not hold."""
-    make = ArgMaker(HOPPER)
-    one = problem(256, 28672, 4096, HOPPER, "marlin_8", recoding="marlin_fp8")
-    one = replace(one, a=Operand.of_rows(make.empty(256, 4096, dtype="float8_e4m3fn")))
-    assert serves(one, HOPPER)
-    assert choose(one, HOPPER) == PackedConfig(256, 128, 1, 1, 1, 4)
-    assert [launch.specialisation.kernel.file for launch in plan(one)] == [
-        "linear/gather_columns.cu",
-        "linear/wq_gemm_sm90.cu",
-    ]
-    assert not serves(replace(one, weight=replace(one.weight, scale_kind="int16")), HOPPER)
-    half = Epilogue(make.empty(256, 28672, dtype="float16"))
-    scales = replace(one.weight, scale_kind="e8m0")
-    assert serves(replace(one, weight=scales), HOPPER)
-    assert not serves(replace(one, weight=scales, epilogue=half), HOPPER)
-
-
-def test_several_groups_in_a_k_tile() -> None:
-    """Threads have twice the registers, and tiles eight rows at most."""
-    one = problem(16, 28672, 4096, HOPPER, group_size=64)
-    assert choose(one, HOPPER) == PackedMmaConfig(8, 64, 1, 1, 8)
-    assert choose(problem(1, 4096, 4096, HOPPER, group_size=32), HOPPER) == PackedMmaConfig(1, 64, 8, 2, 1)
-
-
-def test_choices_fit() -> None:
-    """Into shared memory, with a k-tile for every split; so do the candidates."""
-    for m in (1, 3, 17, 64, 65, 300, 5000):
-        for n in (64, 192, 4096, 28672):
-            for k in (64, 1088, 14336):
-                for size in (32, 128, k):
-                    one = problem(m, n, k, HOPPER, group_size=size)
-                    assert serves(one, HOPPER)
-                    found = choose(one, HOPPER)
-                    for config in (found, *found.candidates(one, HOPPER)):
-                        for launch in config.launches(one):
-                            assert launch.shared <= HOPPER.shared_memory
-                            assert launch.specialisation.constants["STAGES"] >= 2
-
-
-def test_warps_limited_by_shared_memory() -> None:
-    """For eight rows, a warp has 4096 bytes of quants, 2048 of a and 128 of scales per k-tile, and two stages at
-    least."""
-    small = replace(HOPPER, shared_memory=2 * 3 * 6272)
-    one = problem(8, 4096, 4096, small)
-    assert choose(one, small) == PackedMmaConfig(8, 64, 3, 2, 2)
-    (launch,) = choose(one, small).launches(one)
-    assert launch.shared == small.shared_memory
-    assert launch.specialisation.constants["STAGES"] == 2
-
-
-def test_weights_that_are_dequantised_first() -> None:
-    """Weights for which the packed kernels have no instance."""
-    for given in (
-        {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
-        {"type": SCALAR_TYPES["int4"]},
-        {"recoding": "marlin_fp8"},
-        {"zero_kind": "codes", "zero_layout": "marlin_8"},
-        {"layout": "gptq", "type": ScalarType(0, 3, False)},  # pairs of raw quants straddle words
-        {"group_size": 48},
-    ):
-        assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)
-    one = problem(4, 128, 256, HOPPER)
-    assert serves(one, HOPPER)
-    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.float32)):
-        assert not serves(replace(one, a=a), HOPPER)
-    assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
-
-
-def test_w4a8_of_float16() -> None:
-    """Tiles with two sets of accumulators in registers; for large M, weights are dequantised first."""
-    make = ArgMaker(HOPPER)
-
-    def of(m: int) -> PackedProblem:
-        codes, tables = make.empty(512, 28672, dtype="int32"), make.empty(32 * 28672 * 8, dtype="float8_e4m3fn")
-        out = Epilogue(make.empty(m, 28672, dtype="float16"))
-        weight = weight_of(codes, 28672, 4096, tables, 128)
-        return PackedProblem(Operand.of_rows(make.empty(m, 4096, dtype="float8_e4m3fn")), weight, out)
-
-    for m, config in ((16, PackedConfig(16, 256, 2, 1, 1)), (256, PackedConfig(128, 128, 2, 1, 1, 4))):
-        assert choose(of(m), HOPPER) == config
-        (launch,) = plan(of(m))
-        assert launch.specialisation.constants["APART"]
-    assert serves(of(512), HOPPER)
-    assert not serves(of(513), HOPPER)
-
-
-def test_invalid_geometries() -> None:
-    for wrong in (
-        lambda: PackedConfig(24, 128, 1, 1, 1),
-        lambda: PackedConfig(128, 128, 1, 2, 1),
-        lambda: PackedConfig(256, 256, 1, 1, 1),
-        lambda: PackedConfig(64, 256, 1, 1, 1, 4),
-        lambda: PackedConfig(128, 128, 1, 1, 1, 0),
-        lambda: PackedMmaConfig(12, 64, 4, 1, 1),
-        lambda: PackedMmaConfig(16, 64, 4, 1, 4),
-        lambda: PackedMmaConfig(8, 64, 4, 3, 1),
-    ):
-        with pytest.raises(ValueError, match="no geometry"):
-            wrong()
-    assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
-    # 128 tiles, for which clusters of two do not fit: all warps of an SM, if the K range of each warp is long.
-    assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
-    assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
-    # With several groups in a k-tile, tiles have 8 rows: twice as many tiles as with 16.
-    assert choose_mma(16, 64, 4096, 112, HOPPER, True, weights=2) == PackedMmaConfig(8, 64, 4, 1, 2)
-    assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

@@ -13,7 +13,7 @@ from pyops import SCALAR_TYPES, OpError, tuning
 from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig
+from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_tile import PackedTileConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests.ops.linear.test_packed import each

@@ -1,0 +1,232 @@
+"""The kernels for GEMMs with packed quantized weights: which shapes each of them serves, its Configs, and their times.
+
+Four kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
+compute capability 9.0, and wq_gemm_cdna.cu on AMD. The fifth engine dequantizes the weight first and multiplies it by
+the GEMM that `gemm_engines` chooses; it serves every shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
+from ...tuning.engines import Choice, Engine, overlapped
+from .._shared.products import multiplies
+from .._shared.scalar_type import uint4b8
+from . import gemm_engines, packed_hopper, packed_mma, packed_narrow, packed_rates, packed_tile
+from .dequantize_packed import DequantizeConfig
+from .gemm_rates import num_clusters
+from .packed_hopper import PackedConfig
+from .packed_mma import PackedMmaConfig
+from .packed_narrow import PackedNarrowConfig
+from .packed_rates import PackedRates
+from .packed_shape import PackedShape
+from .packed_tile import PackedTileConfig
+
+_BITS = {
+    "marlin": (4, 8),
+    "marlin_24": (4, 8),
+    "awq": (4,),
+    "gptq": (2, 4, 8),
+    "exllama": (2, 3, 4, 8),
+    "n32k16": (8,),
+    "marlin_8": (4,),
+}
+# {layout: the layout of zero points that kernels read}
+_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}
+_L2_ROW = 128  # bytes of a row of a in a k-tile
+
+
+def unread(shape: PackedShape) -> str | None:
+    """Why no kernel with fused dequantization reads the weight and the activations; None: most of them do."""
+    if shape.bits not in _BITS.get(shape.layout, ()) or (shape.type.is_integer and shape.type.signed):
+        return f"no instance for {shape.type} in layout {shape.layout}"
+    if shape.recoding != "none" and not (shape.layout == "marlin_8" and shape.type == uint4b8):
+        return "quants that are transformed"
+    if shape.zero_kind == "codes" and shape.zero_layout != _ZEROS.get(shape.layout):
+        return f"zero points in layout {shape.zero_layout}"
+    if shape.zero_kind == "codes" and shape.layout == "marlin" and shape.bits == 8:
+        return "zero points of 8 bits in layout marlin"
+    if shape.is_table or (shape.scale_is_none and shape.zero_kind == "added"):
+        return "no scales that its instances apply"
+    if shape.has_g_idx:
+        return "groups of rows that are not consecutive"
+    if shape.k % shape.word_rows or shape.n % packed_mma.TILE_N:
+        return f"K is no multiple of {shape.word_rows}, or N none of {packed_mma.TILE_N}"
+    if shape.dense.dtype not in (float16, bfloat16) or shape.dense.dtype is not shape.dense.out_dtype:
+        return "activations and results of different dtypes, or neither float16 nor bfloat16"
+    return _unaligned(shape) or _unfused(shape)
+
+
+def _unaligned(shape: PackedShape) -> str | None:
+    rows_are = shape.dense.vec_size * shape.dense.dtype.itemsize == 16
+    return (
+        None if rows_are and shape.is_aligned else "rows of a, or tensors of the weight, not at multiples of 16 bytes"
+    )
+
+
+def _unfused(shape: PackedShape) -> str | None:
+    dense = shape.dense
+    if 0 in (shape.m, shape.n, shape.k):
+        return "an empty operand"
+    if dense.is_gated or dense.has_matrix_bias or dense.block_scaled:
+        return "an epilogue with a gated activation, block scales or a bias for each element"
+    return None
+
+
+def _ungrouped(shape: PackedShape, rows: int) -> str | None:
+    return None if shape.divides(rows) else f"groups of {shape.group_size} rows for k-tiles of {rows}"
+
+
+# wq_gemm_sm80.cu
+
+
+def mma_refusal(shape: PackedShape, device: Device) -> str | None:
+    if not device.supports("mma"):
+        return "the device has no mma.sync"
+    if not multiplies(shape.dense.dtype, device):
+        return f"no tensor cores for {shape.dense.dtype} on the device"
+    return unread(shape) or _ungrouped(shape, packed_mma.step_rows(shape, packed_mma.TILE_N))
+
+
+def _mma_us(config: PackedMmaConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    step = packed_mma.step_rows(shape, config.tile_n)
+    tiles = -(-shape.m // config.tile_m) * (shape.n // config.tile_n)
+    sms = max(1, num_clusters(config.splits, device)) * config.splits
+    of_sm = -(-tiles * config.splits // sms)  # CTAs of the busiest SM
+    waves = -(-of_sm // config.min_blocks)
+    k_tiles = -(-shape.k // (step * config.splits * config.warps)) * config.warps
+    rows = max(8, config.tile_m)  # of an MMA
+    code = rates.mma_code * (rates.awq_code if shape.layout == "awq" else 1.0)
+    weight = code + rates.mma_row * rows + (rates.mma_place if shape.is_sparse else 0.0)
+    memory = shape.nbytes / rates.bytes_per_us
+    memory *= rates.awq_bytes if shape.layout == "awq" and config.tile_n == packed_mma.TILE_N else 1.0
+    warps = config.warps * min(of_sm, config.min_blocks)
+    loop = of_sm * k_tiles * step * config.tile_n * weight * (1 + rates.mma_idle / warps)
+    ends = waves * rates.mma_end * rows * config.warps + of_sm * rates.exchange * (config.splits.bit_length() - 1)
+    return rates.launch + overlapped(loop, memory) + ends
+
+
+# wq_gemm_sm90_small_m.cu
+
+
+def _narrow_refusal(shape: PackedShape, device: Device) -> str | None:
+    if not device.supports("wgmma"):
+        return "the device has no WGMMA"
+    if not packed_narrow.takes(shape):
+        return "it reads 4 bits in layouts marlin, awq and exllama, in groups of whole k-tiles"
+    return unread(shape) or _unmapped(shape)
+
+
+def _unmapped(shape: PackedShape) -> str | None:
+    return None if shape.dense.out_is_aligned else "rows of out not at multiples of 16 bytes"
+
+
+def _narrow_us(config: PackedNarrowConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    waves = -(-packed_narrow.tiles(shape.m, shape.n) // device.num_sms)
+    loop = waves * -(-shape.k // packed_narrow.STEP) * rates.few_k_tile
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + waves * rates.few_end
+
+
+# wq_gemm_sm90.cu
+
+
+def rounding(shape: PackedShape) -> str | None:
+    """Why wq_gemm_sm90.cu would round a weight twice, or a scale."""
+    if shape.zero_kind == "floats" and not shape.scale_is_none:
+        return "the difference of a quant and a float zero point would be rounded, then its product with the scale"
+    exact = shape.scale_kind == "float" or (shape.scale_kind == "e8m0" and shape.dense.dtype is bfloat16)
+    # Integer scales of 13 bits, and powers of two out of float16's range, are not exact in the 16-bit scale.
+    return "scales that 16 bits do not hold" if shape.layout == "marlin_8" and not exact else None
+
+
+def _hopper_refusal(shape: PackedShape, device: Device) -> str | None:
+    if not device.supports("wgmma"):
+        return "the device has no WGMMA"
+    if packed_mma.is_for_few(shape):
+        return "3 bits, or 2:4 sparsity"
+    reason = _untabled(shape) if shape.is_table else unread(shape) or rounding(shape)
+    return reason or _ungrouped(shape, packed_hopper.step_rows(shape.layout)) or _unmapped(shape)
+
+
+def _untabled(shape: PackedShape) -> str | None:
+    """Why it does not read a weight of W4A8."""
+    if shape.layout != "w4a8" or shape.scale_is_none or shape.dense.dtype is not float8_e4m3fn:
+        return "tables are for layout w4a8 and float8_e4m3fn activations"
+    if shape.k % 32 or shape.n % 32:
+        return "K or N is no multiple of 32"
+    if shape.dense.out_dtype not in (float16, bfloat16):
+        return "results that are neither float16 nor bfloat16"
+    return _unaligned(shape) or _unfused(shape)
+
+
+def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    wide, k_tiles = config.tile_n / 128, -(-shape.k // packed_hopper.step_rows(shape.layout))  # of one box
+    code = rates.code * (rates.table_code if shape.is_table else rates.awq_code if shape.layout == "awq" else 1.0)
+    mma = config.tile_m * wide * (rates.mma + (rates.promote if shape.promoted else 0.0))
+    of_weight = shape.weight_bytes * config.tile_n / (shape.n * k_tiles * _L2_ROW)
+    loads = rates.l2 * (min(shape.m, config.tile_m) / config.neighbours + of_weight)
+    k_tile = rates.k_tile / config.boxes + overlapped(mma, code * config.tile_n, loads)
+    end = rates.tile + rates.epilogue * config.tile_m * wide + (config.neighbours - 1) * rates.neighbour
+    if config.splits > 1:
+        waves = -(-config.tiles(shape.m, shape.n) // max(1, num_clusters(config.splits, device)))
+        steps = waves * -(-k_tiles // config.splits)
+        ends = waves * (end + rates.exchange * (config.splits.bit_length() - 1))
+    else:
+        of = config.waves(shape.m, shape.n, device)
+        sharers = config.num_sharers(of, k_tiles)
+        steps = of.full * k_tiles + (-(-of.rest * k_tiles // sharers) if of.rest else 0)
+        ends = (of.full + (of.rest > 0)) * end
+        if sharers > of.rest:  # CTAs may have the end of one tile and the beginning of the next
+            across = sharers % of.rest > 0
+            parts = -(-sharers // of.rest) + across
+            ends += across * end + parts * (rates.part + rates.part_row * config.tile_m * wide)
+    return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
+
+
+# wq_gemm_cdna.cu
+
+
+def cdna_refusal(shape: PackedShape, device: Device) -> str | None:
+    if not device.supports("matrix_cores"):
+        return "it is for AMD's matrix cores"
+    if packed_mma.is_for_few(shape):
+        return "3 bits, or 2:4 sparsity"
+    return unread(shape) or (None if packed_tile.takes(shape) else "groups, or K, that do not divide into its tiles")
+
+
+def _cdna_configs(shape: PackedShape, device: Device) -> Iterator[PackedTileConfig]:
+    yield packed_tile.choose(shape.m, shape.k, shape.n, device)
+
+
+def _cdna_us(config: PackedTileConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
+    k_tile = config.tile_n * (rates.cdna_row * config.tile_m / 128 + rates.cdna_code)
+    loop = -(-blocks // device.num_sms) * -(-shape.k // (packed_tile.STEP * config.splits)) * k_tile
+    parts = config.splits if config.splits > 1 else 0  # through device memory
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + parts * rates.cdna_part
+
+
+# dequantize_packed.cu, and a dense GEMM
+
+
+def _dequantize_configs(shape: PackedShape, device: Device) -> Iterator[DequantizeConfig]:
+    yield DequantizeConfig(gemm_engines.choose.fastest(shape.dense, device).config)
+
+
+def _dequantize_us(config: DequantizeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    nbytes = shape.weight_bytes + shape.n * shape.k * shape.dense.dtype.itemsize
+    gemm = gemm_engines.choose.fastest(shape.dense, device).us
+    return rates.dense_launch + nbytes / rates.dense_bytes_per_us + gemm
+
+
+choose: Choice[PackedShape, PackedRates] = Choice(
+    PackedShape.of,
+    packed_rates.of,
+    Engine("wq_gemm_sm80.cu", mma_refusal, packed_mma.configs, _mma_us),
+    Engine("wq_gemm_sm90_small_m.cu", _narrow_refusal, lambda shape, device: (PackedNarrowConfig(),), _narrow_us),
+    Engine("wq_gemm_sm90.cu", _hopper_refusal, packed_hopper.configs, _hopper_us),
+    Engine("wq_gemm_cdna.cu", cdna_refusal, _cdna_configs, _cdna_us),
+    Engine("dequantize_packed.cu", lambda shape, device: None, _dequantize_configs, _dequantize_us),
+)
