@@ -97,7 +97,8 @@ def test_16_bit_call_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids = draw(5, 64, dtype=BF16), torch.zeros(5, 2, dtype=torch.int32)
     with cpu("kernels"):
         pyops.fused_experts(x, draw(3, 64, 64, dtype=BF16), draw(3, 64, 32, dtype=BF16), positive(5, 2), ids)
-    assert names == ["moe_align.cu", "grouped_gemm_sm90.cu", "grouped_gemm_sm90.cu", "moe_sum.cu"]
+    kernels = [name.partition("_sm")[0] for name in names]
+    assert kernels == ["moe_align.cu", "grouped_gemm", "grouped_gemm", "moe_sum.cu"]
 
 
 def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

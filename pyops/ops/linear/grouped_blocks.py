@@ -1,0 +1,104 @@
+"""The block size of the lists that sort the rows of grouped GEMMs: that with which the products are fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..._core.system import device as devices
+from ..._core.system.device import Device
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, bfloat16
+from . import grouped_rates
+from .grouped_engines import choose
+from .grouped_problem import ACTIVATIONS
+from .grouped_shape import GroupedShape, Scales
+
+_BLOCK_SIZES = 16, 32, 48, 64, 96, 128, 192  # block sizes: the row tiles of the kernels
+_WEIGHT_SIZE = 4096  # N and K of an expert's weight where a caller does not know them
+_MAX_LIMITS = 1024  # results of `limits` that a process remembers
+_MOST_ROWS = 1024  # rows of an expert above which the block size stays the same
+
+
+class Limit(NamedTuple):
+    """The block size up to a number of rows, and above that of the `Limit` before."""
+
+    rows: int
+    block_size: int
+
+
+def block_size_for(
+    num_rows: int,
+    num_experts: int,
+    n: int = _WEIGHT_SIZE,
+    k: int = _WEIGHT_SIZE,
+    dtype: DType = bfloat16,
+    scales: Scales = "none",
+    device: Device | None = None,
+) -> int:
+    """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights [num_experts, n, k]."""
+    one = GroupedShape(0, num_experts, n, k, dtype=dtype, scales=scales)
+    return of_rows(num_rows, limits(device or devices.model(), one))
+
+
+def of_rows(num_rows: int, found: tuple[Limit, ...]) -> int:
+    """The block size for `num_rows` rows. They are only compared, so that torch.compile need not know them."""
+    for one in found[:-1]:
+        if num_rows <= one.rows:
+            return one.block_size
+    return found[-1].block_size
+
+
+def limits_of_experts(
+    sizes: tuple[int, int, int, int], activation: str, names: tuple[str, str], scales: Scales, device_index: int
+) -> tuple[Limit, ...]:
+    """The block sizes for both products of a layer of experts.
+
+    The arguments are constants of torch.compile, which takes the result for one.
+
+    Args:
+        sizes: (experts, experts of a token, hidden size, intermediate size).
+        activation: of the first product's epilogue.
+        names: names of the dtypes of the results, and of the operands.
+        scales: of the operands.
+        device_index: ordinal of the device; -1 for host memory.
+    """
+    num_experts, top_k, hidden, width = sizes
+    device = devices.get(device_index) if device_index >= 0 and devices.count() else devices.host()
+    out_dtype, dtype = (dtypes.of(name) or bfloat16 for name in names)
+    gated = ACTIVATIONS[activation]
+    shape = GroupedShape(0, num_experts, hidden, width, 1, dtype, out_dtype, scales)
+    return limits(device, replace(shape, n=width * (2 if gated else 1), k=hidden, top_k=top_k, gated=gated), shape)
+
+
+limits_of_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler does, without torch
+
+
+@lru_cache(_MAX_LIMITS)
+def limits(device: Device, *shapes: GroupedShape) -> tuple[Limit, ...]:
+    """The block sizes with which these products of the same rows are fastest, the lists included.
+
+    They are found for numbers of rows that grow by half; `rows` of the shapes are not read.
+    """
+    found: list[Limit] = []
+    rows, most = max(one.top_k for one in shapes), _MOST_ROWS * max(1, shapes[0].num_experts)
+    while True:
+        block_size = _fastest(device, [replace(one, rows=rows) for one in shapes])
+        if found and found[-1].block_size == block_size:
+            found.pop()
+        found.append(Limit(rows, block_size))
+        if rows >= most:
+            return tuple(found)
+        rows += -(-rows // 2)
+
+
+def _fastest(device: Device, shapes: list[GroupedShape]) -> int:
+    slot = grouped_rates.of(device).slot
+
+    def us(block_size: int) -> float:
+        slots = max(one.rows + min(one.rows, one.num_experts) * (block_size - 1) for one in shapes)
+        products = [choose.fastest(replace(one, block_size=block_size), device) for one in shapes]
+        return slot * slots + sum(one.us for one in products)
+
+    return min(_BLOCK_SIZES, key=us)
