@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from .. import tuning
 from .._core.launch.kernel import Specialisation
 from .._core.op import torch_library
 from .._core.op.op import Op, registry
-from .._core.system.device import Device
+from .._core.system.device import Device, planned_for
 from .._core.system.lazy import torch
 from .._core.tensors import tensor
 from .batch import Batch
@@ -129,5 +129,5 @@ def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Special
             found.setdefault((name, specialisation.kernel, specialisation.key), (op, specialisation))
 
     torch_library.bind_torch()
-    with torch_library.observed(observe):
+    with torch_library.observed(observe), planned_for(device) if device.index < 0 else nullcontext():
         yield

@@ -17,8 +17,9 @@ from .grouped_shape import GroupedShape, Scales
 
 _BLOCK_SIZES = 16, 32, 48, 64, 96, 128, 192  # block sizes: the row tiles of the kernels
 _WEIGHT_SIZE = 4096  # N and K of an expert's weight where a caller does not know them
+_SAME = 1.02  # a block size that served fewer rows is kept while no other is faster by this factor
 _MAX_LIMITS = 1024  # results of `limits` that a process remembers
-_MOST_ROWS = 1024  # rows of an expert above which the block size stays the same
+_FEW_ROWS, _MOST_ROWS = 8, 1024  # rows of an expert below and above which the block size hardly changes
 
 
 class Limit(NamedTuple):
@@ -38,8 +39,9 @@ def block_size_for(
     device: Device | None = None,
 ) -> int:
     """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights [num_experts, n, k]."""
-    one = GroupedShape(0, num_experts, n, k, dtype=dtype, scales=scales)
-    return of_rows(num_rows, limits(device or devices.model(), one))
+    shape = GroupedShape(num_rows, num_experts, n, k, dtype=dtype, scales=scales)
+    times = _times(device or devices.model(), shape)
+    return min(times, key=lambda size: times[size])
 
 
 def of_rows(num_rows: int, found: tuple[Limit, ...]) -> int:
@@ -79,26 +81,27 @@ limits_of_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 def limits(device: Device, *shapes: GroupedShape) -> tuple[Limit, ...]:
     """The block sizes with which these products of the same rows are fastest, the lists included.
 
-    They are found for numbers of rows that grow by half; `rows` of the shapes are not read.
+    They are found for numbers of rows that double as long as experts have few of them, and then grow by a quarter. The
+    rows of the shapes are not read.
     """
     found: list[Limit] = []
-    rows, most = max(one.top_k for one in shapes), _MOST_ROWS * max(1, shapes[0].num_experts)
+    rows, num_experts = max(one.top_k for one in shapes), max(1, shapes[0].num_experts)
     while True:
-        block_size = _fastest(device, [replace(one, rows=rows) for one in shapes])
-        if found and found[-1].block_size == block_size:
-            found.pop()
-        found.append(Limit(rows, block_size))
-        if rows >= most:
+        times = _times(device, *(replace(one, rows=rows) for one in shapes))
+        best = min(times, key=lambda size: times[size])
+        if found and times[found[-1].block_size] <= _SAME * times[best]:
+            best = found.pop().block_size
+        found.append(Limit(rows, best))
+        if rows >= _MOST_ROWS * num_experts:
             return tuple(found)
-        rows += -(-rows // 2)
+        rows += -(-rows // 4) if rows >= _FEW_ROWS * num_experts else rows
 
 
-def _fastest(device: Device, shapes: list[GroupedShape]) -> int:
-    slot = grouped_rates.of(device).slot
-
-    def us(block_size: int) -> float:
-        slots = max(one.rows + min(one.rows, one.num_experts) * (block_size - 1) for one in shapes)
-        products = [choose.fastest(replace(one, block_size=block_size), device) for one in shapes]
-        return slot * slots + sum(one.us for one in products)
-
-    return min(_BLOCK_SIZES, key=us)
+def _times(device: Device, *shapes: GroupedShape) -> dict[int, float]:
+    """{block size: microseconds of these products of the same rows, and of the slots of their lists}."""
+    slot, found = grouped_rates.of(device).slot, {}
+    for size in _BLOCK_SIZES:
+        slots = max(one.rows + min(one.rows, one.num_experts) * (size - 1) for one in shapes)
+        products = [choose.fastest(replace(one, block_size=size), device) for one in shapes]
+        found[size] = slot * slots + sum(one.us for one in products)
+    return found

@@ -157,8 +157,9 @@ class GroupedProblem:
 
     @property
     def rounded_rows(self) -> int:
-        """Rows as kernels are chosen by: rounded up to a sixteenth of the next power of two."""
-        unit = max(1, tuning.power_of_two(self.num_rows) // 16)
+        """Rows as kernels are chosen by: rounded up to a power of two up to 16, then to a sixteenth of one."""
+        power = tuning.power_of_two(self.num_rows)
+        unit = power if power <= 16 else power // 16
         return -(-self.num_rows // unit) * unit
 
     def bucket(self) -> str:
