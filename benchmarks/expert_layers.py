@@ -1,8 +1,8 @@
 """The kinds of `benchmarks.models` with experts: layers of published mixtures end to end, and their grouped GEMMs.
 
 experts and experts_blocks are `fused_experts` with bf16 weights, and with fp8 weights and activations under block
-scales, beside vLLM's `fused_experts` in Triton, if it can be imported, and beside `torch._grouped_mm` with bf16. All
-of them apply SiLU, also for models with another activation. grouped, grouped_fp8 and grouped_blocks are one product of
+scales, next to vLLM's `fused_experts` in Triton, if it can be imported, and to `torch._grouped_mm` with bf16. All of
+them apply SiLU, also for models with another activation. grouped, grouped_fp8 and grouped_blocks are one product of
 such a layer, by `grouped_gemm` alone: bf16, and fp8 with scales of rows, or of blocks.
 """
 

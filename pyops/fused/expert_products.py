@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.errors import OpError
-from .._core.tensors.tensor import index_of, new
+from .._core.tensors.tensor import library_of, new, on_host
 from ..ops.activation.gated import silu_and_mul_with_clamp
 from ..ops.linear.coded_plan import block_size_of_codes
 from ..ops.linear.gemm_problem import SCALE_BLOCK
@@ -106,7 +106,7 @@ def multiply_experts(
         block_size = block_size_of(config, sizes, activation, of_choices, of_choices.shape[0])
         found = sorted_choices("fused_experts", topk_ids, block_size, global_num_experts, expert_map)
         lists = SortedRows(*found, block_size)
-    places, block_size = lists[:3], lists.block_size
+    rows, block_size = lists[:3], lists.block_size
     w1_zp, w2_zp = zeros_of(config)
 
     def multiply(
@@ -118,9 +118,9 @@ def multiply_experts(
             if codes is None:
                 quantised = number == 1 and a1_scale is not None
                 x, x_scales = (x, a1_scale) if quantised else _quantised(x, config, a_scale)
-                grouped_gemm(out, x, w, *places, weights, x_scales, scale, bias, *options)
+                grouped_gemm(out, x, w, *rows, weights, x_scales, scale, bias, *options)
             else:
-                grouped_gemm_packed(out, x, w, scale, zeros, *places, weights, bias, *options, codes)
+                grouped_gemm_packed(out, x, w, scale, zeros, *rows, weights, bias, *options, codes)
         except OpError as error:
             names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
             raise error.within("fused_experts", names) from None
@@ -163,7 +163,14 @@ def block_size_of(config: Any, sizes: ExpertSizes, activation: str, like: Any, n
     # torch.compile may hold sizes of a layer for symbols. An index is a number; the graph is for layers of this size.
     num_experts, top_k = index(sizes.num_experts), index(sizes.top_k)
     of_layer = num_experts, top_k, index(sizes.hidden_size), index(sizes.intermediate_size)
-    return of_rows(num_rows, limits_of_experts(of_layer, activation, dtypes, scales, index_of(like)))
+    return of_rows(num_rows, limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like)))
+
+
+def _index_of(value: Any) -> int:
+    """The ordinal of a tensor's device; -1 for host memory."""
+    if on_host(value):
+        return -1
+    return int(value.get_device() if library_of(value) == "torch" else value.device.id)
 
 
 def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -11,9 +11,10 @@ from .. import tuning
 from .._core.launch.kernel import Specialisation
 from .._core.op import torch_library
 from .._core.op.op import Op, registry
-from .._core.system.device import Device, planned_for
+from .._core.system.device import Device
 from .._core.system.lazy import torch
 from .._core.tensors import tensor
+from ..ops.linear.grouped_blocks import planned_for
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer

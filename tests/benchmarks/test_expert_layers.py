@@ -58,7 +58,7 @@ def test_contenders_compute_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_products_are_calls_of_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their arguments are accepted, on the CPU in place of a GPU."""
+    """Their arguments are accepted, on the CPU instead of a GPU."""
     for name in ("rand", "randn", "empty"):
         given = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, given=given, **named: given(*args, **named | {"device": "cpu"}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -92,17 +90,6 @@ def model(arch: str = "sm_90") -> Device:
 def host(warp_size: int = 32) -> Device:
     """The device model by which calls with CPU tensors are planned; the host backend runs its kernels."""
     return _HOST[warp_size]
-
-
-@contextmanager
-def planned_for(device: Device) -> Iterator[None]:
-    """Within this context, calls with CPU tensors are planned for `device`."""
-    before = _HOST[32]
-    _HOST[32] = device
-    try:
-        yield
-    finally:
-        _HOST[32] = before
 
 
 def table_name(product: str) -> str:

@@ -206,13 +206,6 @@ def device_of(value: Tensor) -> Device:
     return devices.get(value.get_device()) if value.is_cuda else devices.host()
 
 
-def index_of(value: Any) -> int:
-    """The ordinal of a tensor's device; -1 for host memory."""
-    if on_host(value):
-        return -1
-    return int(value.get_device() if library_of(value) == "torch" else value.device.id)
-
-
 def address(value: Any) -> int:
     """Address of the first element."""
     kind = library_of(value)

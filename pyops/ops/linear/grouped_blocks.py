@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +22,9 @@ _WEIGHT_SIZE = 4096  # N and K of an expert's weight where a caller does not kno
 _SAME = 1.02  # a block size that served fewer rows is kept while no other is faster by this factor
 _MAX_LIMITS = 1024  # results of `limits` that a process remembers
 _FEW_ROWS, _MOST_ROWS = 8, 1024  # rows of an expert below and above which the block size hardly changes
+
+
+_planned: list[Device] = []  # devices that layers in host memory are planned for
 
 
 class Limit(NamedTuple):
@@ -67,7 +72,8 @@ def limits_of_experts(
         device_index: ordinal of the device; -1 for host memory.
     """
     num_experts, top_k, hidden, width = sizes
-    device = devices.get(device_index) if device_index >= 0 and devices.count() else devices.host()
+    of_host = _planned[-1] if _planned else devices.host()
+    device = devices.get(device_index) if device_index >= 0 and devices.count() else of_host
     out_dtype, dtype = (dtypes.of(name) or bfloat16 for name in names)
     gated = ACTIVATIONS[activation]
     shape = GroupedShape(0, num_experts, hidden, width, 1, dtype, out_dtype, scales)
@@ -75,6 +81,16 @@ def limits_of_experts(
 
 
 limits_of_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler does, without torch
+
+
+@contextmanager
+def planned_for(device: Device) -> Iterator[None]:
+    """Within this context, layers of experts in host memory are planned for a device that is not present."""
+    _planned.append(device)
+    try:
+        yield
+    finally:
+        _planned.pop()
 
 
 @lru_cache(_MAX_LIMITS)

@@ -21,7 +21,7 @@ from .grouped_sm80 import GroupedMmaConfig
 from .grouped_sm90 import GroupedConfig
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-_ROWS = 128  # rows of a that rates for the tensor cores and the epilogue are of
+_ROWS = 128  # rows of a that the rates of the tensor cores and of the epilogue refer to
 _PART_ROWS = 64  # rows of a warpgroup, which skips a k-tile without rows
 
 

@@ -15,8 +15,7 @@ from .grouped_shape import K_TILE_BYTES, GroupedShape
 _mma = Kernel("linear/grouped_gemm_sm80.cu")
 
 _MAX_STAGES = {1: 4, 2: 6}  # most stages, by blocks per SM
-# (tile_m, tile_n, warps_m, warps_n, blocks per SM): the tiles of which no accumulator spills. Matrix cores take those
-# that were measured by a model (docs/performance/amd.md).
+# (tile_m, tile_n, warps_m, warps_n, blocks per SM): tiles with accumulators that do not spill.
 _TILES = (
     (16, 64, 1, 4, 2),
     (32, 64, 1, 4, 2),
@@ -25,7 +24,7 @@ _TILES = (
     (96, 128, 2, 4, 1),
     (128, 128, 2, 4, 1),
 )
-_MATRIX_CORE_TILES = 16, 32, 64  # rows of the tiles for matrix cores
+_MATRIX_CORE_TILES = 16, 32, 64  # rows of the tiles that compile without spills for matrix cores
 
 
 @dataclass(frozen=True, slots=True)

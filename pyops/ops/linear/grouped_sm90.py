@@ -60,7 +60,7 @@ class GroupedConfig:
 
     def fits(self, shape: GroupedShape) -> bool:
         """Whether the tile divides the blocks of the sorted lists, accumulators fit into registers, and columns of a
-        warpgroup have the block scales that the kernel can tell apart."""
+        warpgroup have block scales between which the kernel can choose."""
         if shape.block_size % self.tile_m:
             return False
         if shape.scales != "block":
