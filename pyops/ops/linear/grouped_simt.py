@@ -12,7 +12,8 @@ from .grouped_shape import GroupedShape
 
 _simt = Kernel("linear/grouped_gemm_simt.cu")
 
-_TILES_M = 64, 48, 32, 16, 8
+_TILES_M = 64, 48, 32, 16
+_SMALL_TILE_M = 8  # rows of the tile for blocks that no other divides: a CTA of 32 threads
 _TILE_N = 64
 
 
@@ -43,4 +44,5 @@ class GroupedSimtConfig:
 
 def configs(shape: GroupedShape) -> list[GroupedSimtConfig]:
     """The tiles that divide the blocks of the sorted lists."""
-    return [GroupedSimtConfig(tile_m, _TILE_N) for tile_m in _TILES_M if shape.block_size % tile_m == 0]
+    sizes = [tile_m for tile_m in _TILES_M if shape.block_size % tile_m == 0] or [_SMALL_TILE_M]
+    return [GroupedSimtConfig(tile_m, _TILE_N) for tile_m in sizes]
