@@ -2,11 +2,13 @@
 
 python -m benchmarks.models
 python -m benchmarks.models --seed 7 --rows 40 bf16 bias gated fp8 blocks int8 w4
+python -m benchmarks.models experts experts_blocks
 
 A row is a kind, an M drawn log-uniformly from 1 to 8192, and the [N, K] of a layer of one of `MODELS` with tensor
-parallel 1, 2, 4 or 8. Kinds are those of `benchmarks.products`, and two more by `linear`: bias, and gated, the product
-and `silu_and_mul` in one kernel. Prints, for each kind, the geometric mean of pyops' time over the best rival's, the
-share of rows more than 2 % behind, and the worst rows. Without --seed each run draws its own.
+parallel 1, 2, 4 or 8. Kinds are those of `benchmarks.products`; two more by `linear`: bias, and gated, the product and
+`silu_and_mul` in one kernel; and those of `benchmarks.expert_layers`, whole layers of experts. Prints, for each kind,
+the geometric mean of pyops' time over the best rival's, the share of rows more than 2 % behind, and the worst rows.
+Without --seed each run draws its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,11 @@ import torch
 
 import pyops
 
-from . import packed_products, products
+from . import expert_layers, packed_products, products
 from .report import table
 from .timing import Call
 
-KINDS = "bf16", "bias", "gated", "fp8", "blocks", "int8", "w4"
+KINDS = "bf16", "bias", "gated", "fp8", "blocks", "int8", "w4", *expert_layers.KINDS
 _BEHIND = 1.02  # a row is behind above this ratio
 _WORST = 10
 _MAX_M = 8192
@@ -117,8 +119,14 @@ class Row:
         return f"{self.kind}:{self.m}x{self.n}x{self.k}"
 
 
-def draw(kind: str, count: int, seed: int) -> list[Row]:
+AnyRow = Row | expert_layers.Row
+_OF_EXPERTS = *expert_layers.KINDS, *expert_layers.PRODUCTS
+
+
+def draw(kind: str, count: int, seed: int) -> Sequence[AnyRow]:
     """`count` different rows of a kind that its kernels take."""
+    if kind in _OF_EXPERTS:
+        return expert_layers.draw(kind, count, seed)
     generator, found = random.Random(f"{seed} {kind}"), dict[str, Row]()
     while len(found) < count:
         name, parts = generator.choice(list(MODELS)), generator.choice((1, 2, 4, 8))
@@ -138,8 +146,10 @@ def _is_taken(row: Row) -> bool:
     return row.n % whole == 0 and row.k % whole == 0 and gated
 
 
-def operands(row: Row) -> tuple[Any, ...]:
+def operands(row: AnyRow) -> tuple[Any, ...]:
     """What each contender is called with."""
+    if isinstance(row, expert_layers.Row):
+        return expert_layers.operands(row)
     if row.kind not in ("bias", "gated"):
         return products.operands(row.kind, row.m, row.n, row.k)
     out = torch.empty(row.m, row.n // (2 if row.kind == "gated" else 1), dtype=torch.bfloat16, device="cuda")
@@ -149,6 +159,8 @@ def operands(row: Row) -> tuple[Any, ...]:
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     """{name: a function that makes a call of operands}."""
+    if kind in _OF_EXPERTS:
+        return expert_layers.contenders(kind)
     if kind == "bias":
         return {
             "pyops": lambda out, a, b, bias: partial(pyops.linear, out, a, b, bias),
@@ -173,13 +185,15 @@ def _apart(out: Any, a: Any, b: Any) -> Call:
     return call
 
 
-def measure(row: Row) -> dict[str, float]:
+def measure(row: AnyRow) -> dict[str, float]:
     """{contender: microseconds}."""
     return products.in_turn(str(row), contenders(row.kind), lambda: operands(row), num_bytes(row))
 
 
-def num_bytes(row: Row) -> int:
+def num_bytes(row: AnyRow) -> int:
     """Bytes of the operands."""
+    if isinstance(row, expert_layers.Row):
+        return expert_layers.num_bytes(row)
     return products.num_bytes("bf16" if row.kind in ("bias", "gated") else row.kind, row.m, row.n, row.k)
 
 
@@ -188,7 +202,7 @@ def ratio(times: dict[str, float]) -> float:
     return times["pyops"] / min(us for name, us in times.items() if name != "pyops")
 
 
-def report(timed: dict[Row, dict[str, float]]) -> str:
+def report(timed: Mapping[AnyRow, dict[str, float]]) -> str:
     """A line for each kind, and the worst rows of all."""
     lines = []
     for kind in dict.fromkeys(row.kind for row in timed):
@@ -215,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write every time to this file as JSON")
     asked = parser.parse_args(arguments)
     print(f"seed {asked.seed}", flush=True)
-    timed: dict[Row, dict[str, float]] = {}
+    timed: dict[AnyRow, dict[str, float]] = {}
     for kind in asked.kinds:
         for row in draw(kind, asked.rows, asked.seed):
             times = measure(row)

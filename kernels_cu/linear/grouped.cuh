@@ -104,8 +104,8 @@ struct ExpertTiles {
 
     // The row tile and column tile of number `index`; a CTA takes every stride-th number. The order walks at most GROUP
     // consecutive row tiles of one expert down M, then the next column, so that they share columns of the weight in the
-    // L2 cache. The starting point is rotated each wave: an expert's last tile, which may have few rows, goes to a
-    // different CTA each time. Returns the expert, or -1 if it is invalid.
+    // L2 cache. The starting point is rotated each wave, counted over all experts: an expert's last tile, which may have
+    // few rows, goes to a different CTA each time. Returns the expert, or -1 if it is invalid.
     template <int GROUP>
     DEVICE int locate(int index, int columns, int stride, int& tile, int& column) const {
         const int expert = number(index / columns);
@@ -115,7 +115,8 @@ struct ExpertTiles {
         const int of_expert = index - first * columns, group = of_expert / (GROUP * columns) * GROUP;
         const int size = min(GROUP, end - first - group), within = of_expert - group * columns;
         column = within / size;
-        tile = first + group + (within + column * size / stride) % size;
+        const int wave = (index - within % size) / stride;  // of the column's first tile, so equal for its tiles
+        tile = first + group + (within + wave) % size;
         return expert >= 0 && expert < num_experts ? expert : -1;
     }
 };

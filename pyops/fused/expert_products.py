@@ -6,23 +6,34 @@ experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.errors import OpError
-from .._core.tensors.tensor import new
+from .._core.tensors.tensor import library_of, new, on_host
 from ..ops.activation.gated import silu_and_mul_with_clamp
 from ..ops.linear.coded_plan import block_size_of_codes
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.grouped import grouped_gemm
+from ..ops.linear.grouped_blocks import limits_of_experts, of_rows
 from ..ops.linear.grouped_packed import grouped_gemm_packed
-from ..ops.linear.grouped_plan import block_size_for
+from ..ops.linear.grouped_shape import Scales
 from ..ops.moe.align import moe_align
 from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "scale_is_of_all", "sorted_choices"]
+__all__ = [
+    "ExpertSizes",
+    "SortedRows",
+    "block_size_of",
+    "clamp_limit_of",
+    "codes_of",
+    "multiply_experts",
+    "scale_is_of_all",
+    "sorted_choices",
+]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
@@ -30,6 +41,25 @@ _LARGEST_INT8 = 127.0
 _NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
 _NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
 _SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # the fixed constants of "swigluoai"
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of a layer of experts: the experts of this device, of all devices, and those of a token."""
+
+    num_experts: int
+    global_num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+class SortedRows(NamedTuple):
+    """Rows sorted by expert, as `moe_align` returns them for blocks of `block_size` slots."""
+
+    sorted_token_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_pad: Tensor
+    block_size: int
 
 
 def multiply_experts(
@@ -46,7 +76,7 @@ def multiply_experts(
     expert_map: Tensor | None,
     config: Any,
     a1_scale: Tensor | None = None,
-    lists: tuple[Tensor, Tensor, Tensor] | None = None,
+    lists: SortedRows | None = None,
 ) -> None:
     """Sort (token, expert) pairs by expert; run a grouped GEMM with the activation in its epilogue, then a second GEMM.
 
@@ -64,16 +94,19 @@ def multiply_experts(
             rows of its result; or None.
         config: a `FusedMoEQuantConfig`, this library's or vLLM's.
         a1_scale: scales of quantised hidden_states, as `a_scales` of `grouped_gemm`.
-        lists: the result of `moe_align` with blocks of `block_size_of`, if the caller has it; None to sort here.
+        lists: the rows of each expert, if the caller has them; None to sort here.
 
     Raises:
         OpError: the GEMM ops refuse the arguments; the error has the argument names of `fused_experts`.
     """
     codes, limit = codes_of(config), clamp_limit_of(config, activation)
-    num_rows, num_experts = of_choices.shape[0], w1.shape[0]
-    block_size = block_size_of(config, num_rows, num_experts)
+    top_k, function = topk_ids.shape[1], activation if limit is None else "none"
     if lists is None:
-        lists = sorted_choices("fused_experts", topk_ids, block_size, global_num_experts, expert_map)
+        sizes = ExpertSizes(w1.shape[0], global_num_experts, top_k, of_choices.shape[1], between.shape[1])
+        block_size = block_size_of(config, sizes, activation, of_choices, of_choices.shape[0])
+        found = sorted_choices("fused_experts", topk_ids, block_size, global_num_experts, expert_map)
+        lists = SortedRows(*found, block_size)
+    rows, block_size = lists[:3], lists.block_size
     w1_zp, w2_zp = zeros_of(config)
 
     def multiply(
@@ -85,9 +118,9 @@ def multiply_experts(
             if codes is None:
                 quantised = number == 1 and a1_scale is not None
                 x, x_scales = (x, a1_scale) if quantised else _quantised(x, config, a_scale)
-                grouped_gemm(out, x, w, *lists, weights, x_scales, scale, bias, *options)
+                grouped_gemm(out, x, w, *rows, weights, x_scales, scale, bias, *options)
             else:
-                grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
+                grouped_gemm_packed(out, x, w, scale, zeros, *rows, weights, bias, *options, codes)
         except OpError as error:
             names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
             raise error.within("fused_experts", names) from None
@@ -96,7 +129,6 @@ def multiply_experts(
         first[...] = 0  # rows of experts on other devices are not written, but the per-tensor absmax reads them
     of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
     of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
-    top_k, function = topk_ids.shape[1], activation if limit is None else "none"
     multiply(1, first, hidden_states, of_w1, weights[0], top_k, function)
     if limit is not None:
         silu_and_mul_with_clamp(between, first, limit)
@@ -113,12 +145,32 @@ def sorted_choices(
         raise error.within(function, {"num_experts": "global_num_experts"}) from None
 
 
-def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:
-    """The block size of sorted_token_ids in `multiply_experts`, for `num_rows` (token, expert) pairs."""
-    codes = codes_of(config)
-    if codes is None:
-        return block_size_for(num_rows, num_experts, bool(config.block_shape))
-    return block_size_of_codes(num_rows, num_experts, codes)
+def block_size_of(config: Any, sizes: ExpertSizes, activation: str, like: Any, num_rows: int) -> int:
+    """The block size with which the products of `multiply_experts` are fastest.
+
+    Args:
+        config: a `FusedMoEQuantConfig`, this library's or vLLM's.
+        activation: one of those of `grouped_gemm`.
+        like: a tensor of the dtype of the result, on its device.
+        num_rows: (token, expert) pairs, with the experts of all devices.
+    """
+    num_rows = -(-num_rows * sizes.num_experts // max(1, sizes.global_num_experts))
+    if (codes := codes_of(config)) is not None:
+        return block_size_of_codes(num_rows, sizes.num_experts, codes)
+    dtype, quantised = _name(like.dtype), _name(config.quant_dtype)
+    scales: Scales = "none" if quantised == "None" else "block" if config.block_shape else "row"
+    dtypes = dtype, dtype if quantised == "None" else quantised
+    # torch.compile may hold sizes of a layer for symbols. An index is a number; the graph is for layers of this size.
+    num_experts, top_k = index(sizes.num_experts), index(sizes.top_k)
+    of_layer = num_experts, top_k, index(sizes.hidden_size), index(sizes.intermediate_size)
+    return of_rows(num_rows, limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like)))
+
+
+def _index_of(value: Any) -> int:
+    """The ordinal of a tensor's device; -1 for host memory."""
+    if on_host(value):
+        return -1
+    return int(value.get_device() if library_of(value) == "torch" else value.device.id)
 
 
 def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:

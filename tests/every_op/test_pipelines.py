@@ -30,7 +30,9 @@ from pyops.ops.linear.coded_plan import CodedConfig
 from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
-from pyops.ops.linear.grouped_plan import GroupedConfig, GroupedMmaConfig, GroupedSimtConfig
+from pyops.ops.linear.grouped_simt import GroupedSimtConfig
+from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
+from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig

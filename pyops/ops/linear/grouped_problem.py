@@ -25,6 +25,8 @@ ACTIVATIONS = {
     "gelu_no_mul": 0,
     "relu2_no_mul": 0,
 }
+# Row tiles of an expert that run together for each column tile, so that the L2 cache holds the rows that they share.
+GROUP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +155,16 @@ class GroupedProblem:
         """The expected row tiles."""
         return self.chosen_experts * -(-self.rows_of_expert // tile_m)
 
+    @property
+    def rounded_rows(self) -> int:
+        """Rows as kernels are chosen by: rounded up to a power of two up to 16, then to a sixteenth of one."""
+        power = tuning.power_of_two(self.num_rows)
+        unit = power if power <= 16 else power // 16
+        return -(-self.num_rows // unit) * unit
+
     def bucket(self) -> str:
         words = [
-            f"rows={tuning.power_of_two(self.num_rows)}",
+            f"rows={self.rounded_rows} top_k={self.top_k}",
             f"weights={self.num_experts}x{self.b_rows}x{self.k}",
             f"{self.dtype.name}-{self.out.dtype.name}",
             f"block_size={self.lists.block_size}",

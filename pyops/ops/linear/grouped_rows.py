@@ -15,6 +15,7 @@ from ..._core.tensors.tensor import TensorArg
 from .._shared.groups import SHARES, sharing
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists
+from .grouped_shape import Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +39,14 @@ def lists_of(
     problem_sizes: TensorArg,
     expert_offsets: TensorArg,
     sf_offsets: TensorArg | None = None,
-    block_scaled: bool = False,
     block_size: int | None = None,
+    a: TensorArg | None = None,
+    scales: Scales = "none",
 ) -> tuple[ExpertLists, Launch, Scratch | None]:
     """The sorted lists of rows, the launch that writes them, and the workspace of the rows of scales.
 
-    Blocks have `block_size` slots, or by default the number that suits dequantized weights.
+    Blocks have `block_size` slots, or by default the number that suits the product of `a` with weights of its dtype
+    and with these scales; without `a`, the product of bfloat16 operands.
     """
     check.sizes(problem_sizes, num_experts=None, sizes=3)
     num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
@@ -51,7 +54,9 @@ def lists_of(
     check.dtype(expert_offsets, int32, int64)
     check.shape(expert_offsets, num_experts=num_experts)
     check.shape(sf_offsets, int32, num_experts=num_experts)
-    block_size = block_size or block_size_for(num_rows, num_experts, block_scaled)
+    if block_size is None:
+        k, dtype = (n, bfloat16) if a is None else (a.shape[1], a.dtype)
+        block_size = block_size_for(num_rows, num_experts, n, k, dtype, scales, out.device)
     num_blocks = num_rows // block_size + min(num_rows, num_experts)
     sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
     scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)

@@ -110,7 +110,8 @@ def plan_cutlass_moe_mm(
     per_out_ch: bool,
 ) -> list[Launch]:
     check.dtype(a_tensors, *E4M3)
-    lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, b_tensors), problem_sizes, expert_offsets)
+    rows = check_rows(out_tensors, a_tensors, b_tensors)
+    lists, launch, _ = lists_of(rows, problem_sizes, expert_offsets, a=a_tensors, scales="row")
     num_experts, (num_rows, n), k = problem_sizes.shape[0], out_tensors.shape, a_tensors.shape[1]
     weights = weights_of(b_tensors, num_experts, n, k)
     check_strides(num_experts, a_strides, b_strides, c_strides)
@@ -195,7 +196,7 @@ def plan_cutlass_blockwise_scaled_grouped_mm(
     expert_offsets: TensorArg,
 ) -> list[Launch]:
     check.dtype(a, *E4M3)
-    lists, launch, _ = lists_of(check_rows(output, a, b), problem_sizes, expert_offsets, block_scaled=True)
+    lists, launch, _ = lists_of(check_rows(output, a, b), problem_sizes, expert_offsets, a=a, scales="block")
     num_experts, (num_rows, n), k = problem_sizes.shape[0], output.shape, a.shape[1]
     weights = weights_of(b, num_experts, n, k)
     columns = -(-k // SCALE_BLOCK)

@@ -23,18 +23,11 @@ from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
-from pyops.ops.linear.gemm_problem import Operand
 from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
-from pyops.ops.linear.grouped_plan import (
-    Config,
-    GroupedConfig,
-    GroupedMmaConfig,
-    GroupedSimtConfig,
-    block_size_for,
-    choose,
-    serves,
-)
-from pyops.ops.linear.grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem
+from pyops.ops.linear.grouped_problem import ACTIVATIONS
+from pyops.ops.linear.grouped_simt import GroupedSimtConfig
+from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
+from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.testing import SCHEDULES, canaries, scheduled
 from tests.ops.linear.test_products import assert_rounded_once, draw, positive
@@ -45,6 +38,7 @@ ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 HOPPER = device.model("sm_90")
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
+Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
 
@@ -144,6 +138,7 @@ class Case:
 
 HOPPER_CASES = [
     (GroupedConfig(192, 128), (110, 128, 656, "silu", FP8, "block", 192)),  # one or two of three warpgroups have rows
+    (GroupedConfig(192, 192), (110, 200, 200, "none", BF16, "none", 192)),
     (WIDE, (90, 72, 328, "silu", BF16, "none", 128)),
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
@@ -182,6 +177,23 @@ def test_hopper_grouped_gemm(one: GroupedConfig, case: tuple[Any, ...]) -> None:
 )
 def test_mma_and_simt_grouped_gemm(one: Config, case: tuple[Any, ...]) -> None:
     made = Case(*case, with_bias=True)
+    with forced(one):
+        assert_rounded_once(made.run(), made.exact())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("one", "case"),
+    [
+        (GroupedMmaConfig(48, 64, 1, 4, 3), (50, 66, 136, "silu", BF16, "none", 48)),
+        (GroupedMmaConfig(96, 128, 2, 4, 3), (90, 66, 272, "swigluoai", FP8, "block", 96)),
+        (GroupedMmaConfig(128, 128, 2, 4, 3), (120, 66, 200, "none", torch.float16, "none", 128)),
+        (GroupedSimtConfig(48, 64), (50, 66, 72, "silu", BF16, "none", 48)),
+    ],
+    ids=str,
+)
+def test_row_tiles_between_powers_of_two(one: Config, case: tuple[Any, ...]) -> None:
+    made = Case(*case)
     with forced(one):
         assert_rounded_once(made.run(), made.exact())
 
@@ -247,60 +259,6 @@ def test_refused() -> None:
     made.activation, made.block_size = "none", 24
     with pytest.raises(OpError, match="block_size: expected a multiple of 16"):
         made.run()
-
-
-# The choice of a kernel
-
-
-def problem(
-    rows: int, experts: int, b_rows: int, k: int, dtype: Any = dtypes.bfloat16, **options: Any
-) -> GroupedProblem:
-    def arg(name: str, *shape: int, kind: Any = dtype) -> Any:
-        return describe_new("grouped_gemm", name, shape, kind, HOPPER)
-
-    size = block_size_for(rows, experts, options.get("block_scaled", False))
-    activation = options.pop("activation", "silu")
-    places = (rows + experts * (size - 1)) // size * size
-    lists = arg("sorted_token_ids", places, kind=dtypes.int32), arg("expert_ids", places // size, kind=dtypes.int32)
-    total = arg("num_tokens_post_pad", 1, kind=dtypes.int32)
-    out = arg("out", rows, b_rows // (2 if ACTIVATIONS[activation] else 1), kind=dtypes.bfloat16)
-    operands = Operand.of_rows(arg("a", rows, k)), Operand.of_rows(arg("b", experts, b_rows, k)), experts, k
-    return GroupedProblem(out, *operands, ExpertLists.of(*lists, total, size), activation=activation, **options)
-
-
-SECOND = 256, 7168, 2048, dtypes.float8_e4m3fn  # experts, and weights of DeepSeek-V3's down projection
-
-
-@pytest.mark.parametrize(
-    ("one", "expected"),
-    [
-        (problem(2, 8, 28672, 4096), GroupedConfig(64, 224)),
-        (problem(2, 8, 4096, 14336, activation="none"), GroupedConfig(64, 64)),
-        (problem(8192, 8, 28672, 4096), GroupedConfig(128, 256)),
-        (problem(32768, 256, 4096, 7168, dtypes.float8_e4m3fn, block_scaled=True), GroupedConfig(192, 128)),
-        (problem(8, *SECOND, activation="none", block_scaled=True), GroupedConfig(64, 224)),
-        (problem(64, *SECOND, activation="none", block_scaled=True), GroupedConfig(64, 256)),
-        (problem(51, 8, 1024, 4096, dtypes.float32), GroupedSimtConfig(16, 64)),
-        (problem(51, 8, 1024, 100), GroupedMmaConfig(16, 64, 1, 4, 6, 2)),
-    ],
-    ids=str,
-)
-def test_choice_of_kernel(one: GroupedProblem, expected: Config) -> None:
-    assert choose(one, HOPPER) == expected
-
-
-def test_choices_fit() -> None:
-    """Into shared memory and TMA boxes; so do the candidates of tuning."""
-    for rows, experts in ((1, 8), (8, 256), (300, 8), (8192, 8), (32768, 256)):
-        for b_rows, k in ((64, 64), (4096, 7168), (14336, 2048), (200, 136)):
-            for dtype, blocks in ((dtypes.bfloat16, False), (dtypes.float8_e4m3fn, True), (dtypes.int8, False)):
-                for activation in ("silu", "none", "swigluoai"):
-                    one = problem(rows, experts, b_rows, k, dtype, block_scaled=blocks, activation=activation)
-                    found = choose(one, HOPPER)
-                    assert isinstance(found, GroupedConfig) == serves(one, HOPPER)
-                    if isinstance(found, GroupedConfig) and not blocks:
-                        for config in (found, *found.candidates(one, HOPPER)):
-                            assert config.launch(one).shared <= HOPPER.shared_memory
 
 
 # Rows by offsets and sizes

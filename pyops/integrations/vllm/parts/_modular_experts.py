@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
 
-from ....fused.expert_products import block_size_of, clamp_limit_of, multiply_experts
+from ....fused.expert_products import ExpertSizes, SortedRows, block_size_of, clamp_limit_of, multiply_experts
 from ....ops.linear.coded_experts import MX_BLOCK
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS
@@ -157,14 +157,14 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         )
         self._sum.of = topk_ids, w1.shape[0], expert_map
 
-    def _lists(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+    def _lists(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> SortedRows | None:
         """The expert lists of a single token, which need no sort: one block per expert. None for more tokens."""
-        places, total = self._of_one_token
+        places, total, block_size = self._of_one_token
         if topk_ids.shape != (1, self.moe_config.experts_per_token):
             return None
         if expert_map is not None or topk_ids.dtype != torch.int32:
             return None
-        return places, topk_ids.view(-1), total
+        return SortedRows(places, topk_ids.view(-1), total, block_size)
 
 
 class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
@@ -192,16 +192,19 @@ class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
         return output
 
 
-def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sorted_token_ids, num_tokens_post_pad) of blocks with one (token, expert) pair each.
+def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(sorted_token_ids, num_tokens_post_pad, block size) of blocks with one (token, expert) pair each.
 
     They are made with the layer: a tensor first written during CUDA graph capture has no contents before the replay.
     """
-    topk, device = moe_config.experts_per_token, moe_config.device
-    block_size = block_size_of(quant_config, topk, moe_config.num_local_experts)
+    topk, device, experts = moe_config.experts_per_token, moe_config.device, moe_config.num_local_experts
+    like = torch.empty(0, dtype=moe_config.in_dtype, device=device)
+    widths = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+    sizes = ExpertSizes(experts, experts, topk, *widths)
+    block_size = block_size_of(quant_config, sizes, moe_config.activation.value, like, topk)
     places = torch.full((topk, block_size), topk, dtype=torch.int32, device=device)
     places[:, 0] = torch.arange(topk, dtype=torch.int64, device=device)
-    return places.view(-1), torch.full((1,), topk * block_size, dtype=torch.int32, device=device)
+    return places.view(-1), torch.full((1,), topk * block_size, dtype=torch.int32, device=device), block_size
 
 
 def _unsupported(case: str, moe_config: Any) -> str | None:

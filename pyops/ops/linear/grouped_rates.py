@@ -1,0 +1,53 @@
+"""The rates of the cost model of grouped GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..._core.system.device import Device
+from ...tuning import engines
+
+FAMILY = "grouped"  # pyops/tuning/grouped.json has the rates
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRates:
+    """What the times of the kernels are made of, in microseconds.
+
+    Attributes:
+        launch: a launch, with the first loads.
+        bytes_per_us: bytes from device memory.
+        k_tile: grouped_gemm_sm90.cu: a k-tile.
+        mma: for each row of b of the k-tile, and 128 rows of a: the tensor cores.
+        promoted, straddling: block scales, for each row of b of the k-tile, and 128 rows of a: to promote accumulators;
+            to choose between two scales.
+        l2: for each operand row of the k-tile that comes from the L2 cache.
+        gather: for each row of a of the k-tile, further: to copy it alone.
+        tile: a tile: to find its expert and its rows.
+        epilogue: the epilogue of a tile, for each of its columns, and 128 rows.
+        mma_row: grouped_gemm_sm80.cu: a k-tile of an SM, for each of its operand rows.
+        mma_eight_bits: factor on a k-tile of 8-bit operands.
+        simt, simt_load: grouped_gemm_simt.cu: a multiplication of an SM; an operand element that it loads.
+        slot: for each slot of the sorted lists: to write and to read it.
+    """
+
+    launch: float
+    bytes_per_us: float
+    k_tile: float
+    mma: float
+    promoted: float
+    straddling: float
+    l2: float
+    gather: float
+    tile: float
+    epilogue: float
+    mma_row: float
+    mma_eight_bits: float
+    simt: float
+    simt_load: float
+    slot: float
+
+
+def of(device: Device) -> GroupedRates:
+    """The rates of a device."""
+    return engines.rates(GroupedRates, FAMILY, device.name)
