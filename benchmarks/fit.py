@@ -32,8 +32,17 @@ from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
 from pyops.ops._shared.scalar_type import ScalarType
-from pyops.ops.linear import gemm_engines, gemm_rates, packed_engines, packed_plan, packed_rates
+from pyops.ops.linear import (
+    gemm_engines,
+    gemm_rates,
+    grouped_engines,
+    grouped_rates,
+    packed_engines,
+    packed_plan,
+    packed_rates,
+)
 from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.ops.linear.grouped_shape import GroupedShape
 from pyops.ops.linear.packed_shape import PackedShape
 from pyops.tuning import engines
 
@@ -94,6 +103,13 @@ FAMILIES = {
             PackedShape,
             packed_engines.choose,
             packed_plan.launches,
+        ),
+        Family(
+            grouped_rates.FAMILY,
+            dict.fromkeys(("grouped", "grouped_fp8", "grouped_blocks"), "grouped_gemm"),
+            GroupedShape,
+            grouped_engines.choose,
+            lambda problem, config: [config.launch(problem)],
         ),
     )
 }

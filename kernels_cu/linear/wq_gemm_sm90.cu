@@ -105,7 +105,7 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
              uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride,
              int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
              int64_t a_box_rows, int64_t sharers) {
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     const int box_rows = int(a_box_rows);
     // The rows that the last tile loads; the stages of a CTA without it have zeros there, too.
@@ -124,7 +124,15 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
         cluster_reduce.init();
         ring.init(CONSUMER_WARPS * NEIGHBOURS);
     }
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&a_map);
+        prefetch_tensor_map(&quants_map);
+        prefetch_tensor_map(&scales_map);
+        prefetch_tensor_map(&zeros_map);
+        prefetch_tensor_map(&out_map);
+    }
     start_cluster<SPLITS * NEIGHBOURS>();
+    await_previous_kernel();
 
     // Only slots in use are scheduled: tiles without an expert would fall unevenly on the CTAs.
     const int num_list_rows = GROUPED ? int(min(int64_t(max(*num_tokens_post_pad, 0)), m)) : 0;

@@ -118,7 +118,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
     int64_t a_box_rows) {
     prefetch_quants(&quants_map, m, k);
-    await_previous_kernel();
+    // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     float4* const exchanged =
         reinterpret_cast<float4*>(shared + STAGES * BLOCK_STAGE_BYTES);  // [TURNS - 1, FOURS, 128]
@@ -132,7 +132,13 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         zero_stages<STAGES, BLOCK_STAGE_BYTES>(shared, i * BOX_BYTES + loads * box_rows * 128, (i + 1) * BOX_BYTES,
                                                NUM_THREADS);
     }
+    if (threadIdx.x == 32) {
+        prefetch_tensor_map(&a_map);
+        prefetch_tensor_map(&scales_map);
+        prefetch_tensor_map(&zeros_map);
+    }
     start_cluster<1>();
+    await_previous_kernel();
 
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     if (warp >= CONSUMER_WARPS) {
