@@ -14,6 +14,7 @@ from benchmarks.models import MODELS, Row
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.ops.linear.gemm_shape import GemmShape
+from pyops.ops.linear.grouped_shape import GroupedShape
 from pyops.ops.linear.packed_shape import PackedShape
 from pyops.tuning import engines
 from tests.ops.linear.test_packed_choice import problem as packed
@@ -64,6 +65,11 @@ def shapes(family: fit.Family) -> dict[str, Any]:
             for layout in ("marlin", "awq"):
                 found[f"{layout}:{m}x{n}x{k}"] = PackedShape.of(packed(m, n, k, HOPPER, layout))
             continue
+        if family.name == "grouped":
+            for block_size in (16, 64, 128):
+                rows = 8 * m
+                found[f"blocks of {block_size}:{m}x{n}x{k}"] = GroupedShape(rows, 32, n, k, 4, block_size=block_size)
+            continue
         for kind in ("bf16", "gated", "blocks"):
             dtype, blocked, gated = dtypes.bfloat16, kind == "blocks", kind == "gated"
             if blocked:
@@ -96,6 +102,7 @@ def samples(family: fit.Family, rates: Any) -> list[fit.Sample]:
 OFF = {
     "gemm": {"k_tile": 1.2, "mma": 1 / 1.2, "swap_m": 1.2, "stream_k": 1.3},
     "packed": {"code": 1.2, "mma": 1 / 1.2, "mma_code": 1.2, "part": 1.2, "few_k_tile": 1 / 1.2},
+    "grouped": {"k_tile": 1.2, "mma": 1 / 1.2, "launch": 1.3, "mma_row": 1.2},
 }
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
