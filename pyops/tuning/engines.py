@@ -22,7 +22,7 @@ from . import TABLES
 
 S = TypeVar("S", bound=Hashable)  # a shape
 R = TypeVar("R")  # rates
-_REFERENCE = "nvidia-h200"  # the device whose rates stand in for those of a device that has not been measured
+_REFERENCE = "nvidia-h200"  # its rates stand in for those of a device that has not been measured
 _MAX_CHOICES = 4096  # choices that a process remembers
 _SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
 

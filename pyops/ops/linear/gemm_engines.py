@@ -118,7 +118,7 @@ def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRa
     of_row = rates.swap_m + (rates.swap_promoted if shape.is_fp8 else 0.0)
     of_row += rates.swap_blocked if shape.block_scaled else 0.0
     k_tile = rates.swap_k_tile + of_row * config.tile_m
-    k_tile *= rates.swap_turns if config.parts > config.splits else 1.0
+    k_tile *= rates.swap_alternating if config.parts > config.splits else 1.0
     l2_rows = tiles * shape.num_k_tiles * (min(shape.m, config.tile_m) + config.tile_n)
     k_tiles = waves * -(-shape.num_k_tiles // config.splits)
     end = (waves if is_split else 1) * rates.swap_tile

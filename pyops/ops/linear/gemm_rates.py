@@ -32,7 +32,7 @@ class GemmRates:
         swap_k_tile: a k-tile.
         swap_m: for each row of a of the k-tile.
         swap_promoted, swap_blocked: to promote fp8 accumulators, and block scales, for each row of a of the k-tile.
-        swap_turns: factor on a k-tile where the two warpgroups alternate k-tiles.
+        swap_alternating: factor on a k-tile where the two warpgroups alternate k-tiles.
         swap_tile: a wave of tiles.
         swap_store: to store the tile, for each of its elements that a CTA stores.
         swap_scales: to load the scales of 8-bit operands for the epilogue.
@@ -63,7 +63,7 @@ class GemmRates:
     swap_m: float
     swap_promoted: float
     swap_blocked: float
-    swap_turns: float
+    swap_alternating: float
     swap_tile: float
     swap_store: float
     swap_scales: float

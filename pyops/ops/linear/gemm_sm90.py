@@ -33,7 +33,7 @@ _MAX_SWAP_ROWS, _MAX_PROMOTED_ROWS, _MAX_BLOCKED_ROWS = 192, 128, 32
 # Most rows that gemm_sm90_swap_ab.cu serves: of more, tiles of 128 rows are full but for an eighth, and the persistent
 # gemm_sm90.cu overlaps the stores of a tile with the loads of the next one.
 MAX_SWAP_M = 1024
-_MAX_APART_ROWS = 64  # largest tile M with which split-K has its accumulators behind the ring, not in its place
+_MAX_APART_ROWS = 64  # largest tile M with which split-K has its accumulators after the ring, not in its place
 MAX_SPLITS = 8  # stream-K: most clusters that share a tile
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
 
@@ -209,9 +209,9 @@ class SwapConfig:
         most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * K_TILE_BYTES) if apart else _MAX_STAGES
         if problem.epilogue.block_scaled:
             most = min(most, _MAX_BLOCKED_STAGES)
-        turns = self.parts // self.splits  # warpgroups that alternate k-tiles
-        stages = min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most) // turns * turns
-        stages = max(2 * turns, stages)
+        groups = self.parts // self.splits  # warpgroups that alternate k-tiles
+        stages = min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most) // groups * groups
+        stages = max(2 * groups, stages)
         tiles, is_gated = self.tiles(problem.m, problem.b.rows), problem.epilogue.is_gated
         return kernel(
             **problem.constants(),
