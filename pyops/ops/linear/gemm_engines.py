@@ -1,7 +1,8 @@
 """The kernels for dense GEMMs: which shapes each of them serves, its Configs, and their times by the cost model.
 
-A kernel's time is a launch, the slower of two streams (the main loop of the busiest SM, and the bytes of the operands
-from device memory), and the epilogues and reductions that nothing overlaps. `gemm_rates` has the numbers.
+A kernel's time is a launch; the slowest of three streams (the main loop of the busiest SM, bytes from device memory and
+bytes from the L2 cache), or the multiplications that power allows; and the epilogues and reductions that nothing
+overlaps. `gemm_rates` has the numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GROUP_BYTES = 16 << 20  # bytes of a that the tiles of one group share; they st
 # gemm_sm90.cu, gemm_sm90_swap_ab.cu
 
 
-def _no_tma(shape: GemmShape, device: Device) -> str | None:
+def _no_wgmma(shape: GemmShape, device: Device) -> str | None:
     """Why neither WGMMA kernel serves a shape."""
     eight_bits = shape.dtype.itemsize == 1
     if not device.supports("wgmma"):
@@ -46,7 +47,7 @@ def _no_tma(shape: GemmShape, device: Device) -> str | None:
 
 
 def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
-    return _no_tma(shape, device) or (
+    return _no_wgmma(shape, device) or (
         None if shape.out_is_aligned else "TMA stores rows of out at multiples of 16 bytes"
     )
 
@@ -91,7 +92,7 @@ def _swap_refusal(shape: GemmShape, device: Device) -> str | None:
         return f"it is for at most {gemm_sm90.MAX_SWAP_M} rows"
     if shape.is_gated and (shape.n % 16 or not shape.out_is_aligned):
         return "gates and ups are loaded in groups of 8 rows"
-    return _no_tma(shape, device)
+    return _no_wgmma(shape, device)
 
 
 def _swap_configs(shape: GemmShape, device: Device) -> Iterator[SwapConfig]:
@@ -106,7 +107,8 @@ def _swap_configs(shape: GemmShape, device: Device) -> Iterator[SwapConfig]:
             waves = -(-shape.n // (gemm_sm90.MAX_SWAP_COLUMNS * clusters))
             unit = 16 if shape.is_gated else 8
             tile_n = -(-shape.n // (unit * waves * clusters)) * unit
-            for one in {SwapConfig(tile_m, size, splits): None for size in (tile_n, gemm_sm90.MAX_SWAP_COLUMNS)}:
+            for columns in {tile_n, gemm_sm90.MAX_SWAP_COLUMNS}:
+                one = SwapConfig(tile_m, columns, splits)
                 if one.fits(shape.num_k_tiles, shape.is_gated):
                     yield one
 
