@@ -232,7 +232,7 @@ def test_cpu_tensors_are_planned_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYOPS_CPU", "kernels")
     assert device.host() == device.model("sm_75")
     assert device.host(64).warp_size == 64  # no NVIDIA GPU has such warps
-    x, weight = torch.randn(3, 64, dtype=torch.float16), torch.randn(16, 64, dtype=torch.float16)
+    x, weight = torch.randn(20, 64, dtype=torch.float16), torch.randn(16, 64, dtype=torch.float16)
     linear = pyops.registry["linear"]
     linear.forget()
     try:

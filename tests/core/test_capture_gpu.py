@@ -47,8 +47,8 @@ _DECODE = {"num_heads": 32, "num_kv_heads": 8}
 CASES = {
     "one launch": Case("rms_norm", {}, set()),
     "two launches": Case("dynamic_scaled_fp8_quant", {}, {"launches", "scratch"}),
-    "split product": Case("linear", {"input_size": 4090}, {"zeros", "scratch", "shared"}),
-    "tensor maps": Case("linear", {"input_size": 4096}, {"maps", "shared"}),
+    "split product": Case("linear", {"num_tokens": 40, "input_size": 4090}, {"zeros", "scratch", "shared"}),
+    "tensor maps": Case("linear", {"num_tokens": 40, "input_size": 4096}, {"maps", "shared"}),
     "grouped product": Case("cutlass_moe_mm", {"per_row": True}, {"launches", "scratch", "maps", "shared"}),
     "decode with splits": Case(
         "paged_attention_v1",

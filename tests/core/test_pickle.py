@@ -28,6 +28,7 @@ ERRORS = [
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", PLACES, (1, 2, 3), (4, 5, 6)),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", [], (1, 2, 3), None),
     pyops.RankError("ranks wait for 1", (1,)),
+    pyops.UnsupportedGpuError(0, "a GPU", "sm_70"),
     SwitchError("PYOPS_CPU: no"),
 ]
 TWICE: list[Callable[[Any], Any]] = [lambda value: pickle.loads(pickle.dumps(value)), copy.copy, copy.deepcopy]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
 from ..._core.launch.kernel import Launch
@@ -206,8 +206,8 @@ def example_cutlass_fp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 192,
-    input_size: int = 192,
+    output_size: Literal[192, 136] = 192,
+    input_size: Literal[192, 160] = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, *sizes).values()
@@ -269,8 +269,8 @@ def example_cutlass_mxfp4_group_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 192,
-    input_size: int = 192,
+    output_size: Literal[192, 136] = 192,
+    input_size: Literal[192, 160] = 192,
 ) -> tuple[Any, ...]:
     return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
 
@@ -336,8 +336,8 @@ def example_cutlass_mxfp8_grouped_mm(
     *,
     num_tokens: int = 16,
     num_experts: int = 3,
-    output_size: int = 192,
-    input_size: int = 192,
+    output_size: Literal[192, 136] = 192,
+    input_size: Literal[192, 160] = 192,
 ) -> tuple[Any, ...]:
     sizes = num_tokens, num_experts, output_size, input_size
     out, a, b, a_scales, b_scales, *lists = _example(make, MXFP8, *sizes).values()

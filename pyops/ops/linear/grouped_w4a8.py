@@ -208,8 +208,8 @@ def example_cutlass_w4a8_moe_mm(
     num_tokens: int = 16,
     group_size: Literal[32, 128] = 32,
     num_experts: int = 3,
-    output_size: int = 96,
-    input_size: int = 256,
+    output_size: Literal[96, 112] = 96,
+    input_size: Literal[256, 384] = 256,
 ) -> tuple[Any, ...]:
     n, k = output_size, input_size
     offsets, sizes = example_sizes(make, example_counts(num_tokens, num_experts), n, k)
