@@ -24,6 +24,7 @@ ERRORS = [
     pyops.CompileError("norm/rms_norm.cu", "VEC_SIZE=8", "error: no"),
     pyops.CaptureError("rms_norm", "load norm/rms_norm.cu"),
     pyops.NotLoadedError("rms_norm", "norm/rms_norm.cu", "VEC_SIZE=8"),
+    pyops.UnsupportedGpuError(0, "Tesla V100", "sm_70"),
     pyops.DeviceFault("rms_norm: the device reported an error"),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", PLACES, (1, 2, 3), (4, 5, 6)),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", [], (1, 2, 3), None),

@@ -288,14 +288,6 @@ def describe_new(
 
 def _check_no_self_overlap(arg: TensorArg) -> None:
     reach = 1
-    for size, stride in zip(reversed(arg.shape), reversed(arg.strides)):  # noqa: B905
-        if size > 1:
-            if stride < reach:
-                break
-            reach = size * stride
-    else:
-        return
-    reach = 1
     for stride, size in sorted(zip(arg.strides, arg.shape, strict=True)):
         if size > 1:
             if stride < reach:
