@@ -11,11 +11,11 @@ from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
 from . import _at_start as _at_start
+from . import _docstring as _docstring
 from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
-from ._core.errors import KernelFault as KernelFault
 from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
@@ -35,6 +35,7 @@ from .fused.experts import fused_experts as fused_experts
 from .fused.experts import fused_moe as fused_moe
 from .fused.marlin_experts import fused_marlin_moe as fused_marlin_moe
 from .fused.parallel_experts import parallel_fused_experts as parallel_fused_experts
+from .host.faults import KernelFault as KernelFault
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
 from .ops.activation.elementwise import *
@@ -113,7 +114,7 @@ registry: _Mapping[str, Op] = _MappingProxyType(_registry)
 
 # Modules that the package is made of, which are no part of its face, and what `from __future__` leaves.
 _INTERNAL = frozenset(
-    ("annotations", "axes", "cli", "compile_ahead", "example", "host", "offline", "ops", "snippet", "tuning")
+    ("annotations", "axes", "cli", "compile_ahead", "example", "gpus", "host", "offline", "ops", "snippet", "tuning")
 )
 
 

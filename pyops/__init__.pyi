@@ -12,7 +12,6 @@ from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
-from ._core.errors import KernelFault as KernelFault
 from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
@@ -26,6 +25,7 @@ from ._core.text.compiler import Compiled as Compiled
 from .compile_ahead import warmup as warmup
 from .errors import ModelError as ModelError
 from .fused.experts import FusedMoEQuantConfig as FusedMoEQuantConfig
+from .host.faults import KernelFault as KernelFault
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
 from .snippet import example_text as example_text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._core.errors import OpError
+from ._core.launch.tensor_map import TensorMap
 from ._core.tensors import dtypes
 from ._core.tensors.dtypes import DType
 from ._core.tensors.tensor import TensorArg
@@ -187,3 +188,16 @@ def vector_width(size: int, *args: TensorArg, widest: int = 16) -> int:
 def threads(needed: int, *, max_threads: int = 1024) -> int:
     """Threads of a block for `needed` work items: a multiple of 64 (whole warps everywhere), at most `max_threads`."""
     return min(max_threads, max(64, -(-needed // 64) * 64))
+
+
+def mappable(*args: TensorArg) -> bool:
+    """Whether a tensor map can describe each of these arguments as a whole. If not, a plan takes a portable kernel.
+
+    An empty tensor cannot.
+    """
+    try:
+        for arg in args:
+            TensorMap.of(arg, (16 // arg.dtype.itemsize, *(1 for _ in arg.shape[1:])))
+    except OpError:
+        return False
+    return True

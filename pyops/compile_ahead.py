@@ -92,9 +92,10 @@ def load(
     wait = nullcontext() if done else log.waiting(f"compiling {len(wanted)} kernels")
 
     def load_one(op: Op, specialisation: Specialisation) -> Compiled:
-        return op.load_on_host(specialisation) if index is None else op.load(index, specialisation)
+        with log.quietly():
+            return op.load_on_host(specialisation) if index is None else op.load(index, specialisation)
 
-    with wait, ThreadPoolExecutor(os.cpu_count(), initializer=log.quiet) as pool:
+    with wait, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(load_one, *one) for one in wanted]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()

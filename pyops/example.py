@@ -16,6 +16,11 @@ from ._core.tensors import dtypes, tensor
 from ._core.tensors.tensor import TensorArg
 
 
+def nan_byte(native: Any) -> int:
+    """The byte that fills memory with NaN of a float type: 0xFF, or 0x80, the only NaN of float8_e4m3fnuz."""
+    return 0x80 if dtypes.of(native) is dtypes.float8_e4m3fnuz else 0xFF
+
+
 class TorchMaker:
     """Makes torch tensors on `device`, with data that depends on `seed` alone."""
 
@@ -68,9 +73,7 @@ class TorchMaker:
         count = size
         for extent in shape:
             count *= extent
-        return (
-            torch.full((count,), dtypes.nan_byte(kind), dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
-        )
+        return torch.full((count,), nan_byte(kind), dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
 
     def full(self, *shape: int, value: float, dtype: str) -> Any:
         """A tensor with one value in every element."""

@@ -13,7 +13,7 @@ from typing import Any
 import griffe
 
 import pyops
-from pyops._core.op import docstring
+from pyops import _docstring as docstring
 
 
 class Docstrings(griffe.Extension):

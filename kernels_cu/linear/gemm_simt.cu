@@ -18,25 +18,7 @@
 //     TILE_M, TILE_N    multiples of 4
 
 #include "gemm_epilogue.cuh"
-
-constexpr int STEP = 16, NUM_THREADS = TILE_M * TILE_N / 16, HALVES = GATED ? 2 : 1;
-constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>;
-template <bool INTEGER> struct sum_of { using type = float; };
-template <> struct sum_of<true> { using type = int32_t; };
-using sum_t = sum_of<IS_INTEGER>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
-static_assert(SCALE_BLOCK % STEP == 0);
-
-template <typename T>
-DEVICE sum_t element(T x) {
-    if constexpr (IS_INTEGER) return x;
-    else return to_float(x);
-}
-template <typename Sum>
-DEVICE void multiply_add(Sum& sum, Sum x, Sum y) {
-    if constexpr (IS_INTEGER) sum += x * y;
-    else sum = fmaf(x, y, sum);
-}
+#include "simt_tile.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_simt(out_t* out,                 // [M, N]
@@ -51,8 +33,8 @@ gemm_simt(out_t* out,                 // [M, N]
           int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
           int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
-    __shared__ sum_t a_tile[STEP][TILE_M + 4];
-    __shared__ sum_t b_tile[HALVES][STEP][TILE_N + 4];
+    __shared__ a_tile_t a_tile;
+    __shared__ b_tile_t b_tile;
     const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
     const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
     const int thread_row = threadIdx.x / (TILE_N / 4) * 4, thread_column = threadIdx.x % (TILE_N / 4) * 4;
@@ -89,21 +71,7 @@ gemm_simt(out_t* out,                 // [M, N]
                 column < n && at < k ? element(b[(half * n + column) * b_stride + at * b_step]) : sum_t(0);
         }
         __syncthreads();
-#pragma unroll
-        for (int step = 0; step < STEP; ++step) {
-            sum_t x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = a_tile[step][thread_row + i];
-#pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const sum_t y = b_tile[half][step][thread_column + j];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) multiply_add(sums[half][i][j], x[i], y);
-                }
-            }
-        }
+        multiply(sums, a_tile, b_tile, thread_row, thread_column);
     }
     if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / BLOCK);
 

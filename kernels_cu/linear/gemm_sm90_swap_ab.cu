@@ -59,19 +59,13 @@ static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with
 using mainloop_t = WgmmaMainloop<scalar_t, PRODUCTS, TILE_M, PIECES, STAGES, STAGE_BYTES, 1, false, true>;
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
+using block_scales_t = BlockScales<a_scale_t, b_scale_t>;
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
 
 // The row of b, within the tile, of the thread's first accumulator of a WGMMA; its other row is 8 further.
 DEVICE int column_of(int of_warp, int product, int lane) {
     return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
 }
-
-// The block scales of a and b, and from each to the next.
-struct BlockScales {
-    const a_scale_t* a_scales;
-    const b_scale_t* b_scales;
-    int64_t a_step, b_step, a_block_step, b_block_step;
-};
 
 // The threads' accumulators with SUM_BLOCK, and the block scales of a k-tile.
 struct Promotion {
@@ -81,18 +75,17 @@ struct Promotion {
     float row_scales[ROWS], column_scales[PRODUCTS][2];
     float factors[PRODUCTS][2][ROWS];
 
-    DEVICE void load(const BlockScales& scales, int step, int first_row, int first_column, int64_t m, int64_t n,
+    DEVICE void load(const block_scales_t& scales, int step, int first_row, int first_column, int64_t m, int64_t n,
                      int row_warp, int lane) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; ++i) {
             const int column_at = first_column + column_of(row_warp, i / 2, lane) + i % 2 * 8;
-            const int64_t block = min(int64_t(column_at), n - 1) / max(SCALE_BLOCK, 1);
-            column_scales[i / 2][i % 2] = to_float(scales.b_scales[step * scales.b_block_step + block * scales.b_step]);
+            column_scales[i / 2][i % 2] = scales.of_column(min(int64_t(column_at), n - 1), step);
         }
 #pragma unroll
         for (int i = 0; i < TILE_M / 4; ++i) {
             const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-            row_scales[i] = to_float(scales.a_scales[row * scales.a_step + step * scales.a_block_step]);
+            row_scales[i] = scales.of_row(row, step);
         }
     }
     // The next k-tile becomes the current one.
@@ -224,8 +217,8 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         mainloop_t::accum_t accum;
         Promotion promotion;
         const auto load_scales = [&](int step) {
-            const BlockScales scales{a_scales,     b_scales,           a_scale_step,
-                                     b_scale_step, a_scale_block_step, b_scale_block_step};
+            const block_scales_t scales{a_scales,     b_scales,           a_scale_step,
+                                        b_scale_step, a_scale_block_step, b_scale_block_step};
             promotion.load(scales, step, first_row, first_column, m, n, row_warp, lane);
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);

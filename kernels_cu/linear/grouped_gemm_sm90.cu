@@ -51,6 +51,7 @@ static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
 static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<wgmma_sum_t<scalar_t>, float>));
 static_assert(!STRADDLES || GATED == 0);
 
+using block_scales_t = BlockScales<float, float>;
 using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, STAGES, STAGE_BYTES, 1, true>;
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 #include "expert_store.cuh"
@@ -108,12 +109,6 @@ struct GatherLoader {
     }
 };
 
-// The block scales of a and of an expert's b, and from each row or block to the next.
-struct BlockScales {
-    const float *a_scales, *b_scales;
-    int64_t a_step, b_step, a_block_step, b_block_step;
-};
-
 // The block scales of a k-tile, for a thread's rows and a warpgroup's columns.
 struct Factors { float rows[2], columns[FACTORS]; };
 
@@ -126,7 +121,8 @@ struct Promotion {
     int own_columns;                // STRADDLES: columns under the first of two scales
 
     DEVICE
-    Promotion(const BlockScales& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n, int b_rows)
+    Promotion(const block_scales_t& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n,
+              int b_rows)
         : row_step(scales.a_block_step), column_step(scales.b_block_step) {
 #pragma unroll
         for (int i = 0; i < PART_N / 2; ++i) promoted[i] = 0.0f;
@@ -253,8 +249,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                 mainloop.run(accums[0], 0, steps, [] {});
                 store.store(accums[0][0], own_rows, epilogue, first_column);
             } else {
-                const BlockScales scales{a_scales,     expert_scales,      a_scale_step,
-                                         b_scale_step, a_scale_block_step, b_scale_block_step};
+                const block_scales_t scales{a_scales,     expert_scales,      a_scale_step,
+                                            b_scale_step, a_scale_block_step, b_scale_block_step};
                 Promotion promotion(scales, own_rows, int(top_k), first_column, n, b_rows);
                 // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {

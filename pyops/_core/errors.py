@@ -115,42 +115,6 @@ class DeviceFault(RuntimeError):
     """With PYOPS_SYNC=1: the device reported an error after this op."""
 
 
-class KernelFault(RuntimeError):
-    """A fault of a kernel that ran on the host.
-
-    Attributes:
-        kind: ``"out-of-bounds global access"``, ``"divergent barrier"``, ...: docs/host.md lists them.
-        kernel: source file; constants: its specialisation.
-        places: (file, line) in the sources, innermost first: an inlined function, then its call sites.
-        file, line: the innermost of them; "" and 0 if unknown.
-        block, thread: indices (x, y, z); thread is None where the fault belongs to no single thread.
-        message: what happened there.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        kernel: str,
-        constants: str,
-        message: str,
-        places: Sequence[tuple[str, int]],
-        block: tuple[int, int, int],
-        thread: tuple[int, int, int] | None,
-    ) -> None:
-        super().__init__(kind, kernel, constants, message, tuple(places), block, thread)
-        self.kind, self.kernel, self.constants, self.message = kind, kernel, constants, message
-        self.places, self.block, self.thread = tuple(places), block, thread
-        self.file, self.line = places[0] if places else ("", 0)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kernel}: {self.kind}: {self.message}\n"
-            f"  at {called(self.places) or 'an unknown line'}\n"
-            f"  in block {self.block}{f', thread {self.thread}' if self.thread else ''}\n"
-            f"  of {self.kernel} {self.constants}"
-        )
-
-
 class RankError(RuntimeError):
     """Ranks waited for a rank that has ended, did not arrive in time, or arrived at another call. `ranks` has its
     number."""
@@ -163,11 +127,6 @@ class RankError(RuntimeError):
         return str(self.args[0])
 
 
-def called(places: Sequence[tuple[str, int]]) -> str:
-    """Source lines, innermost first, as text for an error message."""
-    return ", called at ".join(f"{file}:{line}" for file, line in places)
-
-
 # Tracebacks show the public module name.
 for _error in (
     OpError,
@@ -177,7 +136,6 @@ for _error in (
     NotLoadedError,
     UnsupportedGpuError,
     DeviceFault,
-    KernelFault,
     RankError,
 ):
     _error.__module__ = "pyops"

@@ -69,8 +69,3 @@ def quietly() -> Iterator[None]:
         yield
     finally:
         _thread.reports = before
-
-
-def quiet() -> None:
-    """Suppress `waiting` in this thread: another thread reports the wait that it is part of."""
-    _thread.reports = False

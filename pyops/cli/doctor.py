@@ -21,7 +21,7 @@ from .._core.op.op import registry
 from .._core.system import device
 from .._core.system.device import Device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.text import compiler, hiprtc, nvrtc
+from .._core.text import hiprtc, nvrtc
 from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
@@ -124,7 +124,7 @@ def _headers() -> Finding:
     if cupy.cuda.runtime.is_hip:
         folders, header, mend = hiprtc.include_folders(), "hip/hip_fp16.h", "set ROCM_HOME to the folder of ROCm"
     else:
-        folders, header, mend = compiler.include_folders(), "cuda_fp16.h", pip_line(gpu_extra())
+        folders, header, mend = nvrtc.include_folders(), "cuda_fp16.h", pip_line(gpu_extra())
     if not folders:
         return Finding("headers", False, f"{header} not found", mend)
     return Finding("headers", True, ", ".join(folders))

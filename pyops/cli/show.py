@@ -10,10 +10,11 @@ from typing import Any
 import kernels_cu
 import pyops
 
-from .. import axes, tuning
+from .. import _docstring as docstring
+from .. import axes, gpus, tuning
 from .._core.errors import OpError
 from .._core.launch.tensor_map import TensorMap
-from .._core.op import docstring, torch_library
+from .._core.op import torch_library
 from .._core.op.declaration import Declaration
 from .._core.op.op import Op
 from .._core.system import device
@@ -139,6 +140,6 @@ def _constant(text: str) -> Any:
 
 def _model(arch: str) -> device.Device:
     try:
-        return device.model(arch)
+        return gpus.model(arch)
     except KeyError:
         raise OpError("pyops", "arch", f"no model of a device {arch}") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyops
 
-from .._core.op import docstring
+from .. import _docstring as docstring
 from .._core.op.op import Op, registry
 from . import show, table
 

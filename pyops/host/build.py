@@ -30,6 +30,7 @@ _SHARED = re.compile(
 )
 # clang obeys it, and takes twice as long for a kernel whose loops are all unrolled.
 _UNROLL = re.compile(r"#pragma unroll\b.*")
+_PROBE_BYTES = 4 << 20  # size of the probe file
 _CLUSTER = re.compile(r"void\s+CLUSTER_OF\s*\(([^)]*)\)")
 
 
@@ -127,7 +128,7 @@ def _make(
             _compile(chain, flags, kind, code, f"{built}.o", kernel, constants)
             _run(chain, (*link, "-o", built), "", kernel, constants)
         except CompileError:
-            folders.probe(scratch)
+            probe(scratch)
             raise
         with open(built, "rb") as opened:
             content = opened.read()
@@ -135,6 +136,13 @@ def _make(
         os.replace(built, path)
     log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
     return "compiled"
+
+
+def probe(folder: str) -> None:
+    """Raises OSError if the folder is gone, or lacks space for a file several times the size of a kernel."""
+    with tempfile.TemporaryFile(dir=folder) as opened:
+        opened.write(bytes(_PROBE_BYTES))
+        opened.flush()
 
 
 def _compile(

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy
 
-from .._core.errors import KernelFault
 from .._core.launch import tensor_map
 from .._core.launch.kernel import Launch, Specialisation
 from .._core.launch.layout import Runtime, buffer
 from .._core.launch.tensor_map import Placed
 from .._core.launch.workspace import ALIGNMENT, Workspaces
 from . import run
+from .faults import KernelFault
 from .ranges import Range
 from .run import loaded as loaded
 from .run import warp_size as warp_size

@@ -18,12 +18,12 @@ from functools import cache
 from typing import Any
 
 from .._core import locks, log
-from .._core.errors import KernelFault, called
 from .._core.launch.kernel import Specialisation
 from .._core.system import device
 from .._core.text import source
 from .._core.text.compiler import Compiled, told
 from .build import Unit, build, unit
+from .faults import KernelFault, called
 from .interruptible import interruptible
 from .lines import places
 from .ranges import Range

@@ -13,7 +13,7 @@ from .._core.op import torch_library
 from .._core.op.op import Op, registry
 from .._core.system.device import Device
 from .._core.system.lazy import torch
-from .._core.tensors import tensor
+from .._core.tensors.tensor import TensorArg, dtype_of
 from ..ops.linear.grouped_blocks import planned_for
 from .batch import Batch
 from .config import Config
@@ -122,7 +122,7 @@ def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Special
         op = registry[name]
         values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(op.parameters)]
         described = [
-            tensor.describe_fake(name, p.name, value, device) if p.is_tensor and value is not None else value
+            _described(name, p.name, value, device) if p.is_tensor and value is not None else value
             for p, value in zip(op.parameters, values, strict=True)
         ]
         for launch in op.launches(*described):
@@ -132,3 +132,11 @@ def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Special
     torch_library.bind_torch()
     with torch_library.observed(observe), planned_for(device) if device.index < 0 else nullcontext():
         yield
+
+
+def _described(op: str, name: str, value: Any, device: Device) -> TensorArg:
+    """The descriptor of one of torch's fake tensors, as if its storage began at a multiple of 16 bytes on `device`."""
+    dtype = dtype_of(op, name, value)
+    offset = int(value.storage_offset()) * dtype.itemsize
+    shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+    return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.system.lazy import torch
-from .._core.tensors import dtypes
 from .._core.tensors.tensor import library_of
+from ..example import nan_byte
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +43,7 @@ class Layout(NamedTuple):
             step = step * size + (self.gap if len(strides) == 1 else 0)
         strides.reverse()
         size = (self.offset + max(1, step)) * value.element_size()
-        memory = torch.full((size,), dtypes.nan_byte(value.dtype), dtype=torch.uint8, device=value.device).view(
-            value.dtype
-        )
+        memory = torch.full((size,), nan_byte(value.dtype), dtype=torch.uint8, device=value.device).view(value.dtype)
         placed = memory.as_strided(value.shape, strides, self.offset)
         placed.copy_(value)
         return placed

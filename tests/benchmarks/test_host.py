@@ -79,7 +79,7 @@ def test_cache_hit_takes_the_gpu_path(name: str) -> None:
         hit = called(call)
     assert "prepare" in miss
     assert {"check", "data_ptr", "pack_into"} <= set(hit)  # the guard, the addresses, the kernel's parameters
-    python = {"prepare", "_remember", "_overlap", "call_unkept", "_recover", "describe"}
+    python = {"prepare", "_remember", "check_overlap", "call_unkept", "_recover", "describe"}
     assert not python & set(hit)
     assert hit.count("__missing__") == 0  # the state of a stream is made once
 

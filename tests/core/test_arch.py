@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import pyops
-from pyops import offline
+from pyops import gpus, offline
 from pyops._core.errors import SwitchError
 from pyops._core.system import device, folders
-from pyops._core.system.gpus import GPUS
 from pyops._core.text import compiler, modules, nvrtc
 from pyops.cli import doctor
 from pyops.example import ArgMaker
@@ -90,20 +89,27 @@ def load() -> Iterator[Callable[[], str]]:
     compiler._loaded.update(before)
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", gpus.GPUS)
 def test_models_have_the_figures_of_the_table(name: str) -> None:
-    gpu, model = GPUS[name], device.model(name)
-    assert (model.arch, model.num_sms, model.shared_memory) == (gpu.arch, gpu.num_sms, gpu.block_kib << 10)
-    assert gpu.block_kib <= gpu.sm_kib
-    assert model.cluster == (8 if int(gpu.arch[3:]) >= 90 else 1)
-    assert model.index == -1
-    assert device.model(gpu.arch).arch == gpu.arch
+    model = gpus.model(name)
+    assert model is gpus.GPUS[name].model
+    assert model.shared_memory <= gpus.GPUS[name].sm_kib << 10
+    assert model.cluster == (8 if int(model.arch[3:]) >= 90 else 1)
+    assert (model.index, model.warp_size) == (-1, 32)
+
+
+def test_the_model_of_an_architecture_is_its_first_gpu() -> None:
+    first = {gpu.model.arch: gpu.model for gpu in reversed(gpus.GPUS.values())}
+    assert {arch: gpus.model(arch) for arch in first} == first
+    assert set(first) == {arch for arch in device._MODELS if arch.startswith("sm_")}
+    with pytest.raises(KeyError):
+        gpus.model("h100")
 
 
 def test_page_has_the_table() -> None:
     rows = [
-        f"| {name} | {one.arch} | {one.num_sms} | {one.block_kib}; {one.sm_kib} | {one.l2_mib} | {one.gbs} |"
-        for name, one in GPUS.items()
+        f"| {name} | {model.arch} | {model.num_sms} | {model.shared_memory >> 10}; {sm_kib} | {l2_mib} | {gbs} |"
+        for name, (model, sm_kib, l2_mib, gbs) in gpus.GPUS.items()
     ]
     page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if re.match(r"\| [a-z0-9-]+ \| sm_\d+ \| ", line)] == rows

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops import check
+from pyops import KernelFault, check
 from pyops._core import config
-from pyops._core.errors import KernelFault
 from pyops._core.launch.kernel import Kernel, Launch
 from pyops._core.launch.scratch import Scratch
 from pyops._core.tensors.tensor import TensorArg

@@ -24,11 +24,11 @@ ERRORS = [
     pyops.CompileError("norm/rms_norm.cu", "VEC_SIZE=8", "error: no"),
     pyops.CaptureError("rms_norm", "load norm/rms_norm.cu"),
     pyops.NotLoadedError("rms_norm", "norm/rms_norm.cu", "VEC_SIZE=8"),
+    pyops.UnsupportedGpuError(0, "Tesla V100", "sm_70"),
     pyops.DeviceFault("rms_norm: the device reported an error"),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", PLACES, (1, 2, 3), (4, 5, 6)),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", [], (1, 2, 3), None),
     pyops.RankError("ranks wait for 1", (1,)),
-    pyops.UnsupportedGpuError(0, "a GPU", "sm_70"),
     SwitchError("PYOPS_CPU: no"),
 ]
 TWICE: list[Callable[[Any], Any]] = [lambda value: pickle.loads(pickle.dumps(value)), copy.copy, copy.deepcopy]

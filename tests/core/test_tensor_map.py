@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import pyops
-from pyops import compile_ahead, offline
+from pyops import check, compile_ahead, offline
 from pyops._core import config
 from pyops._core.errors import OpError
 from pyops._core.launch import launch, tensor_map
 from pyops._core.launch.kernel import Kernel, Launch
 from pyops._core.launch.scratch import Scratch
-from pyops._core.launch.tensor_map import TensorMap, mappable
+from pyops._core.launch.tensor_map import TensorMap
 from pyops._core.system import device
 from pyops._core.system import driver as driver_calls
 from pyops._core.tensors import dtypes
@@ -60,7 +60,7 @@ def arg(
     ],
 )
 def test_whole_argument(one: TensorArg, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    assert mappable(one)
+    assert check.mappable(one)
     made = TensorMap.of(one, (16, *(1 for _ in sizes[1:])), 32)
     assert (made.sizes, made.strides, made.dtype, made.offset) == (sizes, strides, one.dtype, 0)
 
@@ -81,14 +81,14 @@ def test_whole_argument(one: TensorArg, sizes: tuple[int, ...], strides: tuple[i
     ],
 )
 def test_unsupported_tensors_take_the_portable_kernel(one: TensorArg, message: str) -> None:
-    assert not mappable(one)
-    assert not mappable(arg(8, 64), one)
+    assert not check.mappable(one)
+    assert not check.mappable(arg(8, 64), one)
     with pytest.raises(OpError, match=rf"^op: x: .*{message}"):
         TensorMap.of(one, (8, *(1 for _ in one.shape[1:])))
 
 
 def test_largest_tensors_that_can_be_mapped() -> None:
-    assert mappable(arg(2**32, 8), arg(2, 2, 2, 2, 8), arg(8, 64, arch="sm_100"))
+    assert check.mappable(arg(2**32, 8), arg(2, 2, 2, 2, 8), arg(8, 64, arch="sm_100"))
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def triple(kernel: MakeKernel) -> Any:
     def _(out: TensorArg, input: TensorArg) -> list[Launch]:
         (rows, columns), stride = input.shape, input.strides[0]
         sizes = {"rows": rows, "columns": columns}
-        if not mappable(input):
+        if not check.mappable(input):
             planned.append("portable")
             return [plain().launch(min(rows, 8), 64, stride=stride, **sizes)]
         planned.append("maps")

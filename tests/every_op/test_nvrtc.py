@@ -22,7 +22,7 @@ from pyops._core.launch.kernel import Specialisation
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors.tensor import TensorArg
-from pyops._core.text import compiler
+from pyops._core.text.nvrtc import include_folders
 from pyops.example import ArgMaker
 from tests.support import axes
 from tests.support.profiles import PROFILE, sample, varied
@@ -42,7 +42,7 @@ def _has_nvrtc() -> str | None:
         nvrtc.getVersion()
     except Exception as error:
         return f"NVRTC is not installed: {error}"
-    if not compiler.include_folders():
+    if not include_folders():
         return "the CUDA headers are not installed"
     return None
 

@@ -104,7 +104,7 @@ def test_full_folder_warns_once(warm: Path, tmp_path: Path, seen_by: str) -> Non
         (tmp_path / first.name).write_text(COMPILER)
         (tmp_path / first.name).chmod(0o755)
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "COMPILER": first.command[0], "FULL": str(warm)}
-        code = 'refuse(folders, "probe", errno.ENOSPC, lambda folder: folder)\n'
+        code = 'refuse(build, "probe", errno.ENOSPC, lambda folder: folder)\n'
     (warning,) = warnings_of(warm, code + "run('relu2', 'silu', 'gelu_quick')", **environment)
     assert "No space left on device" in warning
     assert not [entry for entry in (warm / "pyops-host").iterdir() if entry.is_dir()]

@@ -58,7 +58,7 @@ ABOVE = {
 # `import pyops` loads `pyops.fused`: its functions are names of pyops.
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE} - {"fused"}
 # What plans and tools use beside the core.
-BESIDE = ("check", "tuning", "example", "offline")
+BESIDE = ("check", "tuning", "example", "offline", "gpus", "_docstring")
 # What stands on `_core`: a package for each family of ops, and the test harness.
 FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -121,9 +121,9 @@ def test_every_module_of_the_host_backend_has_its_place() -> None:
 
 
 def test_import_does_without_the_host_backend() -> None:
-    """Only the world of ranks is loaded, by which collective ops ask whether they run on the host."""
+    """Only its error is loaded, and the world of ranks, by which collective ops ask whether they run on the host."""
     listed = "sorted(name for name in sys.modules if name.startswith('pyops.host.'))"
-    done = f"import sys, pyops; assert {listed} == ['pyops.host.ranges', 'pyops.host.ranks']"
+    done = f"import sys, pyops; assert {listed} == ['pyops.host.faults', 'pyops.host.ranges', 'pyops.host.ranks']"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
 
@@ -135,7 +135,7 @@ def test_what_lies_beside_the_core_imports_only_the_core(module: str) -> None:
 
 
 def test_the_core_stays_small() -> None:
-    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 5000
+    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 4700
 
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())

@@ -40,8 +40,8 @@ class TensorMap:
         offset: bytes from the start of the tensor to the first element that the map describes.
 
     Raises:
-        OpError: for an argument that cannot be mapped so (`mappable`), by its name: cuTensorMapEncodeTiled asks for
-            addresses and strides that are multiples of 16 bytes, and more; and no map reaches beyond its tensor.
+        OpError: for an argument that cannot be mapped so (`check.mappable`), by its name: cuTensorMapEncodeTiled asks
+            for addresses and strides that are multiples of 16 bytes, and more; and no map reaches beyond its tensor.
         ValueError: the same for scratch memory.
     """
 
@@ -108,19 +108,6 @@ class TensorMap:
         start = f" from byte {self.offset}" if self.offset else ""
         swizzle = f", swizzled by {self.swizzle} bytes" if self.swizzle else ""
         return f"{self.name}{start} {list(self.sizes[::-1])} {self.dtype}, boxes of {list(self.box[::-1])}{swizzle}"
-
-
-def mappable(*args: TensorArg) -> bool:
-    """Whether a tensor map can describe each of these arguments as a whole. If not, a plan takes a portable kernel.
-
-    An empty tensor cannot.
-    """
-    try:
-        for arg in args:
-            TensorMap.of(arg, (16 // arg.dtype.itemsize, *(1 for _ in arg.shape[1:])))
-    except OpError:
-        return False
-    return True
 
 
 # Maps in parameter blocks: each is encoded once; later calls replace its address when its tensor has moved.

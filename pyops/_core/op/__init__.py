@@ -1,6 +1,5 @@
 """From a reference to an operator. A file imports only files above it:
 
-docstring                    what docstrings say of each parameter
 declaration planner          what a reference says of its op; what plans it
 guard plan                   whether a call is like the last one; what a call needs
 wrapper torch_library        the function of an op; its forms in torch

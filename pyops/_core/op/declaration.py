@@ -177,14 +177,9 @@ def declare(
         )
         for p in inspect.signature(reference).parameters.values()
     )
-    for what, names, kind in (
-        ("written", roles, "tensor"),
-        ("keyed", keyed, "float"),
-        ("runtime", runtime, "int"),
-    ):
-        fitting = {p.name for p in parameters if p.kind == ("Tensor" if kind == "tensor" else kind)}
-        if unknown := set(names) - fitting:
-            raise TypeError(f"{reference.__name__}: {sorted(unknown)} are {what} but are no {kind} parameters")
+    for what, names, kind in (("written", roles, "Tensor"), ("keyed", keyed, "float"), ("runtime", runtime, "int")):
+        if unknown := set(names) - {p.name for p in parameters if p.kind == kind}:
+            raise TypeError(f"{reference.__name__}: {sorted(unknown)} are {what} but are no {kind.lower()} parameters")
     if any(p.returned for p in parameters) and not all(p.returned for p in parameters[-len(returns) :]):
         raise TypeError(f"{reference.__name__}: {sorted(returns)} are returned: expected them last, behind a *")
     if inout and len(returns) > 1:
@@ -202,7 +197,9 @@ def parameter(
     partial: bool = False,
 ) -> Parameter:
     """A parameter of a reference, from its annotation: ``Tensor``, ``Tensor | None``, ``Tensor | float``, ``int``..."""
-    kind, _, rest = _annotation(p.annotation).partition(" | ")
+    # The annotation as it is written in a module that imports `annotations` and `Tensor`.
+    written = p.annotation.__name__ if isinstance(p.annotation, type) else str(p.annotation).removeprefix("torch.")
+    kind, _, rest = written.partition(" | ")
     number = (kind, rest) == ("Tensor", "float")
     if kind not in KINDS or (rest not in ("", "None") and not number):
         came = "not annotated" if p.annotation is p.empty else f"annotated {p.annotation!r}"
@@ -225,10 +222,3 @@ def parameter(
         returned,
         partial,
     )
-
-
-def _annotation(annotation: Any) -> str:
-    """An annotation as it is written in a module that imports ``annotations`` and ``Tensor``."""
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).removeprefix("torch.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -44,8 +45,8 @@ class Op(Planner):
             self.plans,
             self.recent,
             self._prepare,
-            self._call_unkept,
-            self._overlap,
+            partial(prepare.call_unkept, declaration, self),
+            partial(plan.check_overlap, declaration),
             self._recover,
             self._remember,
             {p.name: p.default for p in self.parameters},
@@ -118,12 +119,6 @@ class Op(Planner):
             self.plans[key] = made
         return made
 
-    def _call_unkept(self, error: Exception | None, *args: Any) -> Any:
-        return prepare.call_unkept(self.declaration, self, error, *args)
-
-    def _overlap(self, made: Plan, *addresses: int) -> None:
-        plan.check_overlap(self.declaration, made, *addresses)
-
     def _recover(self, error: Exception | int, made: Plan, stream: int, *words: Any) -> None:
         plan.recover(self.declaration, error, made.device, made.bound, stream, *words)
 
@@ -142,4 +137,4 @@ class Op(Planner):
 
 def _no_plan() -> Plan:
     """The content of `recent` before the first call: a plan with a guard that always fails."""
-    return Plan("call", lambda *_: None)
+    return Plan(lambda *_: None)

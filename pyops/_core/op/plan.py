@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import OpError
 from ..launch import launch
@@ -16,7 +16,6 @@ from ..tensors.tensor import TensorArg
 from .declaration import Declaration
 from .guard import uncalled
 
-Kind = Literal["device", "call"]
 _MAX_SEPARATE = 8192  # distances between tensors that a plan remembers
 
 
@@ -25,10 +24,9 @@ class Plan:
     """Everything that calls with one signature need.
 
     Attributes:
-        kind: ``"device"``: the wrapper packs the call's words into `buffer` and fires the launches. ``"call"``: the
-            wrapper hands the call over to `run`.
         run: takes the op's arguments and does the whole call, by whatever means. For a device, what the wrapper does.
         device: ordinal; -1 for the CPU.
+        bound: the launches: the wrapper packs their buffer and fires them. None: it hands the call over to `run`.
         lock, pack, buffer, fire: see `launch.Bound`.
         alignments: of the tensors' addresses, modulo 16; False if all are 0.
         addresses: of the last call that passed the overlap test. A call with the same addresses skips the test.
@@ -43,7 +41,6 @@ class Plan:
         keep: whether later calls with the same key may use the plan.
     """
 
-    kind: Kind
     run: Callable[..., Any]
     device: int = -1
     bound: Bound | None = None
@@ -121,20 +118,16 @@ def device_plan(
         tensor.increment_versions(declaration.written_of(args))
         values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
         words = (*addresses, *(values[name] for name, _ in declaration.runtime))
-        fire(declaration, index, bound, current_stream(index), *words)
+        stream = current_stream(index)
+        error: Any
+        try:
+            error = bound.launch(stream, *words)
+        except Exception as raised:
+            error = raised
+        if error:
+            recover(declaration, error, index, bound, stream, *words)
 
-    return Plan("device", run, index, bound, tensors)
-
-
-def fire(declaration: Declaration, index: int, bound: Bound, stream: int, *words: Any) -> None:
-    """Pack the words of a call and launch; what a wrapper does for a plan that it has found."""
-    error: Any
-    try:
-        error = bound.launch(stream, *words)
-    except Exception as raised:
-        error = raised
-    if error:
-        recover(declaration, error, index, bound, stream, *words)
+    return Plan(run, index, bound, tensors)
 
 
 def recover(

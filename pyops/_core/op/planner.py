@@ -42,6 +42,8 @@ class Planner:
 
     Attributes:
         example: builds arguments of the op with a maker; its keywords are the axes of the op.
+        traffic: bytes that a call must move, from its descriptors; None where each input is read once and each output
+            written once.
         bad_indices: {index tensor: mask of the entries that lie out of range}, from the op's tensors. Instead of a mask
             it may give {what is wrong: mask}.
         call: the wrapper, which takes the op's arguments.
@@ -54,7 +56,7 @@ class Planner:
         self.call: Callable[..., Any] = declaration.reference
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
-        self._traffic: Callable[..., int] | None = None
+        self.traffic: Callable[..., int] | None = None
         self._result: Callable[..., Any] | None = None
 
     def set_plan(self, function: F) -> F:
@@ -66,7 +68,7 @@ class Planner:
         return function
 
     def set_traffic(self, function: F) -> F:
-        self._traffic = self.declaration.fed(function)
+        self.traffic = self.declaration.fed(function)
         return function
 
     def set_bad_indices(self, function: F) -> F:
@@ -92,17 +94,6 @@ class Planner:
         planned = self._plan(*map(_named, self.declaration.parameters, args))
         launches: Sequence[Launch] = [planned] if isinstance(planned, Launch) else planned
         return [one for one in launches if not one.empty]
-
-    def traffic(self, *args: Any) -> int:
-        """Bytes that a call with these descriptors must move: inputs read once, outputs written once."""
-        if self._traffic is not None:
-            return self._traffic(*args)
-        weights = {"in": 1, "out": 1, "inout": 2}
-        return sum(
-            arg.nbytes * weights[p.role]
-            for p, arg in zip(self.declaration.parameters, args, strict=True)
-            if p.is_tensor and arg is not None
-        )
 
     def load(self, index: int, specialisation: Specialisation, shared: int = 0) -> Compiled:
         """Load a specialisation on the device `index`, and list it in `compiled`.

@@ -31,7 +31,7 @@ def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> 
         # the Python value that it converts to, but that value has its own plan.
         pairs = zip(declaration.parameters, args, converted, strict=True)
         keep = not any(p.keyed and new is not value for p, value, new in pairs)
-        return Plan("call", _call_converted(declaration, planner), keep=keep)
+        return Plan(_call_converted(declaration, planner), keep=keep)
     library, described = arguments.describe(declaration, args)
     tensors = declaration.tensors_of(described)
     index = next(arg.device.index for arg in tensors if arg is not None)
@@ -39,18 +39,14 @@ def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> 
     if library == "cupy":
         torch_library.bind_cupy()
     if index < 0 or config.reference():
-        plan = Plan("call", _cpu_call(declaration, planner, tensors, library, launches), tensors=tensors)
+        plan = Plan(_cpu_call(declaration, planner, tensors, library, launches), tensors=tensors)
     else:
         bound = _bound(declaration, planner, library, index, launches, args)
         plan = device_plan(declaration, tensors, index, bound, NAMESPACE[f"{library}_stream"])
     plan.empty = not launches
     if planner.bad_indices is not None and config.check_indices():
-        plan = Plan(
-            "call",
-            index_check.checked(declaration, planner, plan.run, library, index),
-            tensors=tensors,
-            empty=plan.empty,
-        )
+        run = index_check.checked(declaration, planner, plan.run, library, index)
+        plan = Plan(run, tensors=tensors, empty=plan.empty)
     return plan
 
 
@@ -155,15 +151,11 @@ def _cpu_call(
             planned = launches if backend.get().warp_size() == 32 else in_wide_warps(args)
             _run_on_host(declaration, planner, planned, tensors, addresses, args)
         else:
-            _run_reference(declaration, library, args)
+            tensors_of_torch = args if library == "torch" else as_torch(args)
+            with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
+                declaration.applied(declaration.reference, tensors_of_torch)()
 
     return run
-
-
-def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) -> None:
-    args = args if library == "torch" else as_torch(args)
-    with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
-        declaration.applied(declaration.reference, args)()
 
 
 def _run_on_host(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from ..errors import OpError
 from ..system import device
 from ..system.lazy import loaded
-from ..tensors import dtypes, tensor
+from ..tensors import tensor
 from ..tensors.tensor import TensorArg
-from . import arguments, docstring
+from . import arguments
 from .declaration import Declaration, Parameter, parameter
 from .planner import Planner, Result
 from .torch_library import Form
@@ -23,6 +23,16 @@ _MAX_KNOWN = 8192
 _MAX_BYTES = 2**63
 
 Sizes = list[tuple[Any, ...]]  # of each output: what `tensor.new` takes of its `Result`
+
+# (reference, result function, parameters of `new`, {output: whether it is partial}) -> the docstring of `new`
+Document = Callable[[Callable[..., Any], Callable[..., Any], Sequence[str], Mapping[str, bool]], str]
+_document: Document
+
+
+def document_by(write: Document) -> None:
+    """Have `write` say what the docstring of each form `new` is."""
+    global _document
+    _document = write
 
 
 def _allocated(declaration: Declaration) -> list[Parameter]:
@@ -94,7 +104,7 @@ def make(planner: Planner, call: Callable[..., Any], result: Callable[..., Any] 
     reference, outputs = form.reference, [p.name for p in form.returned]
     given = [p.name for p in form.parameters if not p.returned or planner.declaration.returned]
     new.__module__, new.__qualname__ = reference.__module__, reference.__qualname__
-    new.__doc__ = docstring.returning(reference, result or reference, given, {p.name: p.partial for p in form.returned})
+    new.__doc__ = _document(reference, result or reference, given, {p.name: p.partial for p in form.returned})
     known_kinds = {**(result.__annotations__ if result else {}), **reference.__annotations__}
     annotations = {name: known_kinds[name] for name in given}
     if planner.declaration.returned:
@@ -210,8 +220,5 @@ def _has_no_data(value: Any) -> bool:
 def _describe_symbols(op: str, name: str, value: Any, kind: str, written: bool) -> TensorArg:
     """The descriptor of a tensor without data."""
     tensor.check_needs_no_grad(op, name, value)
-    dtype = dtypes.of(value.dtype)
-    if dtype is None:
-        raise OpError(op, name, dtypes.unsupported(value.dtype))
     on = tensor.device_of(value) if value.is_cuda and loaded("torch").cuda.is_available() else device.host()
-    return TensorArg(op, name, dtype, tuple(value.shape), tuple(value.stride()), 16, on)
+    return TensorArg(op, name, tensor.dtype_of(op, name, value), tuple(value.shape), tuple(value.stride()), 16, on)

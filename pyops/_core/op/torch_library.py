@@ -74,7 +74,7 @@ def add(
     """Register an op with torch, now or when torch is bound. It replaces a registered op of the same name."""
     remove(declaration.name)
     _entries[declaration.name] = _Entry(declaration, call, load, check, form)
-    if _is_bound():
+    if "torch_ops" in NAMESPACE:
         _register(_entries[declaration.name])
 
 
@@ -91,10 +91,6 @@ def destroy(library: Any) -> None:
     torch.export, which iterates over all ops, fails on a name that no op implements.
     """
     library._destroy()
-
-
-def _is_bound() -> bool:
-    return "torch_ops" in NAMESPACE
 
 
 def bind_loaded() -> None:
@@ -118,7 +114,7 @@ def bind_cupy() -> None:
 
 def bind_torch() -> None:
     """Register every op as ``torch.ops.pyops.<name>`` and let wrappers use torch."""
-    if _is_bound():
+    if "torch_ops" in NAMESPACE:
         return
     import torch
 

@@ -223,7 +223,7 @@ class _Text:
         ]
 
     def keyed(self, pointer: str, described: str) -> list[str]:
-        """`plan` by the key, or a new one. Calls without a key, and plans of the kind "call", return from here."""
+        """`plan` by the key, or a new one. Calls without a key, and plans without launches, return from here."""
         lines, parts = ["try:"], []
         for i, p in self.tensors:
             words = described.format(p.name)

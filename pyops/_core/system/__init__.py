@@ -2,6 +2,5 @@
 
 folders         caches on disk that processes share
 lazy            torch and cupy on demand
-gpus            figures of GPUs
 device driver   sizes of a device; calls of the driver that CuPy does not have
 """

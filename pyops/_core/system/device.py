@@ -8,7 +8,6 @@ from functools import cache
 
 from .. import config
 from ..errors import SwitchError, UnsupportedGpuError
-from .gpus import GPUS, Gpu
 from .lazy import cupy
 
 
@@ -87,26 +86,35 @@ def _largest_cluster(arch: str) -> int:
     return 8 if _capability(arch) >= 90 else 1
 
 
-def _model(gpu: Gpu) -> Device:
-    return Device(-1, gpu.arch, gpu.num_sms, 32, gpu.block_kib * 1024, _largest_cluster(gpu.arch))
+def _cuda(arch: str, num_sms: int, shared_kib: int) -> Device:
+    return Device(-1, arch, num_sms, 32, shared_kib * 1024, _largest_cluster(arch))
 
 
-_CUDA_ARCHS = tuple(dict.fromkeys(gpu.arch for gpu in GPUS.values()))
-# {GPU or architecture: its model}
-_MODELS = {name: _model(gpu) for name, gpu in GPUS.items()} | {
-    **{gpu.arch: _model(gpu) for gpu in reversed(GPUS.values())},
-    "gfx90a": Device(-1, "gfx90a", 104, 64, 64 * 1024),  # one of the two dies of an MI250X
-    "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
-    "gfx950": Device(-1, "gfx950", 256, 64, 160 * 1024),
-    "gfx1100": Device(-1, "gfx1100", 96, 32, 64 * 1024),
-    "gfx1201": Device(-1, "gfx1201", 64, 32, 64 * 1024),
-}
+# The model of each architecture is one GPU of it; `pyops.gpus` has others.
+_CUDA = (
+    _cuda("sm_75", 40, 64),  # T4
+    _cuda("sm_80", 108, 163),  # A100
+    _cuda("sm_86", 72, 99),  # A10
+    _cuda("sm_89", 58, 99),  # L4
+    _cuda("sm_90", 132, 227),  # H200
+    _cuda("sm_100", 148, 227),  # B200
+    _cuda("sm_120", 170, 99),  # RTX 5090
+    _cuda("sm_121", 48, 99),  # GB10
+)
+_HIP = (
+    Device(-1, "gfx90a", 104, 64, 64 * 1024),  # one of the two dies of an MI250X
+    Device(-1, "gfx942", 304, 64, 64 * 1024),
+    Device(-1, "gfx950", 256, 64, 160 * 1024),
+    Device(-1, "gfx1100", 96, 32, 64 * 1024),
+    Device(-1, "gfx1201", 64, 32, 64 * 1024),
+)
+_MODELS = {one.arch: one for one in (*_CUDA, *_HIP)}
 # {warp size: the device that the host backend stands for}. Both read an fp8 cache as e4m3fn.
 _HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}
 
 
 def model(name: str = "sm_90") -> Device:
-    """The model of a GPU (``"l4"``) or architecture, for checks and for compiling on a machine without it."""
+    """The model of an architecture, for checks and for compiling on a machine without a GPU of it."""
     return _MODELS[name]
 
 
@@ -118,10 +126,12 @@ def host(warp_size: int = 32) -> Device:
 
 def _asked() -> Device | None:
     """The model of the architecture that PYOPS_ARCH names."""
-    arch = config.arch()
-    if arch is not None and arch not in _CUDA_ARCHS:
-        raise SwitchError(f'PYOPS_ARCH: expected one of {", ".join(_CUDA_ARCHS)}, got "{arch}"')
-    return None if arch is None else _MODELS[arch]
+    if (arch := config.arch()) is None:
+        return None
+    known = {one.arch: one for one in _CUDA}
+    if arch not in known:
+        raise SwitchError(f'PYOPS_ARCH: expected one of {", ".join(known)}, got "{arch}"')
+    return known[arch]
 
 
 def table_name(product: str) -> str:

@@ -84,22 +84,14 @@ def get() -> Driver:
     if not runtime.is_hip:
         with suppress(OSError, AttributeError):
             launch_with_attributes = ctypes.CDLL(CUDA_LIBRARY).cuLaunchKernelEx
-            encode_map, replace_address = _map_calls()
+            # These two only write 128 bytes, so they keep the GIL: releasing it, as CDLL does, takes longer.
+            calls = ctypes.PyDLL(CUDA_LIBRARY)
+            encode_map, replace_address = calls.cuTensorMapEncodeTiled, calls.cuTensorMapReplaceAddress
+            pointer, integer = ctypes.c_void_p, ctypes.c_int
+            encode_map.argtypes = (pointer, integer, ctypes.c_uint32, *(pointer,) * 5, *(integer,) * 4)
+            replace_address.argtypes = (pointer, pointer)
     error, get_device = driver.CUDADriverError, runtime.getDevice
     return Driver(driver.launchKernel, launch_with_attributes, error, get_device, encode_map, replace_address)
-
-
-def _map_calls() -> tuple[Any, Any]:
-    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress.
-
-    Both only write 128 bytes, so they are called with the GIL held: releasing it, as CDLL does, takes longer.
-    """
-    calls = ctypes.PyDLL(CUDA_LIBRARY)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    encode, replace = calls.cuTensorMapEncodeTiled, calls.cuTensorMapReplaceAddress
-    encode.argtypes = (pointer, integer, ctypes.c_uint32, *(pointer,) * 5, *(integer,) * 4)
-    replace.argtypes = (pointer, pointer)
-    return encode, replace
 
 
 # A first call while a graph is captured must load kernels and allocate memory. A capture in the mode "global" forbids

@@ -23,7 +23,6 @@ fcntl, msvcrt = _module("fcntl"), _module("msvcrt")  # the second on Windows
 
 SUFFIX = ".pyops.tmp"
 PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
-_PROBE_BYTES = 4 << 20  # size of the probe file
 _PAUSE = 0.02  # seconds between two attempts to lock a folder that another process holds
 
 
@@ -121,13 +120,6 @@ def read_sealed(path: str) -> bytes | None:
         return None
     content = whole[: -hashlib.sha256().digest_size]
     return content if whole == content + hashlib.sha256(content).digest() else None
-
-
-def probe(folder: str) -> None:
-    """Raises OSError if the folder is gone, or lacks space for a file several times the size of a kernel."""
-    with tempfile.TemporaryFile(dir=folder) as opened:
-        opened.write(bytes(_PROBE_BYTES))
-        opened.flush()
 
 
 def of_process(prefix: str) -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +24,6 @@ def optional(name: str, needed_for: str, extra: str) -> ModuleType:
         if error.name != name:
             raise
         raise MissingDependencyError(needed_for, name, extra) from None
-
-
-def _import_torch() -> ModuleType:
-    return optional("torch", "this call", "torch")
 
 
 def _import_cupy() -> ModuleType:
@@ -67,16 +63,11 @@ def driver_library(is_hip: bool) -> ctypes.CDLL:
 
 def driver_version() -> tuple[str, int]:
     """(``"CUDA"`` or ``"HIP"``, the driver's number for its version); ("", 0) without a driver."""
-    for kind, library, function in (
-        ("CUDA", CUDA_LIBRARY, "cuDriverGetVersion"),
-        *(("HIP", library, "hipDriverGetVersion") for library in HIP_LIBRARIES),
-    ):
-        version = ctypes.c_int()
-        try:
-            getattr(ctypes.CDLL(library), function)(ctypes.byref(version))
-        except OSError:
-            continue
-        return kind, version.value
+    version = ctypes.c_int()
+    for kind, prefix in (("CUDA", "cu"), ("HIP", "hip")):
+        with suppress(OSError):
+            getattr(driver_library(kind == "HIP"), f"{prefix}DriverGetVersion")(ctypes.byref(version))
+            return kind, version.value
     return "", 0
 
 
@@ -93,7 +84,7 @@ class _Lazy:
         return getattr(self._load(), name)
 
 
-torch: Any = _Lazy(cache(_import_torch))
+torch: Any = _Lazy(cache(partial(optional, "torch", "this call", "torch")))
 cupy: Any = _Lazy(cache(_import_cupy))
 
 

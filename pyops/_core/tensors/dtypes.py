@@ -50,8 +50,3 @@ def of(native: Any) -> DType | None:
 def unsupported(native: Any) -> str:
     """The error message for a dtype that no op takes."""
     return f"dtype {native} is not supported: expected {', '.join(_TABLE)}"
-
-
-def nan_byte(native: Any) -> int:
-    """The byte that fills memory with NaN of a float type: 0xFF, or 0x80, the only NaN of float8_e4m3fnuz."""
-    return 0x80 if of(native) is float8_e4m3fnuz else 0xFF

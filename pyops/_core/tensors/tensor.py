@@ -196,11 +196,6 @@ def contiguous(value: Any) -> Any:
     return value if value.flags.c_contiguous else value.copy(order="C")
 
 
-def with_dense_rows(value: Any) -> Any:
-    """`value`, or a contiguous copy of it unless it is a torch tensor with a last stride of 1."""
-    return value if hasattr(value, "contiguous") and value.stride(-1) == 1 else contiguous(value)
-
-
 def device_of(value: Tensor) -> Device:
     """The `Device` that a torch tensor is planned for."""
     return devices.get(value.get_device()) if value.is_cuda else devices.host()
@@ -219,9 +214,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
 
     `dtype` replaces an element type that kernels do not know, for ops that only move elements.
     """
-    dtype = dtype or dtypes.of(value.dtype)
-    if dtype is None:
-        raise OpError(op, name, dtypes.unsupported(value.dtype))
+    dtype = dtype or dtype_of(op, name, value)
     if kind == "torch":
         check_needs_no_grad(op, name, value)
         _check_plain(op, name, value)
@@ -244,6 +237,13 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     if written and arg.numel:
         _check_no_self_overlap(arg)
     return arg
+
+
+def dtype_of(op: str, name: str, value: Any) -> DType:
+    """The element type of a tensor. Raises OpError for one that no op takes."""
+    if (dtype := dtypes.of(value.dtype)) is None:
+        raise OpError(op, name, dtypes.unsupported(value.dtype))
+    return dtype
 
 
 def check_needs_no_grad(op: str, name: str, value: Tensor) -> None:
@@ -272,16 +272,6 @@ def increment_versions(values: Sequence[Any]) -> None:
             torch.autograd.graph.increment_version(values)
 
 
-def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
-    """The descriptor of one of torch's fake tensors, as if its storage began at a multiple of 16 bytes on `device`."""
-    dtype = dtypes.of(value.dtype)
-    if dtype is None:
-        raise OpError(op, name, dtypes.unsupported(value.dtype))
-    offset = int(value.storage_offset()) * dtype.itemsize
-    shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
-    return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)
-
-
 def describe_new(
     op: str, name: str, shape: tuple[int, ...], dtype: DType, device: Device, column_stride: int = 0
 ) -> TensorArg:
@@ -297,14 +287,6 @@ def describe_new(
 
 
 def _check_no_self_overlap(arg: TensorArg) -> None:
-    reach = 1
-    for size, stride in zip(reversed(arg.shape), reversed(arg.strides)):  # noqa: B905
-        if size > 1:
-            if stride < reach:
-                break
-            reach = size * stride
-    else:
-        return
     reach = 1
     for stride, size in sorted(zip(arg.strides, arg.shape, strict=True)):
         if size > 1:

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import locks, log
-from ..errors import CompileError
 from ..system import device, driver, folders
 from ..system.lazy import cache_folder, cupy
 from . import hiprtc, modules, nvrtc
-from .nvrtc import include_folders as include_folders
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,9 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
             _warn_once(error)
             module, origin = _compile_in_memory(index, text, kernel, constants, options), "compiled"
         function = module.get_function(entry)
-        registers, shared_bytes, local_bytes = _attributes(function.ptr)
-    compiled = Compiled(
-        kernel,
-        constants,
-        index,
-        on.arch,
-        (time.perf_counter() - started) * 1e3,
-        origin,
-        registers,
-        shared_bytes,
-        local_bytes,
-        function.ptr,
-        (module, function),
-    )
+        attributes = _attributes(function.ptr)
+    milliseconds, held = (time.perf_counter() - started) * 1e3, (module, function)
+    compiled = Compiled(kernel, constants, index, on.arch, milliseconds, origin, *attributes, function.ptr, held)
     log.ready(kernel, constants, compiled.arch, told(compiled))
     return compiled
 
@@ -116,11 +103,8 @@ def told(one: Compiled) -> str:
 def _load_module(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
     """(CuPy's module, ``"compiled"`` or ``"disk"``) by way of CuPy's cache folder."""
     _compiler_ran.state.wrote = False
-    try:
-        with _alone(index, text, options):
-            module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
-    except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(kernel, constants, _tail(str(error))) from None
+    with modules.compile_errors(kernel, constants), _alone(index, text, options):
+        module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
     return module, "compiled" if _compiler_ran.state.wrote else "disk"
 
 
@@ -151,14 +135,9 @@ def _compile_in_memory(index: int, text: str, kernel: str, constants: str, optio
         return modules.of(hiprtc.compile(kernel, constants, text, device.get(index).arch, options))
     if device.get(index).translates:
         return modules.of(_ptx(index, text, kernel, constants))
-    try:
-        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
-            text,
-            (*options, "-std=c++17", "-ftz=true", *(f"-I{folder}" for folder in include_folders())),
-            cache_in_memory=True,
-        )
-    except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(kernel, constants, _tail(str(error))) from None
+    all_options = (*options, "-std=c++17", "-ftz=true", *(f"-I{folder}" for folder in nvrtc.include_folders()))
+    with modules.compile_errors(kernel, constants):
+        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(text, all_options, cache_in_memory=True)
     return modules.of(binary)
 
 
@@ -181,7 +160,3 @@ def _warn_once(error: Exception) -> None:
             f"kernel cache {cache_folder()} is of no use ({error}); kernels are compiled anew in every process",
             stacklevel=2,
         )
-
-
-def _tail(log: str, lines: int = 20) -> str:
-    return "\n".join(log.strip().splitlines()[-lines:])

@@ -10,7 +10,6 @@ import os
 from functools import cache
 from typing import Any
 
-from ..errors import CompileError
 from ..system import device
 from ..system.lazy import cupy
 from . import modules
@@ -25,10 +24,8 @@ def load(index: int, text: str, kernel: str, constants: str, options: tuple[str,
 
 def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
     """The code object of `text` for the architecture `arch`, such as ``"gfx942"``. Needs no device."""
-    try:
+    with modules.compile_errors(kernel, constants):
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(text, _options(arch, options), cache_in_memory=True)
-    except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(kernel, constants, "\n".join(str(error).strip().splitlines()[-20:])) from None
     return bytes(binary)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from ..errors import CompileError
 from ..system import folders
 from ..system.lazy import cache_folder, cupy
 
@@ -26,6 +28,15 @@ def load(parts: Iterable[str], suffix: str, compile: Callable[[], bytes]) -> tup
                 folders.write_sealed(os.path.join(scratch, "built"), binary)
                 os.replace(os.path.join(scratch, "built"), path)
     return of(binary), origin
+
+
+@contextmanager
+def compile_errors(kernel: str, constants: str) -> Iterator[None]:
+    """What a compiler that CuPy calls refuses is a CompileError, with the last lines of the compiler's log."""
+    try:
+        yield
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(kernel, constants, "\n".join(str(error).strip().splitlines()[-20:])) from None
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -43,10 +43,7 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
         if include is None:
-            if line != "#pragma once":
-                pieces.append(line)
-            else:
-                pieces.append("")
+            pieces.append(line if line != "#pragma once" else "")
         elif (header := header_of(folder, include[1])) in seen:
             pieces.append("")
         else:

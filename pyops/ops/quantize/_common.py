@@ -9,7 +9,7 @@ from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
-from ..._core.tensors.tensor import TensorArg
+from ..._core.tensors.tensor import TensorArg, contiguous
 from .._shared import chunks, fp8
 
 if TYPE_CHECKING:
@@ -110,3 +110,8 @@ def static(
         GROUPED_ROWS=grouped_rows,
         HAS_AZP=azp,
     )
+
+
+def with_dense_rows(value: Any) -> Any:
+    """`value`, or a contiguous copy of it unless it is a torch tensor with a last stride of 1."""
+    return value if hasattr(value, "contiguous") and value.stride(-1) == 1 else contiguous(value)

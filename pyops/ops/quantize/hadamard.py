@@ -10,7 +10,8 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors.tensor import TensorArg, contiguous, with_dense_rows
+from ..._core.tensors.tensor import TensorArg, contiguous
+from ._common import with_dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ... import check
 from ..._core.errors import OpError
-from ..._core.tensors.tensor import contiguous, new, with_dense_rows
+from ..._core.tensors.tensor import contiguous, new
 from .._shared.fp8 import e4m3_name, largest_code, own_fp8
+from ._common import with_dense_rows
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant
 from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant

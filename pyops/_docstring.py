@@ -1,4 +1,7 @@
-"""Docstrings: what they say of each parameter, and the docstring of the form of an op that allocates its outputs."""
+"""Docstrings: what they say of each parameter, and the docstring of the form of an op that allocates its outputs.
+
+The package imports this module before its ops: it registers `returning` with the core, which writes no docstrings.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+from ._core.op.returning import document_by
 
 _NAMES = r"[\w*]+(?:,\s+[\w*]+)*"
 _OTHERS = r"\s+(?:The )?others(?=: )"
@@ -130,3 +135,6 @@ def of_new(text: str) -> str:
     kept = ". ".join(filter(None, sentences)).replace("` takes them", "` returns them")
     lines = textwrap.wrap(f"{kept}.", _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n        ".join(lines) if kept else text
+
+
+document_by(returning)
