@@ -7244,6 +7244,7 @@ class _topk_softmax(_Attributes, Protocol):
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> None:
         """The topk experts of each token by ``softmax(gating_output)``, and their scores as weights.
 
@@ -7260,12 +7261,14 @@ class _topk_softmax(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7282,6 +7285,7 @@ class _topk_softmax(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 
@@ -7302,6 +7306,8 @@ class _topk_sigmoid(_Attributes, Protocol):
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+        is_padding: Tensor | None = None,
     ) -> None:
         """`topk_softmax`, where the score of an expert is ``1 / (1 + exp(-logit))``.
 
@@ -7315,12 +7321,16 @@ class _topk_sigmoid(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7334,6 +7344,8 @@ class _topk_sigmoid(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 
@@ -7357,6 +7369,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         e_score_correction_bias: Tensor | None = None,
         input_tokens: Tensor | None = None,
         hash_indices_table: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> None:
         """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
@@ -7375,6 +7388,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
             e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
             input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
             hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
@@ -7384,6 +7398,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         e_score_correction_bias: Tensor | None = None,
         input_tokens: Tensor | None = None,
         hash_indices_table: Tensor | None = None,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7402,6 +7417,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
             e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
             input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
             hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 
