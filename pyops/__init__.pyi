@@ -6920,6 +6920,7 @@ class _moe_align_block_size(_Attributes, Protocol):
         experts_ids: Tensor,
         num_tokens_post_pad: Tensor,
         expert_map: Tensor | None = None,
+        scatter_idx: Tensor | None = None,
     ) -> None:
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
@@ -6940,6 +6941,8 @@ class _moe_align_block_size(_Attributes, Protocol):
             num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size.
             expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
                 are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
+            scatter_idx: [num_tokens * topk, of any shape] int32, contiguous, written unless None: t for row t, -1 for a row
+                that is skipped.
         """
     @staticmethod
     def new(
@@ -6947,6 +6950,7 @@ class _moe_align_block_size(_Attributes, Protocol):
         num_experts: int,
         block_size: int,
         expert_map: Tensor | None = None,
+        scatter_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
@@ -6961,6 +6965,8 @@ class _moe_align_block_size(_Attributes, Protocol):
             block_size: rows of a block of the GEMM (its tile M).
             expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
                 are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
+            scatter_idx: [num_tokens * topk, of any shape] int32, contiguous, written unless None: t for row t, -1 for a row
+                that is skipped.
 
         Returns:
             sorted_token_ids: one dimension, int32; capacity for the rows of any distribution: ``num_tokens * topk +
