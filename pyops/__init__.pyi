@@ -1506,27 +1506,33 @@ class _silu_and_mul(_Attributes, Protocol):
 silu_and_mul: _silu_and_mul
 
 class _silu_and_mul_with_clamp(_Attributes, Protocol):
-    def __call__(self, result: Tensor, input: Tensor, limit: float) -> None:
-        """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+    def __call__(self, result: Tensor, input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """SwiGLU of clamped halves: ``result = T(T(x / (1 + exp(-alpha * x))) * (y + beta))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
-        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+        ``x = min(g, l), y = max(min(u, l), -l)``, where l is `limit`, rounded to the element type. A NaN limit means no
+        limit; with a limit below 0 every u becomes -l. NaN stays NaN. ``y + beta`` is float32. Without alpha and beta equal
+        to eager PyTorch on the same device, bit for bit.
 
         Args:
             result: [..., hidden_size], written; constant row stride.
             input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
+            alpha: slope of the sigmoid.
+            beta: added to the clamped u.
         """
     @staticmethod
-    def new(input: Tensor, limit: float) -> Tensor:
-        """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+    def new(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+        """SwiGLU of clamped halves: ``result = T(T(x / (1 + exp(-alpha * x))) * (y + beta))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
-        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+        ``x = min(g, l), y = max(min(u, l), -l)``, where l is `limit`, rounded to the element type. A NaN limit means no
+        limit; with a limit below 0 every u becomes -l. NaN stays NaN. ``y + beta`` is float32. Without alpha and beta equal
+        to eager PyTorch on the same device, bit for bit.
 
         Args:
             input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
+            alpha: slope of the sigmoid.
+            beta: added to the clamped u.
 
         Returns:
             result: [..., hidden_size].
