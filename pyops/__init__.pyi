@@ -3098,24 +3098,28 @@ class _cp_gather_and_upconvert_fp8_kv_cache(_Attributes, Protocol):
         src_cache: Tensor,
         dst: Tensor,
         block_table: Tensor,
-        seq_lens: Tensor,
+        seq_lens: Tensor | None,
         workspace_starts: Tensor,
         batch_size: int,
+        seq_starts: Tensor | None = None,
     ) -> None:
         """Gather the 656-byte entries of sequences (see `concat_and_cache_mla`) from a paged cache as bfloat16 rows.
 
         ``dst[workspace_starts[b] + j, i] = bfloat16(fp8[i] * scale[i // 128])`` for i < 512, and the 64 elements after
-        them are copied, from the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-        batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, is left unchanged. If
-        sequences overlap, a row belongs to the first of them.
+        them are copied, from the entry ``src_cache[block_table[b, p // block_size], p % block_size]`` with
+        ``p = seq_starts[b] + j``, for every b below batch_size and j below ``seq_lens[b]``. A row of no sequence, or
+        without an existing entry, is left unchanged. If sequences overlap, a row belongs to the first of them.
 
         Args:
             src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
             dst: [num_rows, 576] bfloat16, written row by row; any row stride.
             block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
-            seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
+            seq_lens: [at least batch_size] int32 or int64: tokens of each sequence. None: a sequence ends where the next
+                begins, the last with `dst`.
             workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
             batch_size: sequences to gather.
+            seq_starts: [at least batch_size] int32 or int64: the first position of each sequence that is gathered; a
+                sequence with one outside the table is not. None: 0.
         """
 
 cp_gather_and_upconvert_fp8_kv_cache: _cp_gather_and_upconvert_fp8_kv_cache
