@@ -320,7 +320,7 @@ def example_topk_sigmoid(
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_experts": num_experts, "topk": topk}
     options: dict[str, Any] = {"with_bias": with_bias, "renormalize": renormalize, "with_padding": with_padding}
     *args, padding = example_topk_softmax(make, dtype=dtype, indices_dtype=indices_dtype, **sizes, **options)
-    return *args, 2.5, padding
+    return *args, 1.0, padding
 
 
 @topk_softplus_sqrt.example
