@@ -1506,27 +1506,33 @@ class _silu_and_mul(_Attributes, Protocol):
 silu_and_mul: _silu_and_mul
 
 class _silu_and_mul_with_clamp(_Attributes, Protocol):
-    def __call__(self, result: Tensor, input: Tensor, limit: float) -> None:
-        """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+    def __call__(self, result: Tensor, input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """SwiGLU of clamped halves: ``result = T(T(x / (1 + exp(-alpha * x))) * (y + beta))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
-        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+        ``x = min(g, l), y = max(min(u, l), -l)``, where l is `limit`, rounded to the element type. A NaN limit means no
+        limit; with a limit below 0 every u becomes -l. NaN stays NaN. ``y + beta`` is float32. Without alpha and beta equal
+        to eager PyTorch on the same device, bit for bit.
 
         Args:
             result: [..., hidden_size], written; constant row stride.
             input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
+            alpha: slope of the sigmoid.
+            beta: added to the clamped u.
         """
     @staticmethod
-    def new(input: Tensor, limit: float) -> Tensor:
-        """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+    def new(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+        """SwiGLU of clamped halves: ``result = T(T(x / (1 + exp(-alpha * x))) * (y + beta))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
-        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+        ``x = min(g, l), y = max(min(u, l), -l)``, where l is `limit`, rounded to the element type. A NaN limit means no
+        limit; with a limit below 0 every u becomes -l. NaN stays NaN. ``y + beta`` is float32. Without alpha and beta equal
+        to eager PyTorch on the same device, bit for bit.
 
         Args:
             input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
+            alpha: slope of the sigmoid.
+            beta: added to the clamped u.
 
         Returns:
             result: [..., hidden_size].
@@ -3092,24 +3098,28 @@ class _cp_gather_and_upconvert_fp8_kv_cache(_Attributes, Protocol):
         src_cache: Tensor,
         dst: Tensor,
         block_table: Tensor,
-        seq_lens: Tensor,
+        seq_lens: Tensor | None,
         workspace_starts: Tensor,
         batch_size: int,
+        seq_starts: Tensor | None = None,
     ) -> None:
         """Gather the 656-byte entries of sequences (see `concat_and_cache_mla`) from a paged cache as bfloat16 rows.
 
         ``dst[workspace_starts[b] + j, i] = bfloat16(fp8[i] * scale[i // 128])`` for i < 512, and the 64 elements after
-        them are copied, from the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-        batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, is left unchanged. If
-        sequences overlap, a row belongs to the first of them.
+        them are copied, from the entry ``src_cache[block_table[b, p // block_size], p % block_size]`` with
+        ``p = seq_starts[b] + j``, for every b below batch_size and j below ``seq_lens[b]``. A row of no sequence, or
+        without an existing entry, is left unchanged. If sequences overlap, a row belongs to the first of them.
 
         Args:
             src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
             dst: [num_rows, 576] bfloat16, written row by row; any row stride.
             block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
-            seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
+            seq_lens: [at least batch_size] int32 or int64: tokens of each sequence. None: a sequence ends where the next
+                begins, the last with `dst`.
             workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
             batch_size: sequences to gather.
+            seq_starts: [at least batch_size] int32 or int64: the first position of each sequence that is gathered; a
+                sequence with one outside the table is not. None: 0.
         """
 
 cp_gather_and_upconvert_fp8_kv_cache: _cp_gather_and_upconvert_fp8_kv_cache
@@ -6920,6 +6930,7 @@ class _moe_align_block_size(_Attributes, Protocol):
         experts_ids: Tensor,
         num_tokens_post_pad: Tensor,
         expert_map: Tensor | None = None,
+        scatter_idx: Tensor | None = None,
     ) -> None:
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
@@ -6940,6 +6951,8 @@ class _moe_align_block_size(_Attributes, Protocol):
             num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size.
             expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
                 are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
+            scatter_idx: [num_tokens * topk, of any shape] int32, contiguous, written unless None: t for row t, -1 for a row
+                that is skipped.
         """
     @staticmethod
     def new(
@@ -6947,6 +6960,7 @@ class _moe_align_block_size(_Attributes, Protocol):
         num_experts: int,
         block_size: int,
         expert_map: Tensor | None = None,
+        scatter_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
@@ -6961,6 +6975,8 @@ class _moe_align_block_size(_Attributes, Protocol):
             block_size: rows of a block of the GEMM (its tile M).
             expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
                 are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
+            scatter_idx: [num_tokens * topk, of any shape] int32, contiguous, written unless None: t for row t, -1 for a row
+                that is skipped.
 
         Returns:
             sorted_token_ids: one dimension, int32; capacity for the rows of any distribution: ``num_tokens * topk +
@@ -7244,6 +7260,7 @@ class _topk_softmax(_Attributes, Protocol):
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> None:
         """The topk experts of each token by ``softmax(gating_output)``, and their scores as weights.
 
@@ -7260,12 +7277,14 @@ class _topk_softmax(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7282,6 +7301,7 @@ class _topk_softmax(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 
@@ -7302,6 +7322,8 @@ class _topk_sigmoid(_Attributes, Protocol):
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+        is_padding: Tensor | None = None,
     ) -> None:
         """`topk_softmax`, where the score of an expert is ``1 / (1 + exp(-logit))``.
 
@@ -7315,12 +7337,16 @@ class _topk_sigmoid(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
         gating_output: Tensor,
         renormalize: bool = False,
         e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7334,6 +7360,8 @@ class _topk_sigmoid(_Attributes, Protocol):
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 
@@ -7357,6 +7385,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         e_score_correction_bias: Tensor | None = None,
         input_tokens: Tensor | None = None,
         hash_indices_table: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> None:
         """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
@@ -7375,6 +7404,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
             e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
             input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
             hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
         """
     @staticmethod
     def new(
@@ -7384,6 +7414,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         e_score_correction_bias: Tensor | None = None,
         input_tokens: Tensor | None = None,
         hash_indices_table: Tensor | None = None,
+        is_padding: Tensor | None = None,
         *,
         topk: int,
         indices_type: torch.dtype | None = None,
@@ -7402,6 +7433,7 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
             e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
             input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
             hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+            is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
             topk: how many experts a token has, at most num_experts.
             indices_type: of topk_ids, int32, uint32 or int64; None for int32.
 

@@ -174,8 +174,8 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from random weights by the kernels, on the GPU or the CPU, checked against PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
-    covering.add_argument("--vllm", choices=("0.16", "0.22"), default="0.16", help="version (default 0.16)")
-    covering.add_argument("--refusals", action="store_true", help="what ops refuse that vLLM 0.22 takes")
+    covering.add_argument("--vllm", choices=("0.16", "0.22", "0.33"), default="0.16", help="version (default 0.16)")
+    covering.add_argument("--refusals", action="store_true", help="what ops refuse that vLLM takes")
     return main
 
 

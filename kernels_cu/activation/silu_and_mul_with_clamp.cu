@@ -1,6 +1,6 @@
 // silu_and_mul_with_clamp: SwiGLU of clamped halves.
 //
-//     out[r, i] = T(T(silu(g)) * u)    T: dtype of out and input
+//     out[r, i] = T(T(g / (1 + exp(-alpha * g))) * (u + beta))    T: dtype of out and input
 //     g = min(input[r, i], T(limit)), u = max(min(input[r, hidden_size + i], T(limit)), -T(limit)); NaN stays NaN
 //
 // One vector of each half per thread (elementwise.cuh).
@@ -13,13 +13,22 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
                         const scalar_t* input,  // [num_rows, 2 * hidden_size]
-                        int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float limit) {
+                        int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float limit,
+                        float alpha, float beta) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
     const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
     const float bound = round_to<scalar_t>(limit);
     const vec_t gate = map(g, [=](float x) { return at_most(x, bound); });
-    const vec_t up = map(u, [=](float x) { return clamped(x, bound); });
-    (silu(gate) * up).store(result + at.row * out_stride + at.column);
+    float share[VEC_SIZE], up[VEC_SIZE];
+    swish<true>(gate, alpha).to_floats(share);
+    u.to_floats(up);
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) {
+        up[i] = clamped(up[i], bound);
+        if (beta != 0.0f) up[i] = ieee_add(up[i], beta);  // -0 + 0 would be +0
+        share[i] = ieee_multiply(share[i], up[i]);
+    }
+    vec_t::from_floats(share).store(result + at.row * out_stride + at.column);
 }

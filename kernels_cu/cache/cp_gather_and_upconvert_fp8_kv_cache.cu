@@ -3,10 +3,11 @@
 //
 //     dst[t, i] = bf16(x[i] * scale[i / 128])                i < 512: e4m3 values x, then four float32 scales
 //     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16, unchanged
-//     from the entry src_cache[block_table[b, j / BLOCK_SIZE], j % BLOCK_SIZE], where t = workspace_starts[b] + j and
-//     0 <= j < seq_lens[b]
+//     from the entry src_cache[block_table[b, p / BLOCK_SIZE], p % BLOCK_SIZE], where t = workspace_starts[b] + j,
+//     0 <= j < seq_lens[b] and p = seq_starts[b] + j
 //
-// A row without a sequence or without an existing entry is not changed.
+// Without HAS_LENS a sequence ends where the next begins, the last at num_rows. A row without a sequence or without an
+// existing entry is not changed.
 //
 // Thread mapping: a group of 32 threads takes ROWS adjacent rows of dst.
 // 1. All lanes search for the sequences of these rows, then one lane per row finds the row's entry.
@@ -18,6 +19,9 @@
 //     table_t       element type of block_table
 //     lens_t        element type of seq_lens
 //     starts_t      element type of workspace_starts
+//     first_t       element type of seq_starts
+//     HAS_LENS      false when seq_lens is null
+//     HAS_FIRST     false when seq_starts is null: all sequences are gathered from position 0
 //     ACCESS_SIZE   bytes of an entry in one memory access
 //     DST_ACCESS    elements of dst in one memory access
 //     ROWS          rows of a group: 1, 2 or 4
@@ -50,8 +54,27 @@ struct Rows {
     const table_t* block_table;
     const lens_t* seq_lens;
     const starts_t* workspace_starts;
+    const first_t* seq_starts;
     Pages<BLOCK_SIZE> pages;
-    int64_t num_rows, batch_size, max_blocks, table_stride, table_entry_stride, lens_stride, starts_stride;
+    int64_t num_rows, batch_size, max_blocks, table_stride, table_entry_stride, lens_stride, starts_stride,
+        first_stride;
+
+    // The rows of a sequence that begins at row `start`.
+    template <bool FRESH>
+    DEVICE int64_t length_of(int64_t sequence, int64_t start) const {
+        if constexpr (HAS_LENS) return load_index<FRESH>(seq_lens + sequence * lens_stride);
+        const int64_t next = sequence + 1;
+        const int64_t end = next < batch_size ? load_index<FRESH>(workspace_starts + next * starts_stride) : num_rows;
+        return max(end, int64_t(0)) - max(start, int64_t(0));
+    }
+
+    // The first position of a sequence that is gathered; the end of the table if that is no position.
+    template <bool FRESH>
+    DEVICE int64_t first_position(int64_t sequence) const {
+        if constexpr (!HAS_FIRST) return 0;
+        const int64_t position = load_index<FRESH>(seq_starts + sequence * first_stride), end = max_blocks * BLOCK_SIZE;
+        return position < 0 || position > end ? end : position;
+    }
 
     // The position of a row's entry in the sequence, and the index in block_table of the position's block number;
     // NOWHERE for a row without a sequence.
@@ -65,16 +88,16 @@ struct Rows {
         for (int64_t from = 0; from < batch_size; from += LANES) {
             const int64_t candidate = min(from + lane, batch_size - 1);
             const int64_t start = load_index<FRESH>(workspace_starts + candidate * starts_stride);
-            const int64_t length = load_index<FRESH>(seq_lens + candidate * lens_stride);
+            const int64_t length = length_of<FRESH>(candidate, start);
             keep_loads_of_warp();
             const bool meets = candidate == from + lane && start >= 0 && start < end && first - start < length;
             for (uint32_t met = ballot_of_group(meets); met; met &= met - 1) {
                 const int64_t next = from + lowest_bit(met);
                 const int64_t begin = load_index<FRESH>(workspace_starts + next * starts_stride);
-                const int64_t count = load_index<FRESH>(seq_lens + next * lens_stride);
+                const int64_t count = length_of<FRESH>(next, begin);
                 if (sequence == batch_size && begin <= row && row - begin < count) {
                     sequence = next;
-                    position = row - begin;
+                    position = row - begin + first_position<FRESH>(next);
                 }
             }
         }
@@ -95,7 +118,8 @@ struct Early {
 DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_t early_blocks) {
     if (threadIdx.x == 0) {
         prefetch_part(rows.workspace_starts, (rows.batch_size - 1) * rows.starts_stride, blockIdx.x);
-        prefetch_part(rows.seq_lens, (rows.batch_size - 1) * rows.lens_stride, blockIdx.x);
+        if (HAS_LENS) prefetch_part(rows.seq_lens, (rows.batch_size - 1) * rows.lens_stride, blockIdx.x);
+        if (HAS_FIRST) prefetch_part(rows.seq_starts, (rows.batch_size - 1) * rows.first_stride, blockIdx.x);
         prefetch_part(rows.block_table,
                       (rows.batch_size - 1) * rows.table_stride + (rows.max_blocks - 1) * rows.table_entry_stride,
                       blockIdx.x);
@@ -120,13 +144,15 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
                                      const table_t* block_table,        // [batch_size, max_blocks]
                                      const lens_t* seq_lens,            // [batch_size]
                                      const starts_t* workspace_starts,  // [batch_size]
+                                     const first_t* seq_starts,         // [batch_size]
                                      int64_t num_rows, int64_t batch_size, int64_t num_blocks, int64_t max_blocks,
                                      int64_t block_stride, int64_t slot_stride, int64_t dst_stride,
                                      int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
-                                     int64_t starts_stride, int64_t early_blocks) {
+                                     int64_t starts_stride, int64_t first_stride, int64_t early_blocks) {
     const Early early = prefetch_entries(Rows{block_table,
                                               seq_lens,
                                               workspace_starts,
+                                              seq_starts,
                                               {num_blocks, block_stride, slot_stride},
                                               num_rows,
                                               batch_size,
@@ -134,7 +160,8 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
                                               table_stride,
                                               table_entry_stride,
                                               lens_stride,
-                                              starts_stride},
+                                              starts_stride,
+                                              first_stride},
                                          src_cache, early_blocks);
     await_previous_kernel();
     const int lane = threadIdx.x % LANES;

@@ -4,6 +4,7 @@
 //                         block_size; num_rows after the last expert
 //     experts_ids         the expert of each block of block_size slots; -1 after the last used block
 //     num_tokens_post_pad slots of all experts, padding included
+//     scatter_idx         with HAS_SCATTER: t for row t, -1 for a row that is skipped
 //
 // Row t of num_tokens * topk is a choice of token t / topk. A row is skipped if its expert does not exist or is not on
 // this device. With LORA, blockIdx.x is an adapter, which has its own outputs for the rows of its tokens. Outputs of
@@ -19,6 +20,7 @@
 //     KEPT          most rows of a lane, kept in registers; 0: rows are read again (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 //     LORA          one alignment for each adapter
+//     HAS_SCATTER   false when scatter_idx is null
 
 #include "expert_sort.cuh"
 
@@ -47,6 +49,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
           int32_t* sorted_token_ids,          // [num_places], of each adapter
           int32_t* experts_ids,               // [num_blocks], of each adapter
           int32_t* num_tokens_post_pad,       // one element, of each adapter
+          int32_t* scatter_idx,               // [num_rows]
           int64_t num_rows, int64_t num_experts, int64_t num_ids, int64_t block_size, int64_t num_places,
           int64_t num_blocks, int64_t topk, int64_t num_lora_ids, int sort_warps, int warp_rows) {
     await_previous_kernel();
@@ -85,6 +88,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
     }
     sort.place(expert_of, [&](int row, int expert, uint32_t place) {
         if (expert != NO_BIN) sorted_token_ids[place] = row;
+        if constexpr (HAS_SCATTER) scatter_idx[row] = expert != NO_BIN ? row : -1;
     });
     leave_cluster<CLUSTER>();
 }

@@ -8,7 +8,7 @@
 //
 // Without a bias the key may be the logit, because scores rise with it; so few scores are computed. A NaN logit has key
 // -inf and score 0. If HAS_TABLE, ids[t] = hash_indices_table[input_tokens[t]]. There, an id that is no expert becomes
-// -1 with weight 0; so do the ids of a token beyond the table.
+// -1 with weight 0; so do the ids of a token beyond the table, and, if HAS_PADDING, all ids of rows with is_padding[t].
 //
 // ROW_THREADS threads share a token; each has THREAD_EXPERTS adjacent experts. Thread i of the token writes choices i,
 // i + ROW_THREADS, ...
@@ -23,6 +23,7 @@
 //     THREAD_EXPERTS   experts of a thread; a multiple of VEC_SIZE
 //     HAS_BIAS         false when e_score_correction_bias is null
 //     HAS_TABLE        false when hash_indices_table is null
+//     HAS_PADDING      false when is_padding is null
 
 #include "experts.cuh"
 
@@ -38,6 +39,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
             const float* e_score_correction_bias,  // [NUM_EXPERTS]
             const token_t* input_tokens,           // [num_tokens]
             const table_t* hash_indices_table,     // [table_size, TOP_K]
+            const bool* is_padding,                // [num_tokens]
             int64_t num_tokens, int64_t gating_stride, int64_t table_size, bool renormalize,
             float routed_scaling_factor) {
     prefetch_row(gating_output, num_tokens, gating_stride, NUM_EXPERTS);
@@ -68,9 +70,10 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
         }
     }
 
+    const bool is_token = !HAS_PADDING || !is_padding[at.row];
     float weight, sum = 0.0f;
     const auto write = [&](int slot, auto expert) {
-        const bool exists = expert >= 0 && expert < NUM_EXPERTS;
+        const bool exists = is_token && expert >= 0 && expert < NUM_EXPERTS;
         const float logit = logit_of(to_float(row[exists ? expert : 0]));
         weight = exists ? score(logit) : 0.0f;
         if (slot >= TOP_K) return;

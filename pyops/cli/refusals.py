@@ -6,9 +6,9 @@ from ..integrations.vllm.refusals import REFUSALS
 
 _HEAD = """# Refusals
 
-What vLLM 0.22 takes and this library refuses by an `OpError`, op by op; `python -m pyops coverage --refusals` prints
-this page. An op that is not listed takes all that vLLM takes, as far as that has a meaning. Arguments have the names of
-this library.
+What vLLM 0.22 or 0.33 takes and this library refuses by an `OpError`, op by op. `python -m pyops coverage --refusals`
+prints this page. An op that is not listed takes all that vLLM takes, as far as that has a meaning. Arguments have the
+names of this library, or those of vLLM if the op here does not have them.
 
 | op | argument | what is refused | why |
 |---|---|---|---|"""

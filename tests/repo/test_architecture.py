@@ -37,7 +37,7 @@ HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 def _order(package: ModuleType) -> list[str]:
     """The modules that the docstring of a package lists, each after all that it may import."""
-    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
+    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_0-9]+( [a-z_0-9]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 

@@ -2,7 +2,8 @@
 
 A file imports only files above it:
 
-schemas signature adapters       vLLM's schemas; their parser; functions that adapt an op to another argument order
+schemas schemas_0_33 signature   vLLM's schemas; their parser
+adapters adapters_0_33           functions that adapt an op to another argument order
 table stand_ins library          which op serves which; modules for absent libraries; torch.library
 choice parts plugin              the switch PYOPS_VLLM; layers and functions other than ops; the entry points
 refusals                         arguments that vLLM's ops accept and ours refuse

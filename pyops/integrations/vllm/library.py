@@ -14,9 +14,11 @@ from ..._core.op import torch_library
 from ..._core.system.lazy import torch
 from . import stand_ins
 from .adapters import FAKES
-from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, check_version, table
+from .signature import Signature
+from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, check_version, table, taken
 
 _log = logging.getLogger("vllm.pyops")  # below vLLM's own logger, so that its lines are among vLLM's
+_OTHER_SCHEMA = "expected the schema"
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
 
@@ -115,7 +117,7 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
     and its siblings import an empty module if the library is absent or cannot be loaded (`stand_ins`).
 
     Args:
-        vllm: the version of the schemas, ``"0.16"`` or ``"0.22"``.
+        vllm: the version of the schemas, ``"0.16"``, ``"0.22"`` or ``"0.33"``.
 
     Returns:
         The ops that all calls of this function have registered. A second call registers nothing.
@@ -154,13 +156,15 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
 
     Args:
         names: names of ops, such as ``"rms_norm"``, which includes the op's overloads. Without names: every op of vLLM
-            that torch has with a schema that this library knows.
+            that torch has with a schema that this library serves: that of a version of `VERSIONS`, or another one if
+            the op takes every call by it.
         without: names of ops that are left to vLLM.
 
     Returns:
         The replaced ops, without those that `register` defined. They stay replaced until `undo`, even if the result
         is dropped. Without names, `left` gives the reason for every op in the namespaces of vLLM's compiled
-        libraries that is not replaced.
+        libraries that is not replaced. The logger ``vllm.pyops`` reports how many ops are replaced and what is left,
+        as a warning if one of them is an op of this library with a schema that it does not know.
 
     Raises:
         OpError: a name is not an op of vLLM, this library or torch lacks it, or the imported vLLM has another
@@ -189,7 +193,19 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
         replaced._add("IMPL", [one for one in chosen.values() if _qualified(one) not in registered.names])
     if not names:
         replaced.left = _left(versions, set(map(_qualified, chosen.values())), without)
+    _report(replaced)
     return replaced
+
+
+def _report(replaced: Registration) -> None:
+    """Log which ops run here, and which are left to vLLM."""
+    names = {*replaced.names, *registered.names}
+    _log.info("%d ops of vLLM run on pyops", len(names))
+    _log.debug("ops on pyops: %s", ", ".join(sorted(names)))
+    if replaced.left:
+        is_changed = any(why.startswith(_OTHER_SCHEMA) for why in replaced.left.values())
+        left = "; ".join(f"{name} ({why})" for name, why in replaced.left.items())
+        _log.log(logging.WARNING if is_changed else logging.INFO, "ops left to vLLM: %s", left)
 
 
 def _among(name: str, names: Collection[str]) -> bool:
@@ -242,7 +258,7 @@ def _replaceable(versions: Sequence[dict[str, Entry]], name: str) -> Entry:
     known = _known(named[0])
     if known is None:
         raise OpError("override", name, "is unknown to torch: import vLLM first, or call register()")
-    raise OpError("override", name, f"expected the schema {' or '.join(served)}, but torch has {known}")
+    raise OpError("override", name, f"{_OTHER_SCHEMA} {' or '.join(served)}, but torch has {known}")
 
 
 def _qualified(entry: Entry) -> str:
@@ -258,25 +274,11 @@ def _known(entry: Entry) -> Any:
 
 
 def _agree(entry: Entry, known: Any) -> bool:
-    """Whether every call by the schema `known` is valid for the entry's. Arguments are positional: names may differ.
+    """Whether the entry's kernel takes every call by the schema `known` of torch.
 
-    torch drops trailing arguments that equal the defaults of its schema, so the defaults must be equal. Schemas that
-    torch infers from a C++ function (``dispose(int _0) -> ()``) have neither names nor defaults.
+    Schemas that torch infers from a C++ function (``dispose(int _0) -> ()``) have neither names nor defaults.
     """
-
-    def face(argument: Any) -> Any:
-        return str(argument.type), argument.alias_info is not None and argument.alias_info.is_write
-
-    ours = _parsed(entry)
-    return (
-        list(map(face, ours.arguments)) == list(map(face, known.arguments))
-        and [str(one.type) for one in ours.returns] == [str(one.type) for one in known.returns]
-        and all(
-            own.has_default_value() and own.default_value == one.default_value
-            for own, one in zip(ours.arguments, known.arguments, strict=True)
-            if one.has_default_value()
-        )
-    )
+    return taken(entry).takes(Signature.read(str(known)))
 
 
 def _parsed(entry: Entry) -> Any:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from ..._core import config
 from . import parts, stand_ins
 from .choice import Choice
-from .library import Registration, define_missing, has_defined, override, registered
+from .library import define_missing, has_defined, override
 from .table import DEFINED_IN_PYTHON, VERSIONS, table
 
 _log = logging.getLogger("vllm.pyops")
@@ -58,7 +58,7 @@ def activate() -> None:
     stand_ins.refuse_flash_attention()
     with ExitStack() as undo:
         if choice.every_op or choice.ops:
-            _report(undo.enter_context(override(*choice.ops, without=choice.without)))
+            undo.enter_context(override(*choice.ops, without=choice.without))
         for name in choice.parts:
             part = parts.load(name)
             line = part.install()
@@ -74,11 +74,3 @@ def deactivate() -> None:
     if _active is not None:
         _active.close()
         _active = None
-
-
-def _report(replaced: Registration) -> None:
-    names = {*replaced.names, *registered.names}
-    _log.info("%d ops of vLLM run on pyops", len(names))
-    _log.debug("ops on pyops: %s", ", ".join(sorted(names)))
-    if replaced.left:
-        _log.info("ops left to vLLM: %s", "; ".join(f"{name} ({why})" for name, why in replaced.left.items()))

@@ -7,9 +7,10 @@ from ast import literal_eval
 from dataclasses import dataclass
 from typing import Any
 
-# An argument: a type, "!" or "(a!)" if it is written, "?" if it is optional, a name, and a default.
+# An argument: a type, "!" or "(a!)" if it is written, "?" if it is optional, a name, and a default. torch prints the
+# "!" of a schema that it has read as "($0! -> )".
 _ARGUMENT = re.compile(
-    r"(?P<type>\(.+\)|\w+)(?P<mark>[\[\]]*(!|\(\w+!?\))?[\[\]]*)(?P<none>\??) \w+(=(?P<default>.+))?"
+    r"(?P<type>\(.+\)|\w+)(?P<mark>[\[\]]*(!|\(\w+!?\)|\(\$\d+! -> \))?[\[\]]*)(?P<none>\??) \w+(=(?P<default>.+))?"
 )
 _SAME = {"SymInt": "int", "ScalarType": "int"}  # types that torch considers equal when it compares schemas
 
@@ -53,10 +54,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a schema, in order, and the number of results."""
+    """The arguments of a schema, in order, and the types of its results."""
 
     arguments: tuple[Argument, ...]
-    num_returns: int
+    results: tuple[str, ...]
 
     @classmethod
     def read(cls, schema: str) -> Signature:
@@ -64,7 +65,27 @@ class Signature:
         arguments, _, returns = schema.partition("(")[2].rpartition(") -> ")
         parts = (part for part in _split(arguments) if part != "*")  # "*" marks keyword-only arguments
         returned = returns[1:-1] if returns.startswith("(") else returns
-        return cls(tuple(map(Argument.read, parts)), len(_split(returned)))
+        return cls(tuple(map(Argument.read, parts)), tuple(one.partition(" ")[0] for one in _split(returned)))
+
+    def takes(self, other: Signature) -> bool:
+        """Whether every call by the signature `other` is a call by this one.
+
+        Arguments are positional, so names may differ. Those that only this one has need defaults. torch drops trailing
+        arguments that equal the defaults of its schema, so the defaults of `other` must be the defaults here. Marks of
+        written arguments must be equal.
+        """
+        given = len(other.arguments)
+        return (
+            self.results == other.results
+            and given <= len(self.arguments)
+            and all(
+                own.takes(argument)
+                and own.is_written == argument.is_written
+                and (not argument.has_default or (own.has_default and own.default == argument.default))
+                for own, argument in zip(self.arguments, other.arguments, strict=False)
+            )
+            and all(own.has_default for own in self.arguments[given:])
+        )
 
 
 def _split(text: str) -> list[str]:

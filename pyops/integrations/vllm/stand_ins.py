@@ -1,6 +1,6 @@
 """Modules that vLLM imports instead of its compiled libraries if these are absent or cannot be loaded.
 
-vLLM imports three of them (`OPS`) only for their ops (``import vllm._C``): loading the library defines the ops. If one
+vLLM imports some of them (`OPS`) only for their ops (``import vllm._C``): loading the library defines the ops. If one
 is missing, vLLM gets an empty module, and this library defines the ops.
 
 Other libraries have functions (``vllm.vllm_flash_attn``, ``vllm._flashmla_C``, ``vllm.cumem_allocator``). They have no
@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-OPS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C")
+OPS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
 FLASH_ATTENTION = "vllm.vllm_flash_attn"
 _log = logging.getLogger("vllm.pyops")
 

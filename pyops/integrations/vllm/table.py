@@ -13,10 +13,15 @@ from ..._core.errors import OpError
 from ..._core.op import torch_library
 from ..._core.op.op import Op, registry
 from .adapters import ADAPTERS
+from .adapters_0_33 import ADAPTERS_0_33
 from .schemas import SCHEMAS, SCHEMAS_0_22
+from .schemas_0_33 import REMOVED_0_33, SCHEMAS_0_33
 from .signature import Signature
 
-VERSIONS = ("0.16", "0.22")  # versions of vLLM with known schemas
+# {version of vLLM: {namespace: its new and changed schemas}}; a later version has the others of earlier ones, too.
+_SCHEMAS = {"0.16": SCHEMAS, "0.22": SCHEMAS_0_22, "0.33": SCHEMAS_0_33}
+_ADAPTERS = {**ADAPTERS, "0.33": ADAPTERS_0_33}
+VERSIONS = tuple(_SCHEMAS)  # versions of vLLM with known schemas
 # {op that vLLM defines in Python, not in its compiled libraries: the module that defines it at import}
 DEFINED_IN_PYTHON = {"flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common"}
 
@@ -58,7 +63,8 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
     """{name: entry} of every op of a version of vLLM, by the ops that are declared now.
 
     Args:
-        vllm: ``"0.16"``; or ``"0.22"`` for its changed and new ops, and the other ops of 0.16.
+        vllm: ``"0.16"``; ``"0.22"`` for its changed and new ops, and the other ops of 0.16; or ``"0.33"``, without the
+            ops that this version no longer has.
 
     Raises:
         OpError: another version.
@@ -71,8 +77,10 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
         'silu_and_mul(Tensor! result, Tensor input) -> ()'
     """
     check_version("table", vllm)
-    found = _entries(SCHEMAS, "0.16")
-    return found | _entries(SCHEMAS_0_22, vllm) if vllm == "0.22" else found
+    found: dict[str, Entry] = {}
+    for version in VERSIONS[: VERSIONS.index(vllm) + 1]:
+        found |= _entries(_SCHEMAS[version], version)
+    return {name: entry for name, entry in found.items() if vllm != "0.33" or name not in REMOVED_0_33}
 
 
 def _entries(schemas: dict[str, str], vllm: str) -> dict[str, Entry]:
@@ -82,33 +90,26 @@ def _entries(schemas: dict[str, str], vllm: str) -> dict[str, Entry]:
 
 def _entry(namespace: str, schema: str, vllm: str) -> Entry:
     name = schema.partition("(")[0]
-    if (adapter := ADAPTERS[vllm].get(name)) is not None:
+    if (adapter := _ADAPTERS[vllm].get(name)) is not None:
         return Entry(namespace, name, schema, "adapted", adapter, adapter.__doc__ or "")
     op, function = registry.get(name), getattr(pyops, name, None)
-    if op is not None and takes(op, Signature.read(schema)):
+    if op is not None and declared(op).takes(Signature.read(schema)):
         return Entry(namespace, name, schema, "served", op.wrapper, op.name)
     if op is None and function is not None and takes_as_many(function, Signature.read(schema)):
         return Entry(namespace, name, schema, "served", function, name)
     return Entry(namespace, name, schema, "missing")
 
 
-def takes(op: Op, theirs: Signature) -> bool:
-    """Whether `op` has the positional arguments, written arguments and number of results of a signature."""
-    declared = torch_library.returning_schema if op.declaration.returned else torch_library.schema
-    ours = Signature.read(declared(op.declaration))
-    given = len(theirs.arguments)
-    return (
-        theirs.num_returns == ours.num_returns
-        and given <= len(ours.arguments)
-        and all(
-            own.takes(argument)
-            and own.is_written == argument.is_written
-            # torch drops trailing arguments that equal their defaults.
-            and (not argument.has_default or (own.has_default and own.default == argument.default))
-            for own, argument in zip(ours.arguments, theirs.arguments, strict=False)
-        )
-        and all(own.has_default for own in ours.arguments[given:])
-    )
+def declared(op: Op) -> Signature:
+    """The signature that `op` has by its declaration."""
+    text = torch_library.returning_schema if op.declaration.returned else torch_library.schema
+    return Signature.read(text(op.declaration))
+
+
+def taken(entry: Entry) -> Signature:
+    """The signature of the calls that the kernel of an entry takes: that of the op, which may be wider than vLLM's."""
+    op = getattr(entry.kernel, "op", None)
+    return Signature.read(entry.schema) if op is None else declared(op)
 
 
 def takes_as_many(function: Callable[..., Any], theirs: Signature) -> bool:

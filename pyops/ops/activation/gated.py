@@ -66,21 +66,28 @@ silu_and_mul.example(example_gated)
 
 
 @op(out="result", ulps=0)
-def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None:
-    """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """SwiGLU of clamped halves: ``result = T(T(x / (1 + exp(-alpha * x))) * (y + beta))`` for ``input = [g, u]``.
 
-    l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
-    stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+    ``x = min(g, l), y = max(min(u, l), -l)``, where l is `limit`, rounded to the element type. A NaN limit means no
+    limit; with a limit below 0 every u becomes -l. NaN stays NaN. ``y + beta`` is float32. Without alpha and beta equal
+    to eager PyTorch on the same device, bit for bit.
 
     Args:
         result: [..., hidden_size], written; constant row stride.
         input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         limit: largest gate and largest magnitude of u.
+        alpha: slope of the sigmoid.
+        beta: added to the clamped u.
     """
     gate, up = input.chunk(2, dim=-1)
     bound = gate.new_full((), limit, dtype=torch.float32).to(gate.dtype)
-    up = -_at_most(-_at_most(up, bound), bound)
-    result.copy_(torch.nn.functional.silu(_at_most(gate, bound)) * up)
+    gate, up = _at_most(gate, bound), -_at_most(-_at_most(up, bound), bound)
+    if (alpha, beta) == (1.0, 0.0):
+        result.copy_(torch.nn.functional.silu(gate) * up)
+        return
+    share = (gate.float() / (1 + torch.exp(-alpha * gate.float()))).to(gate.dtype)
+    result.copy_(share.float() * (up.float() + beta if beta else up.float()))
 
 
 def _at_most(x: Tensor, bound: Tensor) -> Tensor:
@@ -100,7 +107,7 @@ def plan_silu_and_mul_with_clamp(result: TensorArg, input: TensorArg) -> Launch:
 def example_silu_and_mul_with_clamp(
     make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
-    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.7)
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.7, 1.0, 0.0)
 
 
 @op(out="out", ulps=0)

@@ -37,7 +37,7 @@ def align(
     total.copy_(blocks.sum() * block_size)
 
 
-@op(out=("sorted_token_ids", "experts_ids", "num_tokens_post_pad"), ulps=0)
+@op(out=("sorted_token_ids", "experts_ids", "num_tokens_post_pad", "scatter_idx"), ulps=0)
 def moe_align_block_size(
     topk_ids: Tensor,
     num_experts: int,
@@ -46,6 +46,7 @@ def moe_align_block_size(
     experts_ids: Tensor,
     num_tokens_post_pad: Tensor,
     expert_map: Tensor | None = None,
+    scatter_idx: Tensor | None = None,
 ) -> None:
     """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
@@ -66,9 +67,14 @@ def moe_align_block_size(
         num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size.
         expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
             are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
+        scatter_idx: [num_tokens * topk, of any shape] int32, contiguous, written unless None: t for row t, -1 for a row
+            that is skipped.
     """
     experts = local_experts(topk_ids, num_experts, num_experts, expert_map)
     align(sorted_token_ids, experts_ids, num_tokens_post_pad, experts, num_experts, block_size)
+    if scatter_idx is not None:
+        rows = torch.arange(len(experts), dtype=torch.int32, device=experts.device)
+        scatter_idx.copy_(rows.where(experts >= 0, -1).view(scatter_idx.shape))
 
 
 def wanted_places(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
@@ -97,12 +103,18 @@ def plan_moe_align_block_size(
     experts_ids: TensorArg,
     num_tokens_post_pad: TensorArg,
     expert_map: TensorArg | None,
+    scatter_idx: TensorArg | None,
 ) -> Launch:
     wanted = wanted_places(topk_ids, num_experts, block_size)
     for arg, count in ((sorted_token_ids, wanted), (experts_ids, wanted // block_size)):
         check.sizes(arg, count=None)
         check.at_least(arg, int32, count)
     check.scalar(num_tokens_post_pad, int32)
+    if scatter_idx is not None:
+        check.dtype(scatter_idx, int32)
+        check.contiguous(scatter_idx)
+        if scatter_idx.numel != topk_ids.numel:
+            raise scatter_idx.error(f"expected {topk_ids.numel} elements, one for each id, got {scatter_idx.shape}")
     return sort_launch(
         _moe_align,
         topk_ids,
@@ -110,6 +122,7 @@ def plan_moe_align_block_size(
         sorted_token_ids.numel,
         HAS_MAP=expert_map is not None,
         LORA=False,
+        HAS_SCATTER=scatter_idx is not None,
         fixed={
             "num_ids": check_map(expert_map, num_experts),
             "num_places": sorted_token_ids.numel,
@@ -131,6 +144,7 @@ def example_moe_align_block_size(
     topk: Literal[8, 3] = 8,
     num_experts: Literal[128, 513] = 128,
     with_map: bool = False,
+    with_scatter: bool = False,
 ) -> tuple[Any, ...]:
     block_size = 64
     places = max_places(num_tokens * topk, num_experts, block_size)
@@ -142,6 +156,7 @@ def example_moe_align_block_size(
         make.empty(places // block_size, dtype="int32"),
         make.full(1, value=0, dtype="int32"),  # unchanged by a call without tokens
         make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
+        make.empty(num_tokens, topk, dtype="int32") if with_scatter else None,
     )
 
 

@@ -108,7 +108,9 @@ def plan_moe_lora_align_block_size(
         groups=max_loras,
         HAS_MAP=expert_map is not None,
         LORA=True,
+        HAS_SCATTER=False,
         fixed={
+            "scatter_idx": 0,
             "num_ids": check_map(expert_map, num_experts),
             "num_places": max_num_tokens_padded,
             "num_blocks": max_num_m_blocks,

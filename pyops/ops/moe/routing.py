@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
@@ -10,8 +9,9 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors.dtypes import float32, int32, int64, uint32
+from ..._core.tensors.dtypes import boolean, float32, int32, int64, uint32
 from ..._core.tensors.tensor import TensorArg
+from ._choices import choose, write
 from ._routing_geometry import choose_geometry
 from ._scores import as_logits, sigmoid, softmax, softplus_sqrt
 
@@ -31,6 +31,7 @@ def topk_softmax(
     gating_output: Tensor,
     renormalize: bool = False,
     e_score_correction_bias: Tensor | None = None,
+    is_padding: Tensor | None = None,
 ) -> None:
     """The topk experts of each token by ``softmax(gating_output)``, and their scores as weights.
 
@@ -47,8 +48,10 @@ def topk_softmax(
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+        is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
     """
-    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, softmax)
+    outputs = topk_weights, topk_ids, token_expert_indices
+    choose(outputs, gating_output, renormalize, e_score_correction_bias, softmax, is_padding)
 
 
 @op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
@@ -59,6 +62,8 @@ def topk_sigmoid(
     gating_output: Tensor,
     renormalize: bool = False,
     e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: Tensor | None = None,
 ) -> None:
     """`topk_softmax`, where the score of an expert is ``1 / (1 + exp(-logit))``.
 
@@ -72,8 +77,12 @@ def topk_sigmoid(
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None.
+        routed_scaling_factor: multiplies the weights, after they are renormalised.
+        is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
     """
-    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, sigmoid)
+    outputs = topk_weights, topk_ids, token_expert_indices
+    bias, scale = e_score_correction_bias, routed_scaling_factor
+    choose(outputs, gating_output, renormalize, bias, sigmoid, is_padding, scale)
 
 
 @op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
@@ -87,6 +96,7 @@ def topk_softplus_sqrt(
     e_score_correction_bias: Tensor | None = None,
     input_tokens: Tensor | None = None,
     hash_indices_table: Tensor | None = None,
+    is_padding: Tensor | None = None,
 ) -> None:
     """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
@@ -105,12 +115,12 @@ def topk_softplus_sqrt(
         e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
         input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
         hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+        is_padding: [num_tokens] bool, contiguous: the rows of no token, with ids -1 and weights 0. None: no row.
     """
     outputs = topk_weights, topk_ids, token_expert_indices
+    bias, scale = e_score_correction_bias, routed_scaling_factor
     if hash_indices_table is None or input_tokens is None:
-        _choose(
-            *outputs, gating_output, renormalize, e_score_correction_bias, softplus_sqrt, scale=routed_scaling_factor
-        )
+        choose(outputs, gating_output, renormalize, bias, softplus_sqrt, is_padding, scale)
         return
     rows, tokens = hash_indices_table.shape[0], input_tokens.long()
     known = (tokens >= 0) & (tokens < rows)
@@ -120,46 +130,7 @@ def topk_softplus_sqrt(
     exists = (experts >= 0) & (experts < gating_output.shape[1])
     scores = softplus_sqrt(as_logits(gating_output.float()))
     weights = scores.gather(1, experts.where(exists, 0)).where(exists, 0.0)
-    _write(*outputs, weights, experts.where(exists, -1), renormalize, routed_scaling_factor)
-
-
-def _choose(
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    token_expert_indices: Tensor,
-    gating_output: Tensor,
-    renormalize: bool,
-    bias: Tensor | None,
-    score: Callable[[Tensor], Tensor],
-    scale: float = 1.0,
-) -> None:
-    """The reference of the ops: `score` takes logits without NaN."""
-    logits = gating_output.float()
-    scores = score(as_logits(logits))
-    keys = logits if bias is None else torch.where(logits.isnan(), logits, scores + bias)
-    keys = torch.where(keys.isnan(), -torch.inf, keys)
-    experts = keys.sort(dim=-1, descending=True, stable=True)[1][:, : topk_ids.shape[1]]
-    _write(topk_weights, topk_ids, token_expert_indices, scores.gather(1, experts), experts, renormalize, scale)
-
-
-def _write(
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    token_expert_indices: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    renormalize: bool,
-    scale: float,
-) -> None:
-    if renormalize:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / torch.where(total > 0, total, 1.0)
-    topk_weights.copy_(weights * scale)
-    topk_ids.copy_(experts)
-    num_tokens, topk = topk_ids.shape
-    token_expert_indices.copy_(
-        torch.arange(num_tokens * topk, dtype=torch.int64, device=topk_ids.device).view(topk, num_tokens).T
-    )
+    write(outputs, weights, experts.where(exists, -1), renormalize, is_padding, scale)
 
 
 def _launches(
@@ -169,6 +140,7 @@ def _launches(
     token_expert_indices: TensorArg,
     gating_output: TensorArg,
     bias: TensorArg | None,
+    is_padding: TensorArg | None,
     tokens: TensorArg | None = None,
     table: TensorArg | None = None,
     **absent: Any,
@@ -189,6 +161,7 @@ def _launches(
     check.shape(topk_ids, num_tokens=num_tokens, topk=topk)
     check.shape(token_expert_indices, int32, num_tokens=num_tokens, topk=topk)
     check.shape(bias, float32, num_experts=num_experts)
+    check.shape(is_padding, boolean, num_tokens=num_tokens)
     if table is not None and tokens is not None:
         check.index(table, vocab_size=None, topk=topk)
         check.contiguous(table)
@@ -208,6 +181,7 @@ def _launches(
             TOP_K=topk,
             HAS_BIAS=bias is not None,
             HAS_TABLE=table is not None,
+            HAS_PADDING=is_padding is not None,
             **geometry.constants,
         ).launch(
             grid=geometry.num_blocks(num_tokens),
@@ -220,8 +194,8 @@ def _launches(
     ]
 
 
-# Parameters that only topk_softplus_sqrt has: null pointers and a factor of 1 for the other ops.
-_ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
+# Parameters that only topk_softplus_sqrt has: null pointers for the other ops.
+_ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0}
 
 
 @topk_softmax.result
@@ -249,9 +223,12 @@ def plan_topk_softmax(
     token_expert_indices: TensorArg,
     gating_output: TensorArg,
     e_score_correction_bias: TensorArg | None,
+    is_padding: TensorArg | None,
 ) -> list[Launch]:
     outputs = topk_weights, topk_ids, token_expert_indices
-    return _launches("softmax", *outputs, gating_output, e_score_correction_bias, **_ABSENT)
+    return _launches(
+        "softmax", *outputs, gating_output, e_score_correction_bias, is_padding, **_ABSENT, routed_scaling_factor=1.0
+    )
 
 
 @topk_sigmoid.plan
@@ -261,9 +238,10 @@ def plan_topk_sigmoid(
     token_expert_indices: TensorArg,
     gating_output: TensorArg,
     e_score_correction_bias: TensorArg | None,
+    is_padding: TensorArg | None,
 ) -> list[Launch]:
     outputs = topk_weights, topk_ids, token_expert_indices
-    return _launches("sigmoid", *outputs, gating_output, e_score_correction_bias, **_ABSENT)
+    return _launches("sigmoid", *outputs, gating_output, e_score_correction_bias, is_padding, **_ABSENT)
 
 
 @topk_softplus_sqrt.plan
@@ -275,29 +253,31 @@ def plan_topk_softplus_sqrt(
     e_score_correction_bias: TensorArg | None,
     input_tokens: TensorArg | None,
     hash_indices_table: TensorArg | None,
+    is_padding: TensorArg | None,
 ) -> list[Launch]:
     if (input_tokens is None) != (hash_indices_table is None):
         name = "input_tokens" if input_tokens is None else "hash_indices_table"
         raise check.refuse(gating_output, name, "expected input_tokens and hash_indices_table, or neither, got None")
     outputs = topk_weights, topk_ids, token_expert_indices
-    return _launches(
-        "softplus_sqrt", *outputs, gating_output, e_score_correction_bias, input_tokens, hash_indices_table
-    )
+    bias, table = e_score_correction_bias, hash_indices_table
+    return _launches("softplus_sqrt", *outputs, gating_output, bias, is_padding, input_tokens, table)
 
 
 @topk_softplus_sqrt.bad_indices
 def bad_indices_topk_softplus_sqrt(
-    gating_output: Tensor, input_tokens: Tensor | None, hash_indices_table: Tensor | None
+    gating_output: Tensor, input_tokens: Tensor | None, hash_indices_table: Tensor | None, is_padding: Tensor | None
 ) -> dict[str, Tensor]:
     if input_tokens is None or hash_indices_table is None:
         return {}
+    unknown = (input_tokens < 0) | (input_tokens >= hash_indices_table.shape[0])
     return {
-        "input_tokens": (input_tokens < 0) | (input_tokens >= hash_indices_table.shape[0]),
+        "input_tokens": unknown if is_padding is None else unknown & ~is_padding,
         "hash_indices_table": (hash_indices_table < 0) | (hash_indices_table >= gating_output.shape[1]),
     }
 
 
-def _example(
+@topk_softmax.example
+def example_topk_softmax(
     make: Any,
     *,
     num_tokens: int = 16,
@@ -307,18 +287,40 @@ def _example(
     indices_dtype: Literal["int32", "int64"] = "int32",
     with_bias: bool = False,
     renormalize: bool = True,
+    with_padding: bool = False,
 ) -> tuple[Any, ...]:
     logits = make.randn(num_tokens, num_experts, dtype=dtype)
     bias = make.randn(num_experts, dtype="float32", scale=0.1) if with_bias else None
-    return *_outputs(make, num_tokens, topk, indices_dtype), logits, renormalize, bias
+    padding = _padding(make, num_tokens, with_padding)
+    return *_outputs(make, num_tokens, topk, indices_dtype), logits, renormalize, bias, padding
+
+
+def _padding(make: Any, num_tokens: int, with_padding: bool) -> Any:
+    """Padding for every third row, or None."""
+    return make.values([t % 3 == 2 for t in range(num_tokens)], dtype="bool") if with_padding else None
 
 
 def _outputs(make: Any, num_tokens: int, topk: int, indices_dtype: str) -> tuple[Any, ...]:
     return tuple(make.empty(num_tokens, topk, dtype=dtype) for dtype in ("float32", indices_dtype, "int32"))
 
 
-topk_softmax.example(_example)
-topk_sigmoid.example(_example)
+@topk_sigmoid.example
+def example_topk_sigmoid(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: Literal[128, 60] = 128,
+    topk: Literal[8, 40] = 8,
+    dtype: str = "bfloat16",
+    indices_dtype: Literal["int32", "int64"] = "int32",
+    with_bias: bool = False,
+    renormalize: bool = True,
+    with_padding: bool = False,
+) -> tuple[Any, ...]:
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_experts": num_experts, "topk": topk}
+    options: dict[str, Any] = {"with_bias": with_bias, "renormalize": renormalize, "with_padding": with_padding}
+    *args, padding = example_topk_softmax(make, dtype=dtype, indices_dtype=indices_dtype, **sizes, **options)
+    return *args, 1.0, padding
 
 
 @topk_softplus_sqrt.example
@@ -331,10 +333,12 @@ def example_topk_softplus_sqrt(
     indices_dtype: Literal["int32", "int64"] = "int32",
     with_table: bool = False,
     with_bias: bool = True,
+    with_padding: bool = False,
 ) -> tuple[Any, ...]:
     topk, vocab_size = 6, 100
     logits = make.randn(num_tokens, num_experts, dtype=dtype)
     bias = make.randn(num_experts, dtype="float32", scale=0.1) if with_bias else None
     tokens = make.randint(0, vocab_size, num_tokens, dtype=indices_dtype) if with_table else None
     table = make.randint(0, num_experts, vocab_size, topk, dtype="int32") if with_table else None
-    return *_outputs(make, num_tokens, topk, indices_dtype), logits, True, 1.5, bias, tokens, table
+    padding = _padding(make, num_tokens, with_padding)
+    return *_outputs(make, num_tokens, topk, indices_dtype), logits, True, 1.5, bias, tokens, table, padding

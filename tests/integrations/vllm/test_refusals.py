@@ -9,16 +9,17 @@ import pytest
 
 from pyops import OpError
 from pyops.cli import refusals
-from pyops.integrations.vllm import table
+from pyops.integrations.vllm import VERSIONS, table
 from pyops.integrations.vllm.refusals import REFUSALS
-from tests.support import vllm_refused_products, vllm_refused_rows
+from tests.support import vllm_refused_arguments, vllm_refused_products, vllm_refused_rows
 
-_CALLS = vllm_refused_rows.CALLS | vllm_refused_products.CALLS
+_CALLS = vllm_refused_rows.CALLS | vllm_refused_products.CALLS | vllm_refused_arguments.CALLS
 _LISTED = {key: call if isinstance(call, tuple) else (call,) for key, call in _CALLS.items()}
 
 
 def test_every_served_op_is_in_the_table() -> None:
-    assert set(REFUSALS) == {entry.name for entry in table("0.22").values() if entry.state != "missing"}
+    every = (entry for vllm in VERSIONS for entry in table(vllm).values())
+    assert set(REFUSALS) == {entry.name for entry in every if entry.state != "missing"}
 
 
 def test_each_refusal_has_a_call_and_vice_versa() -> None:

@@ -21,10 +21,10 @@ import pyops
 from pyops._core.op import torch_library
 from pyops._core.op.op import Op
 from pyops._core.system.device import Device
-from pyops.integrations.vllm import Entry, custom_ops, override, register, table
+from pyops.integrations.vllm import VERSIONS, Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SCHEMAS, SIGNATURES
 from pyops.integrations.vllm.signature import Argument, Signature
-from pyops.integrations.vllm.table import DEFINED_IN_PYTHON, takes
+from pyops.integrations.vllm.table import DEFINED_IN_PYTHON, declared
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
 from tests.every_op.test_torch import float8_allclose  # noqa: F401
@@ -97,7 +97,7 @@ def test_schema(entry: Entry) -> None:
 
 def test_schemas_are_parsed_as_torch_parses_them() -> None:
     """Those of vLLM and of every op here, because `coverage` parses them without torch."""
-    texts = [entry.schema for entry in TABLE.values()]
+    texts = [entry.schema for vllm in VERSIONS for entry in table(vllm).values()]
     for op in pyops.registry.values():
         texts += [torch_library.schema(op.declaration)]
         texts += [torch_library.returning_schema(op.declaration)] * bool(op.declaration.returned)
@@ -111,7 +111,10 @@ def test_schemas_are_parsed_as_torch_parses_them() -> None:
 
     for text in texts:
         right = torch._C.parse_schema(text)
-        assert Signature.read(text) == Signature(tuple(map(of_torch, right.arguments)), len(right.returns)), text
+        signature = Signature.read(text)
+        assert signature.arguments == tuple(map(of_torch, right.arguments)), text
+        assert signature.results == tuple(of_torch(one).type for one in right.returns), text
+        assert Signature.read(str(right)) == signature, "as torch prints it"
     with pytest.raises(ValueError, match="cannot read the argument 'Tensor' of a schema"):
         Signature.read("op(Tensor) -> ()")
 
@@ -195,7 +198,7 @@ def test_op_has_vllms_arguments_writes_and_defaults(arguments: str, is_taken: bo
         query.copy_(key * scale)
 
     op = pyops.op(inout=("query",))(a_scaled_op).op
-    assert takes(op, Signature.read(f"a_scaled_op({arguments}) -> ()")) is is_taken
+    assert declared(op).takes(Signature.read(f"a_scaled_op({arguments}) -> ()")) is is_taken
 
 
 def test_function_with_vllms_name_and_arity_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,6 +733,8 @@ assert state() == "ours" and state(torch.ops._C.gelu_and_mul) == "theirs"
 replaced.undo()
 assert replaced.names == () and state() == "theirs"
 
+import logging
+logging.getLogger("vllm.pyops").setLevel("ERROR")  # the next call warns
 with override() as replaced:  # gelu_new has another schema
     assert set(replaced.names) == {{f"_C::{{name}}" for name in ("silu_and_mul", "gelu_and_mul", size_of_workspace)}}
     assert state() == "ours" and state(torch.ops._C.gelu_and_mul) == "?"

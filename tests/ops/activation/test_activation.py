@@ -175,6 +175,29 @@ def test_clamps_use_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
         assert same(call("silu_and_mul_with_clamp", torch.cat((gate, up))[None], limit, width=6), expected[None])
 
 
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (0.5, 0.0), (-2.0, -1.0), (-90.0, 0.0)])
+def test_clamp_with_slope_and_offset(alpha: float, beta: float, dtype: torch.dtype, where: str) -> None:
+    x = make(37, 2 * 96, dtype=dtype, where=where)
+    g, u = x.double().chunk(2, dim=-1)
+    g, u = g.clamp(max=0.75), u.clamp(-0.75, 0.75)
+    expected = g * sigmoid(alpha * g) * (u + beta)
+    error = (call("silu_and_mul_with_clamp", x, 0.75, alpha, beta, width=96).double() - expected).abs()
+    # Roundings: the share of g to T, the sum and the result; and exp(-y), for which y is rounded, by |y| ulps at most.
+    # The share and the result may be subnormal, and smaller numbers may be 0.
+    relative = tolerance(dtype, 2) + 2.0**-23 * (2 + (alpha * g).abs())
+    subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    assert (error <= relative * expected.abs() + (1 + (u + beta).abs()) / 2 * subnormal + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_clamp_keeps_the_sign_of_zero(where: str) -> None:
+    """An offset of 0 is not added: -0 + 0 is +0."""
+    x = torch.tensor([[1.0, -0.0]], device=where)
+    assert call("silu_and_mul_with_clamp", x, 1.0, 1.702, 0.0, width=1).signbit().all()
+
+
 def _lesser(x: float, limit: float) -> float:
     """The minimum of both; x if either is NaN."""
     return limit if x > limit else x

@@ -146,6 +146,44 @@ def test_first_of_overlapping_sequences(rows: int, small: device.Device, monkeyp
 
 
 @on_host
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_sequences_from_a_position(
+    with_lengths: bool, rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without lengths a sequence ends where the next begins, the last with the rows; positions may be hostile."""
+    monkeypatch.setattr(import_module("pyops.ops.cache.cp_gather_and_upconvert_fp8_kv_cache"), "_ROWS", rows)
+    generator = torch.Generator().manual_seed(rows)
+    num_seqs, num_rows = 40, 203
+    starts = torch.randint(0, num_rows, (num_seqs,), generator=generator).sort()[0]
+    starts[[7, 20, 39]] = ints([-5, INT64_MAX, num_rows - 3])
+    lengths = torch.randint(0, 9, (num_seqs,), generator=generator) if with_lengths else None
+    first = torch.randint(0, 20, (num_seqs,), generator=generator)
+    first[[2, 9, 11, 30]] = ints([-1, INT64_MAX, -(2**63), 32])
+    table = torch.randint(-1, 5, (num_seqs, 8), generator=generator, dtype=torch.int32)
+    cache, dst = bytes_of(5, 4, 656, high=60), torch.zeros(num_rows, 576, dtype=torch.bfloat16)
+    op = pyops.cp_gather_and_upconvert_fp8_kv_cache
+    assert_matches_reference(op, cache, dst, table, lengths, starts, num_seqs, first, warp_sizes=(32, 64))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_rows_of_sequences_from_a_position(where: str) -> None:
+    """Entry p of a sequence is block p // 4 of its row of the table: a loop over rows, without lengths."""
+    cache, dst = bytes_of(6, 4, 656, high=60).to(where), torch.zeros(9, 576, dtype=torch.bfloat16, device=where)
+    table = ints([[5, 1, 0], [2, 4, 3]], torch.int32, where)
+    starts, first = ints([1, 4], torch.int32, where), ints([6, 3], torch.int32, where)
+    pyops.cp_gather_and_upconvert_fp8_kv_cache(cache, dst, table, None, starts, 2, first)
+    assert not dst[0].any()
+    for row in range(1, 9):
+        b = int(row >= 4)
+        p = row - int(starts[b]) + int(first[b])
+        entry = cache[table[b, p // 4], p % 4].cpu()
+        scales = entry[512:528].view(torch.float32).repeat_interleave(128)
+        latent = (entry[:512].view(torch.float8_e4m3fn).float() * scales).bfloat16()
+        assert same_bits(dst[row].cpu(), torch.cat((latent, entry[528:].view(torch.bfloat16))))
+
+
+@on_host
 def test_tokens_beyond_the_slots_are_padding() -> None:
     """Keys and values may be longer than slot_mapping, which fixes the number of tokens."""
     key = make(9, 2, 16)

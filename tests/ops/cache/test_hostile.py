@@ -155,13 +155,16 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
     def gather(ends: list[int], starts: list[int]) -> None:
         pyops.cp_gather_cache(cache, torch.zeros(8, 8), table, ints(ends, torch.int32), 2, ints(starts, torch.int32))
 
-    def upconvert(lengths: list[int], rows: list[int]) -> None:
+    def upconvert(lengths: list[int] | None, rows: list[int], first: tuple[int, int] = (0, 0)) -> None:
         upconvert_ = pyops.cp_gather_and_upconvert_fp8_kv_cache
-        upconvert_(entries, codes, table, ints(lengths, torch.int32), ints(rows, torch.int32), 2)
+        sizes = None if lengths is None else ints(lengths, torch.int32)
+        upconvert_(entries, codes, table, sizes, ints(rows, torch.int32), 2, ints(list(first), torch.int32))
 
     gather([0, 8, 8], [0, 4])  # sequence 1 has no rows, so its block does not matter
     gather([0, 4, 8], [4, 0])
     upconvert([8, 0], [0, 99])
+    upconvert(None, [0, 4])
+    upconvert([4, 4], [0, 4], (4, 0))
     for call, values, message in (
         (gather, ([0, 4, 8], [-3, 0]), r"seq_starts: 1 of 2 .* \(0,\): -3"),
         (gather, ([0, 4, 8], [9, 0]), r"cu_seq_lens: 1 of 3 .* \(1,\): 4; seq_starts: 1 of 2 .* \(0,\): 9"),
@@ -174,6 +177,9 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
         (upconvert, ([4, 4], [0, 5]), r"workspace_starts: 1 of 2 .* \(1,\): 5"),
         (upconvert, ([4, 4], [-1, 4]), r"workspace_starts: 1 of 2 .* \(0,\): -1"),
         (upconvert, ([4, 5], [0, 3]), r"block_table: 1 of 4 .* \(1, 1\): -1"),
+        (upconvert, ([5, 4], [0, 4], (4, 0)), r"seq_lens: 1 of 2 .* \(0,\): 5"),
+        (upconvert, ([4, 4], [0, 4], (0, -1)), r"seq_starts: 1 of 2 .* \(1,\): -1"),
+        (upconvert, (None, [4, 0]), r"workspace_starts: 1 of 2 .* \(0,\): 4"),
     ):
         with pytest.raises(pyops.OpError, match=message):
             call(*values)

@@ -110,6 +110,35 @@ def test_align(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_map", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 150, 2111])  # rows in registers, by a cluster, and read again
+def test_scatter_indices(num_tokens: int, has_map: bool, device: str) -> None:
+    """The number of each row with an expert, -1 for the others; the other outputs do not change."""
+    ids = ids_of(num_tokens, 6, 64, num_tokens).to(device)
+    expert_map = map_of(64, 3).to(device) if has_map else None
+    found = []
+    for scatter_idx in (None, torch.full((num_tokens, 6), -7, dtype=torch.int32, device=device)):
+        results = [torch.full((n,), -9, dtype=torch.int32, device=device) for n in (num_tokens * 6 + 64 * 15, 9000, 1)]
+        pyops.moe_align_block_size(ids, 64, 16, *results, expert_map, scatter_idx)
+        found.append(results)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    right = [t if local(e, 64, expert_map) >= 0 else -1 for t, e in enumerate(ids.flatten().tolist())]
+    assert scatter_idx is not None
+    assert scatter_idx.flatten().tolist() == right
+
+
+def test_scatter_indices_refused() -> None:
+    ids, results = torch.zeros(2, 2, dtype=torch.int32), [torch.zeros(n, dtype=torch.int32) for n in (64, 4, 1)]
+    for wrong, message in (
+        (torch.zeros(3, dtype=torch.int32), "expected 4 elements, one for each id"),
+        (torch.zeros(4, dtype=torch.int64), "expected dtype int32"),
+        (torch.zeros(2, 4, dtype=torch.int32)[:, ::2], "contiguous"),
+    ):
+        with pytest.raises(pyops.OpError, match=f"moe_align_block_size: scatter_idx: .*{message}"):
+            pyops.moe_align_block_size(ids, 4, 16, *results, None, wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_map_to_an_expert_out_of_range_is_ignored(device: str) -> None:
     expert_map = torch.tensor([0, 4, 2, 3], dtype=torch.int32, device=device)
     check_align(torch.tensor([[0, 1], [1, 2]], dtype=torch.int32, device=device), 4, 4, expert_map)

@@ -124,10 +124,35 @@ def test_other_scores(name: str, with_bias: bool, device: str) -> None:
     for kind in ("normal", "few values", "special"):
         logits = logits_of(kind, 5, 60).to(device)
         bias = logits_of("few values", 60, seed=9).to(device) if with_bias else None
-        results, scale = outputs(5, 7, device), 2.5 if name == "topk_softplus_sqrt" else 1.0
-        arguments = (scale, bias) if name == "topk_softplus_sqrt" else (bias,)
+        results = outputs(5, 7, device)
+        arguments = (2.5, bias) if name == "topk_softplus_sqrt" else (bias, 2.5)
         getattr(pyops, name)(*results, logits, True, *arguments)
-        assert_routed(name, logits, bias, results, True, scale)
+        assert_routed(name, logits, bias, results, True, 2.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("experts", [8, 600])  # a token by a part of a warp, and by two warps
+@pytest.mark.parametrize("name", [*SCORES, "table"])
+def test_rows_of_padding(name: str, experts: int, device: str) -> None:
+    """Ids of -1 and weights of 0; the other rows are those of a call without padding."""
+    logits = logits_of("normal", 7, experts).to(device)
+    logits[5] = NAN
+    is_padding = torch.tensor([False, True, False, False, True, True, False], device=device)
+    more: tuple[Any, ...] = (None,) if name == "topk_softmax" else (None, 2.5)
+    op = pyops.topk_softplus_sqrt if name == "table" else getattr(pyops, name)
+    if op is pyops.topk_softplus_sqrt:
+        table = torch.arange(experts, device=device).view(-1, 4) if name == "table" else None
+        tokens = None if table is None else torch.tensor([1, 10**6, 0, 1, -1, 0, 1], device=device)
+        more = (2.5, None, tokens, table)
+    for renormalize in (True, False):
+        results, unpadded = outputs(7, 4, device), outputs(7, 4, device)
+        op(*unpadded, logits, renormalize, *more)
+        op(*results, logits, renormalize, *more, is_padding)
+        assert results[1][is_padding].unique().tolist() == [-1]
+        assert results[0][is_padding].unique().tolist() == [0.0]
+        for one, other in zip(results, unpadded, strict=True):
+            assert same_bits(one[~is_padding], other[~is_padding])
+        assert same_bits(results[2], unpadded[2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -319,6 +344,14 @@ def test_routing_functions() -> None:
             "hash_indices_table: expected input_tokens and hash_indices_table, or neither",
         ),
         (lambda x, h: pyops.topk_softmax(*outputs(1, 6, "cpu"), torch.zeros(1, 8193)), "at most 8192 experts"),
+        (
+            lambda x, h: pyops.topk_sigmoid(*outputs(5, 6, "cpu"), x, False, None, 1.0, torch.zeros(4) > 0),
+            "is_padding: expected shape (num_tokens=5,)",
+        ),
+        (
+            lambda x, h: pyops.topk_softmax(*outputs(5, 6, "cpu"), x, False, None, torch.zeros(5)),
+            "is_padding: expected dtype bool",
+        ),
         (lambda x, h: pyops.grouped_topk(x, 33, 1, 1, True, 1.0, None), "num_expert_group: expected 1 to 32, got 33"),
         (lambda x, h: pyops.grouped_topk(x, 7, 1, 1, True, 1.0, None), "scores: expected experts in 7 groups"),
         (lambda x, h: pyops.grouped_topk(x, 6, 7, 1, True, 1.0, None), "topk_group: expected 1 to 6, got 7"),

@@ -39,6 +39,9 @@ _BLOCK_SIZES = Refusal(
     "block_size_M", "more than block_size_N", "a slash then has several blocks, and block_offset a place for one"
 )
 
+_AITER = "True", "the layout of values is that of AITER's kernels for AMD's GPUs, which no attention here reads"
+_V4_WHY = "the kernel has the one form that DeepSeek-V4 calls"
+
 ROWS: dict[str, tuple[Refusal, ...]] = {
     # activations
     "silu_and_mul": (_shape("out"),),
@@ -63,7 +66,7 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     # attention
     "paged_attention_v1": (),
     "paged_attention_v2": (),
-    "paged_attention": (),
+    "paged_attention": (Refusal("use_interleaved_v_cache", *_AITER),),
     "merge_attn_states": (
         Refusal("prefix_lse", "another shape than [num_heads, num_tokens]", _SHAPE_WHY),
         Refusal("suffix_lse", "another shape than [num_heads, num_tokens]", _SHAPE_WHY),
@@ -80,7 +83,7 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "swap_blocks_batch": (),
     "copy_blocks": (),
     "copy_blocks_mla": (),
-    "reshape_and_cache": (_one("k_scale"), _one("v_scale")),
+    "reshape_and_cache": (_one("k_scale"), _one("v_scale"), Refusal("interleaved_v", *_AITER)),
     "reshape_and_cache_flash": (
         Refusal("kv_cache_dtype", '"nvfp4"', "vLLM has it on sm_100 alone; no attention of this library reads it"),
     ),
@@ -94,11 +97,19 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     ),
     "gather_and_maybe_dequant_cache": (_one("scale"),),
     "cp_gather_cache": (),
-    "cp_gather_and_upconvert_fp8_kv_cache": (Refusal("src_cache", _BYTES, _BYTES_WHY),),
+    "cp_gather_and_upconvert_fp8_kv_cache": (
+        Refusal("src_cache", _BYTES, _BYTES_WHY),
+        Refusal("host_cache", "a tensor", "no cache here has rows in host memory"),
+    ),
     "indexer_k_quant_and_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "cp_gather_indexer_k_quant_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "concat_mla_q": (),
-    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (
+        Refusal("apply_q_norm", "False", _V4_WHY),
+        Refusal("kv_mxfp8", "True", _V4_WHY),
+        Refusal("apply_q_rope", "False", _V4_WHY),
+        Refusal("is_q_interleaved", "True", _V4_WHY),
+    ),
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),

@@ -1,0 +1,153 @@
+"""Adapters for those ops of vLLM 0.33 that have other arguments, or another order, than the ops of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..._core.errors import OpError
+from ...ops.cache import concat_and_cache_mla as _concat_and_cache_mla
+from ...ops.cache import cp_gather_and_upconvert_fp8_kv_cache as _cp_gather_and_upconvert_fp8_kv_cache
+from ...ops.cache import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert as _fused_deepseek_v4_insert
+from ...ops.cache import reshape_and_cache as _reshape_and_cache
+from ...ops.linear import dsv3_fused_a_gemm as _dsv3_fused_a_gemm
+from ...ops.linear import gptq_gemm as _gptq_gemm
+from ...ops.linear import gptq_marlin_repack as _gptq_marlin_repack
+from ...ops.moe import moe_sum as _moe_sum
+from ...ops.moe import moe_sum_experts as _moe_sum_experts
+from ...ops.moe import topk_softplus_sqrt as _topk_softplus_sqrt
+from ...ops.quantize import gptq_shuffle as _gptq_shuffle
+from . import adapters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTERS_0_33: dict[str, Callable[..., Any]] = {}
+_MAX_INT32 = 2**31 - 1
+
+
+def _adapter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register the decorated function as the adapter of the op of its name."""
+    ADAPTERS_0_33[function.__name__] = function
+    return function
+
+
+def _require(op: str, trailing: Sequence[Any], **defaults: Any) -> None:
+    """OpError for the first of the `trailing` arguments that is not its default. torch drops trailing defaults."""
+    for (argument, default), value in zip(defaults.items(), trailing, strict=False):
+        if value is not default:
+            raise OpError(op, argument, f"expected {default}, got {'a tensor' if default is None else value}")
+
+
+@_adapter
+def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """marlin_gemm, where c comes second, without the arguments of act-order"""
+    product: Tensor = adapters.marlin_gemm(a, c_or_none, *others[:6], None, None, *others[6:11], True, *others[11:])
+    return product
+
+
+@_adapter
+def moe_wna16_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """moe_wna16_marlin_gemm, which returns c, or a new one, without the arguments of act-order"""
+    ordered = *others[:6], None, None, *others[6:18], True, *others[18:]
+    product: Tensor = adapters.moe_wna16_marlin_gemm(a, c_or_none, *ordered)
+    return product
+
+
+@_adapter
+def gptq_marlin_repack(b_q_weight: Tensor, *sizes: Any) -> Tensor:
+    """gptq_marlin_repack, without a permutation"""
+    packed: Tensor = _gptq_marlin_repack(b_q_weight, None, *sizes)
+    return packed
+
+
+@_adapter
+def gptq_gemm(a: Tensor, b_q_weight: Tensor, b_gptq_qzeros: Tensor, b_gptq_scales: Tensor, *others: Any) -> Tensor:
+    """gptq_gemm, without the groups of act-order"""
+    product: Tensor = _gptq_gemm(a, b_q_weight, b_gptq_qzeros, b_gptq_scales, None, *others)
+    return product
+
+
+@_adapter
+def gptq_shuffle(q_weight: Tensor, bit: int) -> None:
+    """gptq_shuffle, without a permutation"""
+    _gptq_shuffle(q_weight, None, bit)
+
+
+@_adapter
+def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
+    """dsv3_fused_a_gemm, for which enable_pdl has no effect: every launch may overlap the previous kernel"""
+    _dsv3_fused_a_gemm(output, mat_a, mat_b)
+
+
+@_adapter
+def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*args: Any) -> Tensor:
+    """fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with norm and rotation of the queries, and keys as fp8"""
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+    _require(name, args[9:], apply_q_norm=True, kv_mxfp8=False, apply_q_rope=True, is_q_interleaved=False)
+    queries: Tensor = _fused_deepseek_v4_insert(*args[:9])
+    return queries
+
+
+@_adapter
+def reshape_and_cache(*args: Any) -> None:
+    """reshape_and_cache, without AITER's layout of values"""
+    _require("reshape_and_cache", args[8:], interleaved_v=False)
+    _reshape_and_cache(*args[:8])
+
+
+@_adapter
+def paged_attention(*args: Any) -> None:
+    """paged_attention_rocm, with partial results in memory of its own, without AITER's layout of values"""
+    _require("paged_attention", args[20:], use_interleaved_v_cache=False)
+    adapters.paged_attention(*args[:20])
+
+
+@_adapter
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    skip_scale: bool = False,
+) -> None:
+    """concat_and_cache_mla, with a scale of 1 if it is skipped"""
+    _concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, 1.0 if skip_scale else scale)
+
+
+@_adapter
+def moe_sum(input: Tensor, output: Tensor, topk_ids: Tensor | None = None, expert_map: Tensor | None = None) -> None:
+    """moe_sum, or moe_sum_experts if topk_ids are given"""
+    if topk_ids is None:
+        _moe_sum(input, output)
+        return
+    try:
+        _moe_sum_experts(input, topk_ids, output, _MAX_INT32, expert_map)
+    except OpError as error:
+        raise error.within("moe_sum", {}) from None
+
+
+@_adapter
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None,
+    *host_rows: Any,
+) -> None:
+    """cp_gather_and_upconvert_fp8_kv_cache, where a sequence ends with the next, without rows in host memory"""
+    name = "cp_gather_and_upconvert_fp8_kv_cache"
+    _require(name, host_rows, host_cache=None, host_row_ids=None, device_row_ids=None)
+    _cp_gather_and_upconvert_fp8_kv_cache(src_cache, dst, block_table, None, workspace_starts, batch_size, seq_starts)
+
+
+@_adapter
+def topk_softplus_sqrt(*args: Any) -> None:
+    """topk_softplus_sqrt, without the bias of image tokens"""
+    if len(args) == 12 and args[10] is not None and args[11] > 0:  # without a sentinel the bias has no effect
+        raise OpError("topk_softplus_sqrt", "bias_vl", "expected None, or an image_sentinel_lo of 0, got a tensor")
+    _topk_softplus_sqrt(*args[:10])
