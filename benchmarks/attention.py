@@ -15,9 +15,9 @@ mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS                     decode rows and a pro
 mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
 
 CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
-bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode, TOKENS of 1-16384 means
-evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode and new tokens after
-cached ones: torch's choice) reads contiguous keys and values; it is timed only for equal lengths.
+bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode and MLA, TOKENS of 1-16384
+means evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode and new tokens
+after cached ones: torch's choice) reads contiguous keys and values; it is timed only for equal lengths.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ ROWS = (
     *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
+    *(f"mla:bf16:{one}" for one in ("33x1-16000:128", "128x1-8000:16", "1x500:128", "7x500:128", "33x3000:128")),
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 _SETS = 2  # sets of operands, each larger than L2, between which calls alternate
@@ -115,12 +116,17 @@ def ragged(
     }
 
 
+def _lengths(num_seqs: int, shortest: int, longest: int) -> Any:
+    """Evenly spaced lengths in any order."""
+    lengths = torch.linspace(shortest, longest, num_seqs, device="cuda").round().int()
+    return lengths[torch.randperm(num_seqs, device="cuda")]
+
+
 def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, shortest: int) -> dict[str, Any]:
     """The arguments of `paged_attention_v1`, by name, for lengths from `shortest` to `tokens`, in any order."""
     call = prompts(cache, num_seqs, 1, heads, block, tokens - 1)
-    lengths = torch.linspace(shortest, tokens, num_seqs, device="cuda").round().int()
     changed = {
-        "seq_lens": lengths[torch.randperm(num_seqs, device="cuda")],
+        "seq_lens": _lengths(num_seqs, shortest, tokens),
         "max_seq_len": tokens,
         "alibi_slopes": None,
     }
@@ -141,8 +147,8 @@ def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block:
     }
 
 
-def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
-    """The arguments of `sm100_cutlass_mla_decode`, by name."""
+def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shortest: int) -> dict[str, Any]:
+    """The arguments of `sm100_cutlass_mla_decode`, by name, for lengths from `shortest` to `tokens`, in any order."""
     table = _tables(num_seqs, tokens, page)
     if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
         entries = torch.randint(0, 60, (table.numel(), page, _DS_MLA_BYTES), dtype=torch.uint8, device="cuda")
@@ -154,7 +160,7 @@ def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> di
         "q_nope": _randn(num_seqs, num_heads, _LATENT),
         "q_pe": _randn(num_seqs, num_heads, _ROPE),
         "kv_c_and_k_pe_cache": entries,
-        "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
+        "seq_lens": _lengths(num_seqs, shortest, tokens),
         "page_table": table,
         "workspace": None,
         "scale": (_LATENT + _ROPE) ** -0.5,
@@ -266,9 +272,9 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
     new, _, behind = (longest or length).partition("+")
     num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
     if kind == "mla":
-        num_heads = int(heads)
-        operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
-        return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
+        num_heads, least = int(heads), int(shortest) if is_mixed else tokens
+        operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * _LATENT + _ROPE)
+        return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least], operations
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
     elements = num_heads * sum(sizes_of_heads[2:])  # elements of K and V per key token, over all query heads

@@ -79,6 +79,13 @@ private:
             cp_async_commit();
         }
     }
+    // Loads those of an item's first pair. A wait for a copy would be one for rotated keys of the item before, too.
+    DEVICE void load_scales(int pair, int64_t offset) const {
+        if constexpr (IS_DS_MLA) {
+            scales_of(pair)[lane()] = *reinterpret_cast<const float4*>(cache + max(offset, int64_t(0)) + SCALES_AT);
+            sync_warp();
+        }
+    }
     DEVICE float4* scales_of(int pair) const { return scales + (warp() * 2 + pair % 2) * WARP_SIZE; }
     template <int STEP>
     DEVICE void load(int chunk, const Rows& rows) {
@@ -207,18 +214,18 @@ private:
 
 public:
     // Defined after all that it calls: NVRTC 12.4 instantiates pass<0> at the call, and needs the functions that it
-    // uses in constant expressions.
-    DEVICE void run() {
+    // uses in constant expressions. Returns the number after that of the last pair.
+    DEVICE int run() {
         // Each lane computes the offset of one of the warp's entries a pair ahead, and loads its page number two pairs
         // ahead.
         const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
         const auto page_at = [&](int pair) {
-            const int token = split.begin + pair * 2 * TOKENS + own;
+            const int token = split.token_of(pair) + own;
             return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
         };
         const auto place_on = [&](table_t page, int pair) {
             if (page < 0 || page >= split.num_pages) return NOWHERE;
-            const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
+            const int slot = (split.token_of(pair) + own) % PAGE_SIZE;
             const int64_t place = page * page_stride + slot * slot_stride;
             // Prefetch to L2 ahead of the loads: registers hold no more than AHEAD steps in flight.
             if (lane() / WARP_ROWS % CLUSTER == rank) {
@@ -226,18 +233,19 @@ public:
             }
             return place;
         };
-        int64_t place = place_on(page_at(0), 0);
-        table_t next_page = page_at(1);
-        copy_scales(0, place);
+        int pair = split.first_pair;
+        int64_t place = place_on(page_at(pair), pair);
+        table_t next_page = page_at(pair + 1);
         load_step<0>(rows_of<0>(place));
         if constexpr (AHEAD > 1) load_step<1>(rows_of<1>(place));
-        for (int pair = 0; pair < split.pairs(); ++pair) {
+        load_scales(pair, place);
+        for (; split.has(pair); ++pair) {
             const int64_t next_place = place_on(next_page, pair + 1);
             next_page = page_at(pair + 2);
             if constexpr (IS_DS_MLA) {
                 cp_async_wait<0>();
                 sync_warp();
-                copy_scales(pair + 1, next_place);
+                if (split.has(pair + 1)) copy_scales(pair + 1, next_place);
             }
             pass<0>(pair, place, next_place);
             pass<1>(pair, place, next_place);
@@ -245,5 +253,6 @@ public:
             pass<3>(pair, place, next_place);
             place = next_place;
         }
+        return pair;
     }
 };

@@ -5,9 +5,9 @@
 //
 // An entry of the cache is a latent vector c_i and a rotated key r_i (RoPE): the key of every head. c_i is the value.
 //
-// Grid: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
-// splits.cuh) and, fastest, the CTAs of a cluster. A CTA has HEADS heads. The CTAs of a cluster go through the same
-// entries, and each converts a part of them for all.
+// Grid: blockIdx.x counts groups of CLUSTER * HEADS heads; blockIdx.y counts shares of the tokens of all sequences
+// (mla_schedule.cuh) and, fastest, the CTAs of a cluster. A CTA has HEADS heads. The CTAs of a cluster go through the
+// same entries, and each converts a part of them for all.
 //
 // Warp specialisation: the last warpgroup loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two
 // computes the scores of one tile of a pair, and half of the output columns from the probabilities of both tiles:
@@ -36,13 +36,14 @@
 
 #include "attention.cuh"
 #include "mla_code_loader.cuh"
+#include "mla_schedule.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
 // Named barriers: each signals that its data is in shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
-constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
 static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
@@ -55,14 +56,15 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
     float* lse,                                   // [num_seqs, num_heads]
     const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; fp8 cache: loaded without a tensor map
-    float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-    float* max_logits,                   // [num_seqs, num_heads, max_splits]
-    float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+    float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
+    float* max_logits,                   // [slots, num_heads], in units of log 2
+    float* exp_sums,                     // [slots, num_heads]
+    MlaPieces* pieces,                   // [num_seqs]
     const length_t* seq_lens,            // [num_seqs]
     const table_t* page_table,           // [num_seqs, max_pages]
-    int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split, int64_t out_stride,
+    int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
     int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
-    float scale) {
+    float join_units, float piece_units, float scale) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;
@@ -88,37 +90,35 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     start_cluster<CLUSTER>();
     await_previous_kernel();
 
-    const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, split = blockIdx.y / CLUSTER;
-    const int groups = ceil_div(int(num_heads), HEADS * CLUSTER);
-    const int seq = blockIdx.x / groups, first_head = (int(blockIdx.x) % groups * CLUSTER + rank) * HEADS;
-    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), TOKENS);
-    const bool direct = splits.count <= 1;
-    if (!splits.exists(split) && !(direct && split == 0)) return;
-    const Split own{page_table + seq * table_stride, table_step, num_pages, splits.begin(split), splits.end(split)};
-    const int pairs = own.pairs();
+    const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, first_head = (blockIdx.x * CLUSTER + rank) * HEADS;
+    MlaSchedule<2 * TOKENS, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
+                                               piece_units, gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
+    int first_pair = 0;  // number of an item's first pair of tiles, 0 or 1: the phase of the pair's mbarriers
 
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
-        if constexpr (IS_FP8) {
-            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, rank, {}};
-            if (pairs > 0) loader.run();
-        } else if (threadIdx.x / 32 % 4 == 0) {
-            load_boxes(tiles, own, &cache_map, &half_map);
+        if (!IS_FP8 && threadIdx.x / 32 % 4 > 0) return leave_cluster<CLUSTER>();
+        for (; schedule.has_item(); schedule.next()) {
+            const MlaItem item = schedule.item();
+            if (item.begin == item.end) continue;
+            const Split own{page_table + item.seq * table_stride, table_step, num_pages,
+                            item.begin - first_pair * 2 * TOKENS, item.end,   first_pair};
+            if constexpr (IS_FP8) {
+                CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, rank, {}};
+                first_pair = loader.run() % 2;
+            } else {
+                first_pair = load_boxes(tiles, own, &cache_map, &half_map) % 2;
+            }
         }
         return leave_cluster<CLUSTER>();
     }
 
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
-    float units[2] = {scale * LOG2_E, scale * LOG2_E};
+    float units[2], max_logit[2], exp_sum[2], s[TOKENS / 2], o[LATENT_SIZE / 4];
     uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
-    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {}, s[TOKENS / 2], o[LATENT_SIZE / 4];
-#pragma unroll
-    for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
-
     const auto await_full = [&](int stage, int panel, int pair) {
         mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
         if (IS_FP8) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
@@ -229,129 +229,158 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         else mbarrier_arrive_cluster(empty + stage * 2 + warpgroup, lane);
     };
 
-    if (pairs > 0) mbarrier_wait(&queries_full, 0);
-    if (CONVERTS_QUERIES && pairs > 0) {
-        convert_queries<query_t>(queries, own_sums);
-        named_barrier_sync<QUERIES>(256);
-        units[0] *= own_sums[row];
-        units[1] *= own_sums[row + 8];
-    }
-    if (warpgroup == 0) {
-        const auto end_own = [&] {
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(o);
-            release(0);
-        };
-        for (int pair = 0; pair < pairs; ++pair) {
-            float top[2];
-            multiply(pair, top);
-            top[0] = fmaxf(top[0], max_logit[0]);
-            top[1] = fmaxf(top[1], max_logit[1]);
-            if (t == 0) {
-                even_max[row] = top[0];
-                even_max[row + 8] = top[1];
+    // Queries of the next item are loaded as soon as both warpgroups have multiplied by those of the last one.
+    const auto pairs_of = [](const MlaItem& item) { return ceil_div(item.end - item.begin, 2 * TOKENS); };
+    const auto load_item_queries = [&] {
+        if (threadIdx.x > 0 || !schedule.has_item()) return;
+        const MlaItem item = schedule.item();
+        if (pairs_of(item) > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, item.seq);
+    };
+    uint32_t queries_phase = 0;
+    load_item_queries();
+    while (schedule.has_item()) {
+        const int pairs = pairs_of(schedule.item()), end_pair = first_pair + pairs;
+        units[0] = units[1] = scale * LOG2_E;
+        max_logit[0] = max_logit[1] = minus_infinity();
+        exp_sum[0] = exp_sum[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
+        if (pairs > 0) {
+            mbarrier_wait(&queries_full, queries_phase);
+            queries_phase ^= 1;
+            if (CONVERTS_QUERIES) {
+                convert_queries<query_t>(queries, own_sums);
+                named_barrier_sync<QUERIES>(256);
+                units[0] *= own_sums[row];
+                units[1] *= own_sums[row + 8];
             }
-            named_barrier_arrive<EVEN_MAX>(256);
-            float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
-            shrink_results(first, second);
-            softmax(top, first, second);
-            add_own();
-            if (IS_FP8) end_own();  // the converter warps need this half first, and the odd tile comes later
-            named_barrier_sync<ODD_PROBABILITIES>(256);
-            max_logit[0] = odd_max[row];
-            max_logit[1] = odd_max[row + 8];
-            first = relative_exp2(top[0], max_logit[0]);
-            second = relative_exp2(top[1], max_logit[1]);
-            leave_probabilities(first, second);
-            fence_proxy_async();
-            named_barrier_arrive<EVEN_PROBABILITIES>(256);
-            exp_sum[0] *= first;
-            exp_sum[1] *= second;
-            if (!IS_FP8) end_own();
-            shrink_results(first, second);
-            add_other();
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(o);
-            release(1);
         }
-    } else {
-        for (int pair = 0; pair < pairs; ++pair) {
-            float top[2];
-            multiply(pair, top);
-            named_barrier_sync<EVEN_MAX>(256);
-            top[0] = fmaxf(top[0], even_max[row]);
-            top[1] = fmaxf(top[1], even_max[row + 8]);
-            const float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
-            max_logit[0] = top[0];
-            max_logit[1] = top[1];
-            softmax(top, first, second);
-            leave_probabilities(1.0f, 1.0f);
-            if (t == 0) {
-                odd_max[row] = top[0];
-                odd_max[row + 8] = top[1];
+        if (warpgroup == 0) {
+            const auto end_own = [&] {
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(o);
+                release(0);
+            };
+            for (int pair = first_pair; pair < end_pair; ++pair) {
+                float top[2];
+                multiply(pair, top);
+                top[0] = fmaxf(top[0], max_logit[0]);
+                top[1] = fmaxf(top[1], max_logit[1]);
+                if (t == 0) {
+                    even_max[row] = top[0];
+                    even_max[row + 8] = top[1];
+                }
+                named_barrier_arrive<EVEN_MAX>(256);
+                float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
+                shrink_results(first, second);
+                softmax(top, first, second);
+                add_own();
+                if (IS_FP8) end_own();  // the converter warps need this half first, and the odd tile comes later
+                named_barrier_sync<ODD_PROBABILITIES>(256);
+                max_logit[0] = odd_max[row];
+                max_logit[1] = odd_max[row + 8];
+                first = relative_exp2(top[0], max_logit[0]);
+                second = relative_exp2(top[1], max_logit[1]);
+                leave_probabilities(first, second);
+                fence_proxy_async();
+                named_barrier_arrive<EVEN_PROBABILITIES>(256);
+                exp_sum[0] *= first;
+                exp_sum[1] *= second;
+                if (!IS_FP8) end_own();
+                shrink_results(first, second);
+                add_other();
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(o);
+                release(1);
             }
-            fence_proxy_async();
-            named_barrier_arrive<ODD_PROBABILITIES>(256);
-            shrink_results(first, second);
-            add_own();
-            named_barrier_sync<EVEN_PROBABILITIES>(256);
-            add_other();
-            warpgroup_wait<1>();
-            release(1);
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(o);
-            release(0);
+        } else {
+            for (int pair = first_pair; pair < end_pair; ++pair) {
+                float top[2];
+                multiply(pair, top);
+                named_barrier_sync<EVEN_MAX>(256);
+                top[0] = fmaxf(top[0], even_max[row]);
+                top[1] = fmaxf(top[1], even_max[row + 8]);
+                const float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
+                max_logit[0] = top[0];
+                max_logit[1] = top[1];
+                softmax(top, first, second);
+                leave_probabilities(1.0f, 1.0f);
+                if (t == 0) {
+                    odd_max[row] = top[0];
+                    odd_max[row + 8] = top[1];
+                }
+                fence_proxy_async();
+                named_barrier_arrive<ODD_PROBABILITIES>(256);
+                shrink_results(first, second);
+                add_own();
+                named_barrier_sync<EVEN_PROBABILITIES>(256);
+                add_other();
+                warpgroup_wait<1>();
+                release(1);
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(o);
+                release(0);
+            }
         }
-    }
 
-    // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
+        // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        exp_sum[half] += shfl_xor(exp_sum[half], 1);
-        exp_sum[half] += shfl_xor(exp_sum[half], 2);
-        if (t == 0) own_sums[warpgroup * HEADS + row + 8 * half] = exp_sum[half];
-    }
-    named_barrier_sync<EXP_SUMS>(256);
+        for (int half = 0; half < 2; ++half) {
+            exp_sum[half] += shfl_xor(exp_sum[half], 1);
+            exp_sum[half] += shfl_xor(exp_sum[half], 2);
+            if (t == 0) own_sums[warpgroup * HEADS + row + 8 * half] = exp_sum[half];
+        }
+        named_barrier_sync<EXP_SUMS>(256);
+        const MlaItem item = schedule.item();
+        schedule.next();
+        first_pair = end_pair % 2;
+        load_item_queries();
+        const bool direct = item.is_whole();
+        if (threadIdx.x == 0 && pieces && item.begin == 0 && first_head == 0)
+            pieces[item.seq] = {item.slot, item.pieces};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int head = row + 8 * half;
-        const bool is_head = first_head + head < num_heads;
-        const float sum = (own_sums[head] + own_sums[HEADS + head]) * FULL_SCALE<product_t>;
-        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
-        const int64_t at = int64_t(seq) * num_heads + first_head + head, part = at * max_splits + split;
-        if (is_head && warpgroup == 0 && t == 0) {
+        for (int half = 0; half < 2; ++half) {
+            const int head = row + 8 * half;
+            const bool is_head = first_head + head < num_heads;
+            const float sum = (own_sums[head] + own_sums[HEADS + head]) * FULL_SCALE<product_t>;
+            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
+            const int64_t at = int64_t(item.seq) * num_heads + first_head + head;
+            const int64_t part = int64_t(item.slot) * num_heads + first_head + head;
+            if (is_head && warpgroup == 0 && t == 0) {
+                if (!direct) {
+                    max_logits[part] = max_logit[half];
+                    exp_sums[part] = sum;
+                } else if (HAS_LSE) {
+                    lse[at] = log_sum_exp(max_logit[half], sum);
+                }
+            }
             if (!direct) {
-                max_logits[part] = max_logit[half] * LN_2;
-                exp_sums[part] = sum;
-            } else if (HAS_LSE) {
-                lse[at] = sum == 0.0f ? minus_infinity() : max_logit[half] * LN_2 + logf(sum);
+                float* const to = tmp_out + part * LATENT_SIZE + warpgroup * (LATENT_SIZE / 2) + 2 * t;
+#pragma unroll
+                for (int i = 0; i < LATENT_SIZE / 16; ++i) {
+                    const float2 pair{o[4 * i + 2 * half] * factor, o[4 * i + 2 * half + 1] * factor};
+                    if (is_head) *reinterpret_cast<float2*>(to + i * 8) = pair;
+                }
+                continue;
+            }
+            // Four threads hold four adjacent pairs of each 8 elements. They exchange pairs, so that each stores 16 bytes.
+            out_t* const to = out + item.seq * out_stride + int64_t(first_head + head) * LATENT_SIZE;
+#pragma unroll
+            for (int i = 0; i < LATENT_SIZE / 16; i += 4) {
+                uint32_t words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int of = (i + j) * 4 + 2 * half;
+                    words[j] = pack_pair<out_t>(o[of] * factor, o[of + 1] * factor);
+                }
+                transpose_4x4(words);
+                if (is_head) {
+                    *reinterpret_cast<uint4*>(to + warpgroup * (LATENT_SIZE / 2) + (i + t) * 8) =
+                        make_uint4(words[0], words[1], words[2], words[3]);
+                }
             }
         }
-        if (!direct) {
-            float* const to = tmp_out + part * LATENT_SIZE + warpgroup * (LATENT_SIZE / 2) + 2 * t;
-#pragma unroll
-            for (int i = 0; i < LATENT_SIZE / 16; ++i) {
-                const float2 pair{o[4 * i + 2 * half] * factor, o[4 * i + 2 * half + 1] * factor};
-                if (is_head) *reinterpret_cast<float2*>(to + i * 8) = pair;
-            }
-            continue;
-        }
-        // Four threads hold four adjacent pairs of each 8 elements. They exchange pairs, so that each stores 16 bytes.
-        out_t* const to = out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE;
-#pragma unroll
-        for (int i = 0; i < LATENT_SIZE / 16; i += 4) {
-            uint32_t words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int of = (i + j) * 4 + 2 * half;
-                words[j] = pack_pair<out_t>(o[of] * factor, o[of + 1] * factor);
-            }
-            transpose_4x4(words);
-            if (is_head) {
-                *reinterpret_cast<uint4*>(to + warpgroup * (LATENT_SIZE / 2) + (i + t) * 8) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
+        named_barrier_sync<EXP_SUMS>(256);  // row sums have been read
     }
     leave_cluster<CLUSTER>();
 }

@@ -8,8 +8,8 @@
 // of every head, and its latent vector is the value of every head: an entry is read once, and converted to an MMA
 // operand once.
 //
-// Grid: blockIdx.x counts sequences; blockIdx.y counts splits (split-KV, attention.cuh). A CTA goes through its split
-// in tiles of TOKENS entries.
+// Grid: a CTA for each share of the tokens of all sequences (mla_schedule.cuh). A CTA goes through each item of its
+// share in tiles of TOKENS entries.
 //
 // Thread mapping: a group of PARTS warps shares GROUP entries of each tile, and each of its warps has a part of their
 // elements. One warp of a group issues bulk copies (whole rows) STAGES tiles ahead. Groups do not wait for each other:
@@ -33,6 +33,7 @@
 #include "attention.cuh"
 #include "barrier.cuh"
 #include "mla_operands.cuh"
+#include "mla_schedule.cuh"
 #include "tma.cuh"
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
@@ -41,7 +42,7 @@ constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYT
 constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
 constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), ROPE_BYTES = ENTRY_BYTES - ROPE_PLACE;
 constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats
-constexpr int SPLIT_UNIT = 64;                  // splits are multiples of 64 tokens
+constexpr int UNIT = 64;                        // tokens; shares are cut at multiples of it
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
 static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
@@ -49,19 +50,19 @@ static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + S
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
 mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
                    float* lse,                          // [num_seqs, num_heads]
-                   float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                   float* max_logits,                   // [num_seqs, num_heads, max_splits]
-                   float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                   float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
+                   float* max_logits,                   // [slots, num_heads], in units of log 2
+                   float* exp_sums,                     // [slots, num_heads]
+                   MlaPieces* pieces,                   // [num_seqs]
                    const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
                    const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
                    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                    const length_t* seq_lens,            // [num_seqs]
                    const table_t* page_table,           // [num_seqs, max_pages]
-                   int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                   int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
                    int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                    int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
-                   int64_t table_step, int64_t length_step, float scale) {
-    await_previous_kernel();
+                   int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ uint64_t full[STAGES][GROUPS];
     __shared__ uint32_t exists[STAGES][GROUPS];  // a bit for each entry
@@ -71,236 +72,248 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
     uint8_t* const queries = memory;
     uint8_t* const logits = queries + QUERY_BYTES;  // [turn][group][part]
     uint8_t* const tiles = logits + LOGIT_BYTES;
-    const int seq = blockIdx.x, split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Groups and parts are spread so that the two warps on one SM sub-partition differ in both.
     const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
-    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), SPLIT_UNIT);
-    const bool direct = splits.count <= 1;
-    if (!splits.exists(split) && !(direct && split == 0)) return;
-    const int begin = splits.begin(split), end = splits.end(split);
-
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
         fence_mbarrier_init();
     }
     if (threadIdx.x < ENTRY_BYTES / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    // In the warp that copies a group's entries, lane i has the page number of entry i.
-    const auto page_at = [&](int start) {
-        const int token = start + group * GROUP + lane;
-        const bool is_token = lane < GROUP && token < end;
-        return is_token ? page_table[seq * table_stride + token / PAGE_SIZE * table_step] : table_t(-1);
-    };
-    table_t page = part == 0 ? page_at(begin) : table_t(-1);  // page number in the next tile to be copied
-    const auto copy = [&](int stage, int start) {
-        if (part > 0 || start >= end) return;
-        const uint32_t found = ballot(page >= 0 && page < num_pages);
-        uint64_t* const barrier = &full[stage][group];
-        if (lane == 0) {
-            exists[stage][group] = found;
-            mbarrier_arrive_expect_tx(barrier, count_bits(found) * ENTRY_BYTES);
-        }
-        sync_warp();
-        const uint32_t run =
-            found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
-        if (lane % COPY_TOKENS == 0 && run) {
-            const int slot = (start + group * GROUP + lane) % PAGE_SIZE;
-            bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
-                      kv_c_and_k_pe_cache + page * page_stride + slot * slot_stride, count_bits(run) * ENTRY_BYTES,
-                      barrier);
-        }
-        page = page_at(start + TOKENS);
-    };
     __syncthreads();
-    for (int i = 0; i < STAGES; ++i) copy(i, begin + i * TOKENS);
-
-    if (threadIdx.x < HEADS * 8) {
-        store_queries(queries, [&](int head, int element) {
-            if (head >= num_heads) return Vec<query_t, 8>::full(0.0f);
-            return Vec<query_t, 8>::load(element < LATENT_SIZE
-                                             ? q_nope + seq * nope_stride + head * nope_head_stride + element
-                                             : q_pe + seq * pe_stride + head * pe_head_stride + element - LATENT_SIZE);
-        });
-    }
-    __syncthreads();
-    const float unit = scale * LOG2_E;
-    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
-    float o[PANELS][8][4] = {};  // heads g and g + 8; elements 16t + 2i and 16t + 2i + 1 of a panel
-
-    int stage = 0, turn = 0, phase = 0;
-    for (int start = begin; start < end; start += TOKENS) {
-        mbarrier_wait(&full[stage][group], phase);
-        const uint32_t found = exists[stage][group];
-
-        // S = Q K^T over the warp's part of K.
-        float s[2][4] = {};
-        const auto multiply = [&](int product, const uint32_t* keys, const uint32_t* next_keys) {
-            uint32_t a[4];
-            load_words(queries + product * RUN + lane * 16, a);
-            const uint32_t b[2] = {keys[0], keys[1]}, next_b[2] = {next_keys[0], next_keys[1]};
-            mma_m16n8k16<query_t>(s[0], a, b);
-            mma_m16n8k16<query_t>(s[1], a, next_b);
+    await_previous_kernel();
+    MlaSchedule<UNIT, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
+                                         piece_units, gridDim.x, blockIdx.x);
+    int stage = 0, phase = 0;
+    for (; schedule.has_item(); schedule.next()) {
+        const MlaItem item = schedule.item();
+        const int seq = item.seq, begin = item.begin, end = item.end;
+        const bool direct = item.is_whole();
+        if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        // In the warp that copies a group's entries, lane i has the page number of entry i.
+        const auto page_at = [&](int start) {
+            const int token = start + group * GROUP + lane;
+            const bool is_token = lane < GROUP && token < end;
+            return is_token ? page_table[seq * table_stride + token / PAGE_SIZE * table_step] : table_t(-1);
         };
-        uint32_t elements[PANELS][2][8];  // B operands of entries g and g + 8
-        const uint8_t* entries[2];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const int row = n * 8 + g, place = stage * TILE_BYTES + group * GROUP_BYTES + row * ENTRY_BYTES;
-            entries[n] = found >> row & 1 ? tiles + place : reinterpret_cast<const uint8_t*>(zeros);
+        table_t page = part == 0 ? page_at(begin) : table_t(-1);  // page number in the next tile to be copied
+        const auto copy = [&](int stage, int start) {
+            if (part > 0 || start >= end) return;
+            const uint32_t found = ballot(page >= 0 && page < num_pages);
+            uint64_t* const barrier = &full[stage][group];
+            if (lane == 0) {
+                exists[stage][group] = found;
+                mbarrier_arrive_expect_tx(barrier, count_bits(found) * ENTRY_BYTES);
+            }
+            sync_warp();
+            const uint32_t run =
+                found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
+            if (lane % COPY_TOKENS == 0 && run) {
+                const int slot = (start + group * GROUP + lane) % PAGE_SIZE;
+                bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
+                          kv_c_and_k_pe_cache + page * page_stride + slot * slot_stride, count_bits(run) * ENTRY_BYTES,
+                          barrier);
+            }
+            page = page_at(start + TOKENS);
+        };
+        for (int i = 0; i < STAGES; ++i) copy((stage + i) % STAGES, begin + i * TOKENS);
+
+        if (threadIdx.x < HEADS * 8) {
+            store_queries(queries, [&](int head, int element) {
+                if (head >= num_heads) return Vec<query_t, 8>::full(0.0f);
+                return Vec<query_t, 8>::load(
+                    element < LATENT_SIZE ? q_nope + seq * nope_stride + head * nope_head_stride + element
+                                          : q_pe + seq * pe_stride + head * pe_head_stride + element - LATENT_SIZE);
+            });
         }
-        float2 scales[2] = {};
-        if constexpr (IS_DS_MLA) {
+        __syncthreads();
+        const float unit = scale * LOG2_E;
+        float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
+        float o[PANELS][8][4] = {};  // heads g and g + 8; elements 16t + 2i and 16t + 2i + 1 of a panel
+
+        int turn = 0;
+        for (int start = begin; start < end; start += TOKENS) {
+            mbarrier_wait(&full[stage][group], phase);
+            const uint32_t found = exists[stage][group];
+
+            // S = Q K^T over the warp's part of K.
+            float s[2][4] = {};
+            const auto multiply = [&](int product, const uint32_t* keys, const uint32_t* next_keys) {
+                uint32_t a[4];
+                load_words(queries + product * RUN + lane * 16, a);
+                const uint32_t b[2] = {keys[0], keys[1]}, next_b[2] = {next_keys[0], next_keys[1]};
+                mma_m16n8k16<query_t>(s[0], a, b);
+                mma_m16n8k16<query_t>(s[1], a, next_b);
+            };
+            uint32_t elements[PANELS][2][8];  // B operands of entries g and g + 8
+            const uint8_t* entries[2];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                scales[n] = reinterpret_cast<const float2*>(entries[n] + SCALES_AT)[part];
+                const int row = n * 8 + g, place = stage * TILE_BYTES + group * GROUP_BYTES + row * ENTRY_BYTES;
+                entries[n] = found >> row & 1 ? tiles + place : reinterpret_cast<const uint8_t*>(zeros);
             }
-        }
-        uint32_t rotated[2][4];  // each part takes 8 of the lane's 16 elements
+            float2 scales[2] = {};
+            if constexpr (IS_DS_MLA) {
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            load_elements<false>(entries[n] + ROPE_PLACE + (t * 2 + part) * (ROPE_BYTES / 8), 1.0f, rotated[n]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) multiply(LATENT_PANELS * 4 + part * 2 + i, rotated[0] + 2 * i, rotated[1] + 2 * i);
-#pragma unroll
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const int element = (part * PANELS + panel) * PANEL_SIZE + t * 16;
+                for (int n = 0; n < 2; ++n) {
+                    scales[n] = reinterpret_cast<const float2*>(entries[n] + SCALES_AT)[part];
+                }
+            }
+            uint32_t rotated[2][4];  // each part takes 8 of the lane's 16 elements
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                load_elements<IS_DS_MLA>(entries[n] + element * sizeof(cache_t),
-                                         panel * PANEL_SIZE < SCALED_SIZE ? scales[n].x : scales[n].y,
-                                         elements[panel][n]);
+                load_elements<false>(entries[n] + ROPE_PLACE + (t * 2 + part) * (ROPE_BYTES / 8), 1.0f, rotated[n]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                multiply((part * PANELS + panel) * 4 + i, elements[panel][0] + 2 * i, elements[panel][1] + 2 * i);
+            for (int i = 0; i < 2; ++i)
+                multiply(LATENT_PANELS * 4 + part * 2 + i, rotated[0] + 2 * i, rotated[1] + 2 * i);
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel) {
+                const int element = (part * PANELS + panel) * PANEL_SIZE + t * 16;
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    load_elements<IS_DS_MLA>(entries[n] + element * sizeof(cache_t),
+                                             panel * PANEL_SIZE < SCALED_SIZE ? scales[n].x : scales[n].y,
+                                             elements[panel][n]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    multiply((part * PANELS + panel) * 4 + i, elements[panel][0] + 2 * i, elements[panel][1] + 2 * i);
+                }
+            }
+
+            // Adds the partial scores of the parts, in the same order in each warp of the group.
+            uint8_t* const of_group = logits + (turn * GROUPS + group) * (PARTS * 2 * RUN) + lane * 16;
+            turn ^= 1;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = {s[n][0], s[n][1], s[n][2], s[n][3]};
+            }
+            named_barrier_sync(1 + group, PARTS * 32);
+            copy(stage, start + STAGES * TOKENS);  // refills the stage: the group has read this tile
+            if (++stage == STAGES) {
+                stage = 0;
+                phase ^= 1;
+            }
+            float x[2][4] = {}, top[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+            for (int i = 0; i < 2 * PARTS; ++i) {
+                const float4 of_part = *reinterpret_cast<const float4*>(of_group + i * RUN);
+                x[i % 2][0] += of_part.x;
+                x[i % 2][1] += of_part.y;
+                x[i % 2][2] += of_part.z;
+                x[i % 2][3] += of_part.w;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int n = i / 4, upper = i % 4 / 2;
+                x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
+                top[upper] = fmaxf(top[upper], x[n][i % 4]);
+            }
+            float correction[2];
+            uint32_t a[4];
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 1));
+                top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 2));
+                const float larger = fmaxf(max_logit[upper], top[upper]);
+                correction[upper] = relative_exp2(max_logit[upper], larger);
+                max_logit[upper] = larger;
+                exp_sum[upper] *= correction[upper];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const float low = probability_of<query_t>(x[n][2 * upper], larger);
+                    const float high = probability_of<query_t>(x[n][2 * upper + 1], larger);
+                    exp_sum[upper] += low + high;
+                    a[2 * n + upper] = pack_pair<query_t>(low, high);
+                }
+            }
+
+            // O += P V for the warp's part of the elements.
+            if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= correction[i / 2 % 2];
+            }
+#pragma unroll
+            for (int i = 0; i < PANELS * 8; ++i) {
+                const uint32_t b[2] = {transpose_8x8(elements[i / 8][0][i % 8]),
+                                       transpose_8x8(elements[i / 8][1][i % 8])};
+                mma_m16n8k16<query_t>(o[i / 8][i % 8], a, b);
             }
         }
 
-        // Adds the partial scores of the parts, in the same order in each warp of the group.
-        uint8_t* const of_group = logits + (turn * GROUPS + group) * (PARTS * 2 * RUN) + lane * 16;
-        turn ^= 1;
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = {s[n][0], s[n][1], s[n][2], s[n][3]};
-        }
-        named_barrier_sync(1 + group, PARTS * 32);
-        copy(stage, start + STAGES * TOKENS);  // refills the stage: the group has read this tile
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-        float x[2][4] = {}, top[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll
-        for (int i = 0; i < 2 * PARTS; ++i) {
-            const float4 of_part = *reinterpret_cast<const float4*>(of_group + i * RUN);
-            x[i % 2][0] += of_part.x;
-            x[i % 2][1] += of_part.y;
-            x[i % 2][2] += of_part.z;
-            x[i % 2][3] += of_part.w;
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int n = i / 4, upper = i % 4 / 2;
-            x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
-            top[upper] = fmaxf(top[upper], x[n][i % 4]);
-        }
-        float correction[2];
-        uint32_t a[4];
+        // Combines the results of the groups, relative to the row max of all groups.
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
-            top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 1));
-            top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 2));
-            const float larger = fmaxf(max_logit[upper], top[upper]);
-            correction[upper] = relative_exp2(max_logit[upper], larger);
-            max_logit[upper] = larger;
-            exp_sum[upper] *= correction[upper];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float low = probability_of<query_t>(x[n][2 * upper], larger);
-                const float high = probability_of<query_t>(x[n][2 * upper + 1], larger);
-                exp_sum[upper] += low + high;
-                a[2 * n + upper] = pack_pair<query_t>(low, high);
+            exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
+            exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
+            if (part == 0 && t == 0) {
+                group_max[group][g + 8 * upper] = max_logit[upper];
+                group_sums[group][g + 8 * upper] = exp_sum[upper];
             }
         }
-
-        // O += P V for the warp's part of the elements.
-        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
+        __syncthreads();
+        float* const results = reinterpret_cast<float*>(memory);  // [group][head]
 #pragma unroll
-            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= correction[i / 2 % 2];
-        }
+        for (int upper = 0; upper < 2; ++upper) {
+            const int head = g + 8 * upper;
+            float larger = minus_infinity();
 #pragma unroll
-        for (int i = 0; i < PANELS * 8; ++i) {
-            const uint32_t b[2] = {transpose_8x8(elements[i / 8][0][i % 8]), transpose_8x8(elements[i / 8][1][i % 8])};
-            mma_m16n8k16<query_t>(o[i / 8][i % 8], a, b);
-        }
-    }
-
-    // Combines the results of the groups, relative to the row max of all groups.
+            for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
+            const float factor = relative_exp2(max_logit[upper], larger);
+            float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
 #pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-        exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
-        exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
-        if (part == 0 && t == 0) {
-            group_max[group][g + 8 * upper] = max_logit[upper];
-            group_sums[group][g + 8 * upper] = exp_sum[upper];
-        }
-    }
-    __syncthreads();
-    float* const results = reinterpret_cast<float*>(memory);  // [group][head]
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-        const int head = g + 8 * upper;
-        float larger = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
-        const float factor = relative_exp2(max_logit[upper], larger);
-        float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
-#pragma unroll
-        for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements per lane; those of four lanes are contiguous
-            const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
-            *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
-                                                       next[2 * upper] * factor, next[2 * upper + 1] * factor};
-        }
-    }
-    __syncthreads();
-    // Each warp writes one head at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
-    // only guards against 0 / 0.
-    for (int head = warp; head < min(HEADS, int(num_heads)); head += NUM_WARPS) {
-        float larger = minus_infinity(), sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) sum += group_sums[i][head] * relative_exp2(group_max[i][head], larger);
-        sum *= FULL_SCALE<query_t>;
-        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
-        const int64_t row = int64_t(seq) * num_heads + head, at = row * max_splits + split;
-        if (lane == 0) {
-            if (!direct) {
-                max_logits[at] = larger * LN_2;
-                exp_sums[at] = sum;
-            } else if (HAS_LSE) {
-                lse[row] = sum == 0.0f ? minus_infinity() : larger * LN_2 + logf(sum);
+            for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements per lane; those of four lanes are contiguous
+                const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
+                *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
+                                                           next[2 * upper] * factor, next[2 * upper + 1] * factor};
             }
         }
+        __syncthreads();
+        // Each warp writes one head at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
+        // only guards against 0 / 0.
+        for (int head = warp; head < min(HEADS, int(num_heads)); head += NUM_WARPS) {
+            float larger = minus_infinity(), sum = 0.0f;
 #pragma unroll
-        for (int place = lane * 4; place < LATENT_SIZE; place += 128) {
-            const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
-            float four[4] = {};
+            for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i) {
-                const float4 x = *reinterpret_cast<const float4*>(results + (i * HEADS + head) * RESULT_PITCH + place);
-                four[0] += x.x;
-                four[1] += x.y;
-                four[2] += x.z;
-                four[3] += x.w;
+            for (int i = 0; i < GROUPS; ++i) sum += group_sums[i][head] * relative_exp2(group_max[i][head], larger);
+            sum *= FULL_SCALE<query_t>;
+            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
+            const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
+            if (lane == 0) {
+                if (!direct) {
+                    max_logits[at] = larger;
+                    exp_sums[at] = sum;
+                } else if (HAS_LSE) {
+                    lse[row] = log_sum_exp(larger, sum);
+                }
             }
 #pragma unroll
-            for (float& x : four) x *= factor;
-            if (direct) {
-                Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE + element);
-            } else {
-                Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+            for (int place = lane * 4; place < LATENT_SIZE; place += 128) {
+                const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
+                float four[4] = {};
+#pragma unroll
+                for (int i = 0; i < GROUPS; ++i) {
+                    const float4 x =
+                        *reinterpret_cast<const float4*>(results + (i * HEADS + head) * RESULT_PITCH + place);
+                    four[0] += x.x;
+                    four[1] += x.y;
+                    four[2] += x.z;
+                    four[3] += x.w;
+                }
+#pragma unroll
+                for (float& x : four) x *= factor;
+                if (direct) {
+                    Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                           element);
+                } else {
+                    Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+                }
             }
         }
+        // The next item's copies overwrite the results, which threads have written.
+        fence_proxy_async();
+        __syncthreads();
     }
 }

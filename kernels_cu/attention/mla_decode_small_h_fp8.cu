@@ -8,8 +8,8 @@
 // of every head, and its latent vector is the value of every head: an entry is read once. With few heads the kernel is
 // bound by memory bandwidth, so several CTAs share an SM, and fp8 values are converted to MMA operands in registers.
 //
-// Grid: blockIdx.x counts sequences; blockIdx.y counts splits (split-KV, attention.cuh). A CTA goes through its split
-// in tiles of TOKENS entries, and copies the next tile while it computes the current one.
+// Grid: a CTA for each share of the tokens of all sequences (mla_schedule.cuh). A CTA goes through each item of its
+// share in tiles of TOKENS entries, and copies the next tile while it computes the current one.
 //
 // Thread mapping, for each tile, with MMAs of 16 heads x 8 columns:
 // 1. S = Q K^T: a warp has 16 entries, those that it has copied. Four adjacent lanes have 16 fp8 values each of a panel
@@ -31,6 +31,7 @@
 #include "async.cuh"
 #include "attention.cuh"
 #include "mla_entry.cuh"
+#include "mla_schedule.cuh"
 #include "mma.cuh"
 
 constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM_WARPS, STAGES = 2;
@@ -59,18 +60,19 @@ DEVICE void split_words(uint4 x, uint32_t (&words)[4]) {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
 mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
                        float* lse,                          // [num_seqs, num_heads]
-                       float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                       float* max_logits,                   // [num_seqs, num_heads, max_splits]
-                       float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                       float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
+                       float* max_logits,                   // [slots, num_heads], in units of log 2
+                       float* exp_sums,                     // [slots, num_heads]
+                       MlaPieces* pieces,                   // [num_seqs]
                        const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
                        const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
                        const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                        const length_t* seq_lens,            // [num_seqs]
                        const table_t* page_table,           // [num_seqs, max_pages]
-                       int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                       int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
                        int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                        int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
-                       int64_t table_step, int64_t length_step, float scale) {
+                       int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float units[HEADS];                // factor from a score of a head to its logit
@@ -79,224 +81,231 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     uint8_t* const queries = reinterpret_cast<uint8_t*>(memory);
     uint8_t* const probabilities = queries + QUERY_BYTES;
     uint8_t* const tiles = probabilities + HEADS * PROBABILITY_PITCH;
-    const int seq = blockIdx.x, split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
-    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), TOKENS);
-    const bool direct = splits.count <= 1;
-    if (!splits.exists(split) && !(direct && split == 0)) return;
-    const int begin = splits.begin(split), end = splits.end(split);
-
-    // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
-    const auto page_at = [&](int start, int i) {
-        const int token = start + warp * WARP_TOKENS + i * 8 + g;
-        return token < end ? int64_t(page_table[seq * table_stride + token / PAGE_SIZE * table_step]) : int64_t(-1);
-    };
-    uint32_t found[2];  // bit 4j: entry j of 8 exists
-    const auto copy = [&](int stage, int start, const int64_t (&pages)[2]) {
+    MlaSchedule<TOKENS, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
+                                           piece_units, gridDim.x, blockIdx.x);
+    for (; schedule.has_item(); schedule.next()) {
+        const MlaItem item = schedule.item();
+        const int seq = item.seq, begin = item.begin, end = item.end;
+        const bool direct = item.is_whole();
+        if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
+        const auto page_at = [&](int start, int i) {
+            const int token = start + warp * WARP_TOKENS + i * 8 + g;
+            return token < end ? int64_t(page_table[seq * table_stride + token / PAGE_SIZE * table_step]) : int64_t(-1);
+        };
+        uint32_t found[2];  // bit 4j: entry j of 8 exists
+        const auto copy = [&](int stage, int start, const int64_t (&pages)[2]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp * WARP_TOKENS + i * 8 + g;
-            const bool exists = pages[i] >= 0 && pages[i] < num_pages;
-            const int64_t place = exists ? pages[i] * page_stride + (start + row) % PAGE_SIZE * slot_stride : 0;
-            const cache_t* const from = kv_c_and_k_pe_cache + place + t * 16;
-            uint8_t* const to = tiles + stage * TILE_BYTES + place_in_tile(row, t);
-            found[i] = ballot(exists);
+            for (int i = 0; i < 2; ++i) {
+                const int row = warp * WARP_TOKENS + i * 8 + g;
+                const bool exists = pages[i] >= 0 && pages[i] < num_pages;
+                const int64_t place = exists ? pages[i] * page_stride + (start + row) % PAGE_SIZE * slot_stride : 0;
+                const cache_t* const from = kv_c_and_k_pe_cache + place + t * 16;
+                uint8_t* const to = tiles + stage * TILE_BYTES + place_in_tile(row, t);
+                found[i] = ballot(exists);
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
-                if (chunk + t < CHUNKS) cp_async_of_line(to + chunk * 16, from + chunk * 16, exists);
+                for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
+                    if (chunk + t < CHUNKS) cp_async_of_line(to + chunk * 16, from + chunk * 16, exists);
+                }
             }
-        }
-        cp_async_commit();
-    };
-    int64_t pages[2] = {page_at(begin, 0), page_at(begin, 1)};
-    if (begin < end) copy(0, begin, pages);
-    pages[0] = page_at(begin + TOKENS, 0);
-    pages[1] = page_at(begin + TOKENS, 1);
+            cp_async_commit();
+        };
+        int64_t pages[2] = {page_at(begin, 0), page_at(begin, 1)};
+        if (begin < end) copy(0, begin, pages);
+        pages[0] = page_at(begin + TOKENS, 0);
+        pages[1] = page_at(begin + TOKENS, 1);
 
-    // Queries: eight threads per head. Each query is divided by a power of two.
-    {
-        using vec_t = Vec<query_t, 8>;
-        const int head = threadIdx.x / 8, part = threadIdx.x % 8;
-        vec_t x[ENTRY_SIZE / 64];
-        float absmax = 0.0f, element[8];
+        // Queries: eight threads per head. Each query is divided by a power of two.
+        {
+            using vec_t = Vec<query_t, 8>;
+            const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+            vec_t x[ENTRY_SIZE / 64];
+            float absmax = 0.0f, element[8];
 #pragma unroll
-        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
-            const int column = (i * 8 + part) * 8;
-            x[i] = vec_t::full(0.0f);
-            if (head < num_heads) {
-                x[i] = vec_t::load(column < LATENT_SIZE
-                                       ? q_nope + seq * nope_stride + head * nope_head_stride + column
-                                       : q_pe + seq * pe_stride + head * pe_head_stride + column - LATENT_SIZE);
+            for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+                const int column = (i * 8 + part) * 8;
+                x[i] = vec_t::full(0.0f);
+                if (head < num_heads) {
+                    x[i] = vec_t::load(column < LATENT_SIZE
+                                           ? q_nope + seq * nope_stride + head * nope_head_stride + column
+                                           : q_pe + seq * pe_stride + head * pe_head_stride + column - LATENT_SIZE);
+                }
+                x[i].to_floats(element);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
             }
-            x[i].to_floats(element);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
+            for (int mask = 1; mask < 8; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+            const float factor = inverse_power_of_two(absmax);
+#pragma unroll
+            for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+                x[i].to_floats(element);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) element[j] *= factor;
+                Vec<product_t, 8>::from_floats(element).store_shared(
+                    reinterpret_cast<product_t*>(queries + place_of_query(head, i * 8 + part)));
+            }
+            if (part == 0) units[head] = scale * LOG2_E / factor;
+            __syncthreads();
         }
-#pragma unroll
-        for (int mask = 1; mask < 8; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
-        const float factor = inverse_power_of_two(absmax);
-#pragma unroll
-        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
-            x[i].to_floats(element);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) element[j] *= factor;
-            Vec<product_t, 8>::from_floats(element).store_shared(
-                reinterpret_cast<product_t*>(queries + place_of_query(head, i * 8 + part)));
-        }
-        if (part == 0) units[head] = scale * LOG2_E / factor;
-        __syncthreads();
-    }
-    const float unit[2] = {units[g], units[g + 8]};
-    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
-    float o[WARP_DIMS / 16][2][4] = {};  // per 16 elements: even ones, then odd ones
+        const float unit[2] = {units[g], units[g + 8]};
+        float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
+        float o[WARP_DIMS / 16][2][4] = {};  // per 16 elements: even ones, then odd ones
 
-    int stage = 0;
-    for (int start = begin; start < end; start += TOKENS, stage ^= 1) {
-        const uint8_t* const tile = tiles + stage * TILE_BYTES;
-        cp_async_wait<0>();
-        sync_warp();
+        int stage = 0;
+        for (int start = begin; start < end; start += TOKENS, stage ^= 1) {
+            const uint8_t* const tile = tiles + stage * TILE_BYTES;
+            cp_async_wait<0>();
+            sync_warp();
 
-        // S = Q K^T of the warp's entries, 8 and 8. MMAs alternate between two accumulators.
-        float s[2][2][4] = {};
-        const int key_row = warp * WARP_TOKENS + g;
-        const auto multiply = [&](int chunk, auto pair_of) {
+            // S = Q K^T of the warp's entries, 8 and 8. MMAs alternate between two accumulators.
+            float s[2][2][4] = {};
+            const int key_row = warp * WARP_TOKENS + g;
+            const auto multiply = [&](int chunk, auto pair_of) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t low[4], high[4];
+                    split_words(load_16(queries + place_of_query(g, chunk + 2 * t + half)), low);
+                    split_words(load_16(queries + place_of_query(g + 8, chunk + 2 * t + half)), high);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint32_t a[4] = {low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]};
+#pragma unroll
+                        for (int n = 0; n < 2; ++n) {
+                            uint32_t b[2];
+                            pair_of(n, 2 * half + i, b);
+                            mma_m16n8k16<product_t>(s[i][n], a, b);
+                        }
+                    }
+                }
+            };
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel) {
+                uint32_t codes[2][4];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    split_words(load_16(tile + place_in_tile(key_row + n * 8, panel * 4 + t)), codes[n]);
+                }
+                multiply(panel * 8,
+                         [&](int n, int word, uint32_t (&b)[2]) { fp8_to_half<cache_t>(codes[n][word], b); });
+            }
+            float top[2] = {minus_infinity(), minus_infinity()}, logit[2][4];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int n = i / 4, half = i % 4 / 2, token = 2 * t + i % 2;
+                const bool exists = found[n] >> 4 * token & 1;
+                logit[n][i % 4] = exists ? (s[0][n][i % 4] + s[1][n][i % 4]) * unit[half] : minus_infinity();
+                top[half] = fmaxf(top[half], logit[n][i % 4]);
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                uint32_t low[4], high[4];
-                split_words(load_16(queries + place_of_query(g, chunk + 2 * t + half)), low);
-                split_words(load_16(queries + place_of_query(g + 8, chunk + 2 * t + half)), high);
+                top[half] = fmaxf(top[half], shfl_xor(top[half], 1));
+                top[half] = fmaxf(top[half], shfl_xor(top[half], 2));
+                if (t == 0) warp_max[warp][g + 8 * half] = top[half];
+            }
+            __syncthreads();
+            // After this barrier no warp reads the other tile or the probabilities any more.
+            if (start + TOKENS < end) {
+                copy(stage ^ 1, start + TOKENS, pages);
+                pages[0] = page_at(start + 2 * TOKENS, 0);
+                pages[1] = page_at(start + 2 * TOKENS, 1);
+            }
+            float correction[2];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint32_t a[4] = {low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]};
+            for (int half = 0; half < 2; ++half) {
+                float larger = max_logit[half];
 #pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        uint32_t b[2];
-                        pair_of(n, 2 * half + i, b);
-                        mma_m16n8k16<product_t>(s[i][n], a, b);
-                    }
+                for (int w = 0; w < NUM_WARPS; ++w) larger = fmaxf(larger, warp_max[w][g + 8 * half]);
+                correction[half] = relative_exp2(max_logit[half], larger);
+                max_logit[half] = larger;
+                exp_sum[half] *= correction[half];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const float low = probability_of<product_t>(logit[n][2 * half], larger);
+                    const float high = probability_of<product_t>(logit[n][2 * half + 1], larger);
+                    exp_sum[half] += low + high;
+                    *reinterpret_cast<uint32_t*>(probabilities + (g + 8 * half) * PROBABILITY_PITCH +
+                                                 (warp * WARP_TOKENS + n * 8 + 2 * t) * 2) =
+                        pack_pair<product_t>(low, high);
                 }
             }
-        };
-#pragma unroll
-        for (int panel = 0; panel < PANELS; ++panel) {
-            uint32_t codes[2][4];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                split_words(load_16(tile + place_in_tile(key_row + n * 8, panel * 4 + t)), codes[n]);
-            }
-            multiply(panel * 8, [&](int n, int word, uint32_t (&b)[2]) { fp8_to_half<cache_t>(codes[n][word], b); });
-        }
-        float top[2] = {minus_infinity(), minus_infinity()}, logit[2][4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int n = i / 4, half = i % 4 / 2, token = 2 * t + i % 2;
-            const bool exists = found[n] >> 4 * token & 1;
-            logit[n][i % 4] = exists ? (s[0][n][i % 4] + s[1][n][i % 4]) * unit[half] : minus_infinity();
-            top[half] = fmaxf(top[half], logit[n][i % 4]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            top[half] = fmaxf(top[half], shfl_xor(top[half], 1));
-            top[half] = fmaxf(top[half], shfl_xor(top[half], 2));
-            if (t == 0) warp_max[warp][g + 8 * half] = top[half];
-        }
-        __syncthreads();
-        // After this barrier no warp reads the other tile or the probabilities any more.
-        if (start + TOKENS < end) {
-            copy(stage ^ 1, start + TOKENS, pages);
-            pages[0] = page_at(start + 2 * TOKENS, 0);
-            pages[1] = page_at(start + 2 * TOKENS, 1);
-        }
-        float correction[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float larger = max_logit[half];
-#pragma unroll
-            for (int w = 0; w < NUM_WARPS; ++w) larger = fmaxf(larger, warp_max[w][g + 8 * half]);
-            correction[half] = relative_exp2(max_logit[half], larger);
-            max_logit[half] = larger;
-            exp_sum[half] *= correction[half];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float low = probability_of<product_t>(logit[n][2 * half], larger);
-                const float high = probability_of<product_t>(logit[n][2 * half + 1], larger);
-                exp_sum[half] += low + high;
-                *reinterpret_cast<uint32_t*>(probabilities + (g + 8 * half) * PROBABILITY_PITCH +
-                                             (warp * WARP_TOKENS + n * 8 + 2 * t) * 2) =
-                    pack_pair<product_t>(low, high);
-            }
-        }
-        __syncthreads();
+            __syncthreads();
 
-        // O += P V for the warp's elements.
-        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
+            // O += P V for the warp's elements.
+            if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= correction[i / 2 % 2];
-        }
+                for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= correction[i / 2 % 2];
+            }
 #pragma unroll
-        for (int k = 0; k < TOKENS / 16; ++k) {
-            uint32_t a[4];
-            ldmatrix<4>(a, probabilities + lane % 16 * PROBABILITY_PITCH + k * 32 + lane / 16 * 16);
+            for (int k = 0; k < TOKENS / 16; ++k) {
+                uint32_t a[4];
+                ldmatrix<4>(a, probabilities + lane % 16 * PROBABILITY_PITCH + k * 32 + lane / 16 * 16);
 #pragma unroll
-            for (int n = 0; n < WARP_DIMS / 16; n += 2) {
-                uint32_t codes[4];  // 8 entries x 16 elements, the next 8 entries, then both for the next 16 elements
-                ldmatrix<4, true>(codes,
-                                  tile + place_in_tile(k * 16 + lane % 16, warp * (WARP_DIMS / 16) + n + lane / 16));
+                for (int n = 0; n < WARP_DIMS / 16; n += 2) {
+                    uint32_t
+                        codes[4];  // 8 entries x 16 elements, the next 8 entries, then both for the next 16 elements
+                    ldmatrix<4, true>(
+                        codes, tile + place_in_tile(k * 16 + lane % 16, warp * (WARP_DIMS / 16) + n + lane / 16));
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    uint32_t pairs[2][2];
+                    for (int i = 0; i < 2; ++i) {
+                        uint32_t pairs[2][2];
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        // Bytes of a word: an even and an odd element of an entry, then the same of the next entry.
-                        const uint32_t sorted = byte_perm(codes[2 * i + j], 0, 0x3120);
-                        fp8_to_half<cache_t>(sorted, pairs[j]);
-                    }
+                        for (int j = 0; j < 2; ++j) {
+                            // Bytes of a word: an even and an odd element of an entry, then the same of the next entry.
+                            const uint32_t sorted = byte_perm(codes[2 * i + j], 0, 0x3120);
+                            fp8_to_half<cache_t>(sorted, pairs[j]);
+                        }
 #pragma unroll
-                    for (int odd = 0; odd < 2; ++odd) {
-                        const uint32_t b[2] = {pairs[0][odd], pairs[1][odd]};
-                        mma_m16n8k16<product_t>(o[n + i][odd], a, b);
+                        for (int odd = 0; odd < 2; ++odd) {
+                            const uint32_t b[2] = {pairs[0][odd], pairs[1][odd]};
+                            mma_m16n8k16<product_t>(o[n + i][odd], a, b);
+                        }
                     }
                 }
             }
         }
-    }
 
-    // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
+        // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        exp_sum[half] += shfl_xor(exp_sum[half], 1);
-        exp_sum[half] += shfl_xor(exp_sum[half], 2);
-        if (t == 0) warp_sums[warp][g + 8 * half] = exp_sum[half];
-    }
-    __syncthreads();
+        for (int half = 0; half < 2; ++half) {
+            exp_sum[half] += shfl_xor(exp_sum[half], 1);
+            exp_sum[half] += shfl_xor(exp_sum[half], 2);
+            if (t == 0) warp_sums[warp][g + 8 * half] = exp_sum[half];
+        }
+        __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int head = g + 8 * half;
-        float sum = 0.0f;
+        for (int half = 0; half < 2; ++half) {
+            const int head = g + 8 * half;
+            float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < NUM_WARPS; ++w) sum += warp_sums[w][head];
-        sum *= FULL_SCALE<product_t>;
-        if (head >= num_heads) continue;
-        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
-        const int64_t row = int64_t(seq) * num_heads + head, part = row * max_splits + split;
-        if (warp == 0 && t == 0) {
-            if (!direct) {
-                max_logits[part] = max_logit[half] * LN_2;
-                exp_sums[part] = sum;
-            } else if (HAS_LSE) {
-                lse[row] = sum == 0.0f ? minus_infinity() : max_logit[half] * LN_2 + logf(sum);
+            for (int w = 0; w < NUM_WARPS; ++w) sum += warp_sums[w][head];
+            sum *= FULL_SCALE<product_t>;
+            if (head >= num_heads) continue;
+            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
+            const int64_t row = int64_t(seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;
+            if (warp == 0 && t == 0) {
+                if (!direct) {
+                    max_logits[part] = max_logit[half];
+                    exp_sums[part] = sum;
+                } else if (HAS_LSE) {
+                    lse[row] = log_sum_exp(max_logit[half], sum);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < WARP_DIMS / 16; ++n) {
+                const float four[4] = {o[n][0][2 * half] * factor, o[n][1][2 * half] * factor,
+                                       o[n][0][2 * half + 1] * factor, o[n][1][2 * half + 1] * factor};
+                const int element = warp * WARP_DIMS + n * 16 + 4 * t;
+                if (direct) {
+                    Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                           element);
+                } else {
+                    Vec<float, 4>::from_floats(four).store(tmp_out + part * LATENT_SIZE + element);
+                }
             }
         }
-#pragma unroll
-        for (int n = 0; n < WARP_DIMS / 16; ++n) {
-            const float four[4] = {o[n][0][2 * half] * factor, o[n][1][2 * half] * factor,
-                                   o[n][0][2 * half + 1] * factor, o[n][1][2 * half + 1] * factor};
-            const int element = warp * WARP_DIMS + n * 16 + 4 * t;
-            if (direct) {
-                Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE + element);
-            } else {
-                Vec<float, 4>::from_floats(four).store(tmp_out + part * LATENT_SIZE + element);
-            }
-        }
+        __syncthreads();  // the next item overwrites what other warps may still read
     }
 }

@@ -67,13 +67,15 @@ struct EntryTiles {
     }
 };
 
-// The entries of a split of a sequence: tokens begin to end - 1.
+// The tokens of an item in pairs of tiles, from pair number `first_pair` on: the parity of a pair's number is the phase
+// of its mbarriers.
 struct Split {
     const table_t* pages;  // the sequence's row of the page table
     int64_t table_step, num_pages;
-    int begin, end;
+    int origin, end, first_pair;  // origin: the first token less `first_pair` pairs
 
-    DEVICE int pairs() const { return ceil_div(end - begin, 2 * TOKENS); }
+    DEVICE int token_of(int pair) const { return origin + pair * 2 * TOKENS; }
+    DEVICE bool has(int pair) const { return token_of(pair) < end; }
 };
 
 // Loads the queries of a CTA. One thread calls it.
@@ -96,25 +98,25 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     if (t == 0) units[row] = unit;
 }
 
-// Loads entries by TMA. Every lane of one warp calls it.
-DEVICE void
+// Loads entries by TMA. Every lane of one warp calls it. Returns the number after that of the last pair.
+DEVICE int
 load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, const TensorMap* half_map) {
     constexpr int BOXES = TOKENS / BOX_TOKENS;  // boxes of a panel
     const int lane = threadIdx.x % WARP_SIZE;
     // Lane i has the page of box i of a pair, or -1 if it is invalid: TMA then fills zeros.
     const auto page_at = [&](int pair) {
-        const int token = split.begin + pair * 2 * TOKENS + lane % (2 * BOXES) * BOX_TOKENS;
+        const int token = split.token_of(pair) + lane % (2 * BOXES) * BOX_TOKENS;
         if (token >= split.end) return -1;
         const int64_t page = split.pages[token / PAGE_SIZE * split.table_step];
         return page >= 0 && page < split.num_pages ? int(page) : -1;
     };
-    int next_page = page_at(0);
-    for (int pair = 0; pair < split.pairs(); ++pair) {
+    int pair = split.first_pair, next_page = page_at(pair);
+    for (; split.has(pair); ++pair) {
         const int page = next_page;
         next_page = page_at(pair + 1);
         const uint32_t found = ballot(page >= 0);
         const auto load = [&](int stage, int half) {
-            const int start = split.begin + (pair * 2 + stage) * TOKENS, box = lane % BOXES;
+            const int start = split.token_of(pair) + stage * TOKENS, box = lane % BOXES;
             const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
             if (lane >= BOXES) return;
             tiles.await_empty(stage, half, pair);
@@ -150,4 +152,5 @@ load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_m
         load(1, LEFT);
     }
     sync_warp();
+    return pair;
 }

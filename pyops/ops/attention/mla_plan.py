@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32
-from . import mla_sm90, mla_small_h, mla_small_h_fp8
+from . import mla_schedule, mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_launch import NO_STARTS, workspace
@@ -57,8 +57,6 @@ class MlaConfig:
     max_splits: int
     min_split: int
     combine: CombineConfig
-
-    SPLIT_UNIT = TILE_TOKENS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaConfig]:
         """Other blocks, registers and splits. The combine kernel stays: a tuning table cannot hold it."""
@@ -139,6 +137,8 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
 
 def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that combines them where a sequence may have several."""
+    if not isinstance(config, MlaConfig):
+        return mla_schedule.launch(problem, config)
     is_combined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_combined else 0
     arguments = {
@@ -150,10 +150,7 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
         "length_step": problem.seq_lens.strides[0],
     }
-    if isinstance(config, MlaConfig):
-        launches = [_launch_splits(problem, config, arguments)]
-    else:
-        launches = [config.launch(problem, arguments)]
+    launches = [_launch_splits(problem, config, arguments)]
     if is_combined:
         constants = {
             "out_t": problem.out.dtype,
@@ -162,7 +159,7 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
             "PARTITION": 0,
             "DIRECT": True,
             "LSE_BY_ROW": True,
-            "SPLIT_UNIT": config.SPLIT_UNIT,
+            "SPLIT_UNIT": TILE_TOKENS,
             "HAS_OUT_SCALE": False,
             **NO_STARTS,
         }

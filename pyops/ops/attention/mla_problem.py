@@ -193,7 +193,6 @@ def arguments_of(problem: MlaProblem) -> dict[str, Any]:
     """The arguments that the kernels for few heads have in common."""
     q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
     return {
-        "num_heads": problem.num_heads,
         "num_pages": cache.shape[0],
         "nope_stride": q_nope.strides[0],
         "nope_head_stride": q_nope.strides[1],

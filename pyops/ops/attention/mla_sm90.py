@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -11,18 +11,17 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
-from .combine import CombineConfig, choose_combine, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
+from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
 _HEADS = 64  # query heads of a block
 _TOKENS = 64  # tokens of a KV tile
 _PANEL_SIZE, _ROW_BYTES = 64, 128  # elements and bytes of a row of a panel: the 128-byte swizzle
-_MAX_SPLITS = 128  # most splits of a sequence
 _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV tiles
-# The cost model: us per pair of KV tiles, us per combine kernel, and bytes per us of partial results.
-_PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6
+# The cost model: us per pair of KV tiles. docs/performance/mla.md: 6500 cycles; with conversion of fp8 7900.
+_PAIR_US, _FP8_PAIR_US = 3.7, 4.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +30,27 @@ class MlaSm90Config:
 
     Attributes:
         cluster: CTAs that share the dequantization of a KV tile: 1, or 2 for an "fp8_ds_mla" cache.
-        max_splits: most splits of a sequence; a block takes one split.
-        min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
-        combine: the kernel that combines the splits.
+        num_shares: shares of the tokens of all sequences; a block for each, and for each 64 heads.
     """
 
     cluster: int
-    max_splits: int
-    min_split: int
-    combine: CombineConfig
+    num_shares: int
 
-    SPLIT_UNIT = _TOKENS
+    UNIT = 2 * _TOKENS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
-        """Other clusters and splits. The combine kernel stays: a tuning table cannot hold it."""
+        """Other clusters and numbers of shares."""
+        del device
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
-        if problem.num_kv_splits <= 0:
-            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
-        return found
+        return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def unit_us(self, problem: MlaProblem, device: Device) -> float:
+        """The time of a block for a pair of KV tiles, in us."""
+        del device
+        return _FP8_PAIR_US if problem.is_fp8 else _PAIR_US
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
-        """A block for each 64 heads of each split of each sequence."""
+        """A block for each share and each 64 heads."""
         cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
         num_pages, page_size, _ = cache.shape
         box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS)
@@ -70,7 +69,7 @@ class MlaSm90Config:
             HAS_LSE=problem.lse is not None,
             IS_DS_MLA=problem.is_ds_mla,
         )
-        grid = (problem.num_seqs * _groups(problem) // self.cluster, self.max_splits * self.cluster)
+        grid = (_groups(problem) // self.cluster, self.num_shares * self.cluster)
         return kernel.launch(
             grid,
             384,
@@ -79,7 +78,6 @@ class MlaSm90Config:
             pe_map=_map(problem.q_pe, _HEADS),
             cache_map=panels,
             half_map=_map_of_halves(cache, box_tokens) if has_half_boxes else panels,
-            num_heads=problem.num_heads,
             num_pages=num_pages,
             page_stride=cache.strides[0],
             slot_stride=cache.strides[1],
@@ -117,20 +115,6 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 
 
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
-    """The number of splits with the least time by the cost model; clusters where two CTAs may share dequantization."""
-    blocks = problem.num_seqs * _groups(problem)
-    tiles = -(-problem.max_tokens // _TOKENS)
-
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
-
-    def time(splits: int) -> float:
-        pairs = -(-tiles // splits // 2) + 1
-        alone = -(-blocks * splits // device.num_sms) * pairs * _PAIR_US
-        return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
-
-    wanted = problem.num_kv_splits
-    max_splits = wanted if wanted > 0 else min(range(1, _MAX_SPLITS + 1), key=time)
-    max_splits = max(1, min(max_splits, tiles))
-    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
-    combine = choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return MlaSm90Config(2 if _may_share(problem) else 1, max_splits, _TOKENS, combine)
+    """A block on every SM; clusters where two CTAs may share dequantization."""
+    config = MlaSm90Config(2 if _may_share(problem) else 1, 1)
+    return replace(config, num_shares=choose_shares(problem, config, device.num_sms // _groups(problem)))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .combine import CombineConfig, choose_combine, lanes_of
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
+from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of
+from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
 # Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
 _GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
-_MAX_SPLITS = 128  # most splits of a sequence
-# The cost model: least us of an SM per 64 tokens; factor if an SM has one block of two groups; us per block; us per
-# combine kernel; bytes per us. Fitted to 64 sequences of 4096 tokens.
-_UNIT_US, _ALONE, _START_US, _JOIN_US, _BYTES_PER_US = 1.5, 1.4, 4.0, 3.0, 4.3e6
+# The cost model: least us of an SM per 64 tokens, and bytes per us of the cache. Fitted to 64 sequences of 4096 tokens.
+_UNIT_US, _BYTES_PER_US = 1.5, 4.3e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +27,27 @@ class FewHeadsConfig:
 
     Attributes:
         groups: groups of two warps of a block.
-        max_splits: most splits of a sequence; a block takes one split.
-        min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
-        combine: the kernel that combines the splits.
+        num_shares: shares of the tokens of all sequences; a block for each.
     """
 
     groups: int
-    max_splits: int
-    min_split: int
-    combine: CombineConfig
+    num_shares: int
 
-    SPLIT_UNIT = 64
+    UNIT = 64
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
-        """Other blocks and splits. The combine kernel stays: a tuning table cannot hold it."""
-        del device
+        """Other blocks and numbers of shares."""
+        del problem, device
         found = tuning.varied(self, groups=_GROUPS)
-        if problem.num_kv_splits <= 0:
-            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
-        return found
+        return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def unit_us(self, problem: MlaProblem, device: Device) -> float:
+        """The time of a block for 64 tokens, in us, if all SMs are busy."""
+        bytes_us = self.UNIT * _entry_bytes(problem) * device.num_sms / _BYTES_PER_US
+        return max(_UNIT_US, bytes_us) * _GROUPS[0] / self.groups
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
-        """A block for each split of each sequence."""
+        """A block for each share."""
         kernel = _decode(
             **constants_of(problem),
             IS_DS_MLA=problem.is_ds_mla,
@@ -59,7 +55,7 @@ class FewHeadsConfig:
             COPY_TOKENS=_copy_tokens(problem),
         )
         return kernel.launch(
-            (problem.num_seqs, self.max_splits),
+            self.num_shares,
             self.groups * _GROUP_THREADS,
             shared_memory(problem, self.groups),
             **arguments_of(problem),
@@ -85,24 +81,6 @@ def _copy_tokens(problem: MlaProblem) -> int:
 
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
-    """The block and the number of splits with the least time by the cost model."""
-    units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
-    bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.num_sms / _BYTES_PER_US
-    unit_us = max(_UNIT_US, bytes_us)
-
-    def time(groups: int, splits: int) -> float:
-        blocks, at_once = problem.num_seqs * splits, 4 // groups
-        rounds = -(-blocks // (at_once * device.num_sms))
-        is_alone = at_once > 1 and blocks <= device.num_sms
-        own_us = unit_us * (_ALONE if is_alone else at_once)
-        alone = rounds * (-(-units // splits) * own_us + _START_US)
-        return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
-
-    wanted = problem.num_kv_splits
-    all_splits = (wanted,) if wanted > 0 else range(1, _MAX_SPLITS + 1)
-    groups, max_splits = min(product(_GROUPS, all_splits), key=lambda pair: time(*pair))
-    max_splits = max(1, min(max_splits, units))
-    lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
-    combine = choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return FewHeadsConfig(groups, max_splits, FewHeadsConfig.SPLIT_UNIT, combine)
+    """A block of four groups on every SM: two blocks of two groups would have twice the partial results."""
+    config = FewHeadsConfig(_GROUPS[0], 1)
+    return replace(config, num_shares=choose_shares(problem, config, device.num_sms))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -602,26 +603,163 @@ def test_mla_decode_fp8(
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    ("num_heads", "page_size", "dtype", "kind"),
+    few(
+        [
+            (16, 16, torch.bfloat16, None),
+            (7, 64, torch.float16, torch.uint8),
+            (11, 5, torch.bfloat16, FP8),
+            (20, 64, torch.bfloat16, None),
+            (24, 8, torch.float16, None),
+            (20, 16, torch.bfloat16, FP8),
+            (70, 64, torch.bfloat16, torch.uint8),
+        ],
+        3,
+    ),
+)
+@pytest.mark.parametrize("num_shares", [2, 3, 7])
+def test_mla_shares_of_mixed_lengths(
+    on: str, num_heads: int, page_size: int, dtype: torch.dtype, kind: torch.dtype | None, num_shares: int
+) -> None:
+    """Shares with several sequences, sequences of several shares, empty sequences at the ends of a share."""
+    lengths = [0, 1, 300, 64, 129, 0, 520, 64, 0]
+    call = mla_call(lengths, num_heads, page_size, dtype=dtype, kind=kind, device=on)
+    MLA.forget()
+    MLA.wrapper(**{name: value for name, value in call.items() if name != "plain"})
+    forced = replace(tuning.last[MLA.name], num_shares=num_shares)
+    first: Any = None
+    for schedule in _schedules(on, SCHEDULES if num_shares == 3 else SCHEDULES[:1]):
+        for name in ("out", "lse"):
+            call[name].fill_(torch.nan)
+        MLA.forget()
+        with tuning.forced(MLA.name, forced), schedule:
+            assert_is_mla(dict(call))
+        result = call["out"].clone(), call["lse"].clone()
+        first = first or result
+        assert same_bits(first[0], result[0])
+        assert same_bits(first[1], result[1])
+    MLA.forget()
+
+
+def test_mla_shares_of_many_sequences(on: str) -> None:
+    """More sequences than lanes of a warp; one is longer than the others together."""
+    lengths = [(37 * i) % 70 for i in range(200)]
+    lengths[77], lengths[78], lengths[199] = 4000, 0, 1000
+    MLA.forget()
+    assert_is_mla(mla_call(lengths, 2, 64, kind=FP8, device=on))
+    MLA.forget()
+
+
+MLA_ITEMS = """
+#include "attention/mla_schedule.cuh"
+extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
+items(int* found,           // [num_shares, 64, 5]
+      const int64_t* seq_lens,  // [num_seqs]
+      int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units) {
+    await_previous_kernel();
+    MlaSchedule<64, int64_t> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f, gridDim.x,
+                                      blockIdx.x);
+    int* to = found + blockIdx.x * 64 * 5;
+    for (; schedule.has_item(); schedule.next(), to += 5) {
+        const MlaItem item = schedule.item();
+        if (threadIdx.x == 0) {
+            to[0] = item.seq;
+            to[1] = item.begin;
+            to[2] = item.end;
+            to[3] = item.slot;
+            to[4] = item.pieces;
+        }
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_shares", "max_splits"),
     [
-        (64, 128, 4096, 64, (128, 1, 1)),
-        (64, 24, 4096, 16, (64, 2, 1)),
-        (1, 128, 4096, 64, (2, 32, 1)),
-        (1, 128, 32768, 64, (2, 64, 1)),
-        (1, 24, 32768, 8, (1, 128, 1)),
+        ([64 * 10] * 6, 5, 9999),  # shares end within units of sequences
+        ([64 * 10] * 6, 12, 9999),  # each sequence has two whole shares
+        ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 9999),
+        ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 2),
+        ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 3),
+        ([0, 0, 0], 9, 9999),
+        ([(i * 7919) % 3000 for i in range(150)], 66, 9999),
+        ([(i * 7919) % 3000 for i in range(150)], 66, 1),
+        ([100000], 132, 9999),
+        ([100000], 132, 5),
     ],
 )
-def test_mla_choice_of_splits(
+def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int) -> None:
+    """Items cover every token once, shares are equal, and the slots of partial results are what the combine reads."""
+    max_tokens = 100000
+    found = numpy.full((num_shares, 64, 5), -1, numpy.int32)
+    launched(
+        MLA_ITEMS,
+        num_shares,
+        32,
+        found=found,
+        seq_lens=numpy.array(lengths, numpy.int64),
+        num_seqs=len(lengths),
+        max_tokens=max_tokens,
+        max_splits=max_splits,
+        join_units=0.0,
+    )
+    shares = [[tuple(item) for item in share.tolist() if item[0] >= 0] for share in found]
+    exact = [min(max(length, 0), max_tokens) for length in lengths]
+    units = [max(1, -(-length // 64)) for length in exact]
+    slots = []
+    for seq, length in enumerate(exact):
+        items = [item for share in shares for item in share if item[0] == seq]
+        assert items[0][1] == 0
+        assert items[-1][2] == length
+        assert all(one[2] == other[1] and one[2] % 64 == 0 for one, other in pairwise(items))
+        assert {item[4] for item in items} == {len(items)}
+        assert len(items) <= max_splits
+        if len(items) > 1:
+            first = items[0][3]
+            assert [item[3] for item in items] == [first, *((first // 2 + i) * 2 for i in range(1, len(items)))]
+            slots += [item[3] for item in items]
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < 2 * num_shares for slot in slots)
+    if max_splits > len(lengths) + num_shares:
+        largest = max(sum(max(1, -(-(end - begin) // 64)) for _, begin, end, *_ in share) for share in shares)
+        assert largest == -(-sum(units) // num_shares)
+
+
+@pytest.mark.parametrize(("join_units", "is_cut"), [(6.0, True), (7.0, False)])
+def test_mla_cuts_where_a_combine_pays(join_units: float, is_cut: bool) -> None:
+    """Whole sequences take two rounds of at most 10 units, equal shares 13 units and the combine."""
+    found = numpy.full((3, 64, 5), -1, numpy.int32)
+    lengths = numpy.array([640, 500, 640, 600], numpy.int64)
+    arguments: dict[str, Any] = {"num_seqs": 4, "max_tokens": 999, "max_splits": 99, "join_units": join_units}
+    launched(MLA_ITEMS, 3, 32, found=found, seq_lens=lengths, **arguments)
+    assert ((found[..., 4] > 1).any()) == is_cut
+    if not is_cut:
+        assert [[item[0] for item in share.tolist() if item[0] >= 0] for share in found] == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    [
+        (64, 128, 4096, 64, (2, 66, 1)),
+        (64, 24, 4096, 16, (1, 132, 1)),
+        (1, 128, 4096, 64, (2, 32, 1)),
+        (1, 128, 32768, 64, (2, 66, 1)),
+        (1, 24, 32768, 8, (1, 132, 1)),
+        (300, 128, 128, 64, (2, 300, 1)),
+    ],
+)
+def test_mla_choice_of_shares(
     num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]
 ) -> None:
-    """About one split per SM, even for one long sequence, unless there are enough blocks without splits."""
+    """A block on each SM, but no shares of less than a pair of tiles; a block per sequence if none may be cut."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")
     indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
     first, *combine = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
     assert first.grid == grid
-    assert len(combine) == (grid[1] > 1)
+    assert len(combine) == (num_seqs < 300)
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 

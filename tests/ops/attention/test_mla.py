@@ -191,12 +191,20 @@ def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device
 
 def test_splits() -> None:
     """As many as the caller allows; one split is a single pass; the default keeps the device busy."""
+    on = devices.model("sm_100")
+    (single,) = _launches(1, device=on)
+    assert single.grid == (4, 1, 1)
+    assert _launches(5, device=on)[0].grid == (4, 5, 1)
+    assert _launches(0, device=on)[0].grid[1] > 16
+    assert len(_launches(0, num_seqs=1000, device=on)) == 1
+    assert _launches(0, device=on)[0].grid == _launches(-1, device=on)[0].grid
+
+
+def test_shares() -> None:
+    """On Hopper sequences are cut into as many pieces as the caller allows, and are whole for one split."""
     (single,) = _launches(1)
     assert single.grid == (4, 1, 1)
-    assert _launches(5)[0].grid == (4, 5, 1)
-    assert _launches(0)[0].grid[1] > 16
-    assert len(_launches(0, num_seqs=1000)) == 1
-    assert _launches(0)[0].grid == _launches(-1)[0].grid
+    assert [_launches(splits)[0].fixed["max_splits"] for splits in (5, 0, -1)] == [5, 2**31 - 1, 2**31 - 1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

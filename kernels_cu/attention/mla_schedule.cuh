@@ -1,0 +1,106 @@
+// mla_schedule.cuh: the work items of a CTA of the MLA decode kernels on Hopper: sequences of any lengths, in equal
+// shares (split-KV).
+//
+// A sequence has units of UNIT tokens, at least one. The units of all sequences, one sequence after another, are cut
+// into shares of equal size, one for each CTA of a head group: all CTAs end at about the same time, whatever the
+// lengths. A share covers a piece of each of some adjacent sequences. Where one share per sequence takes hardly longer
+// than an equal share, the sequences are not cut and nothing is combined.
+//
+// At most the first and the last item of a share are pieces of longer sequences, so a share has two slots for partial
+// results: the even one for its first item, the odd one for an item that begins within the share.
+#pragma once
+#include "reduce.cuh"
+#include "vec.cuh"
+
+// A CTA's tokens of a sequence.
+struct MlaItem {
+    int seq, begin, end;  // tokens begin to end - 1
+    int slot;             // of the partial results
+    int pieces;           // pieces of the sequence: the item is the whole sequence if there is one
+
+    DEVICE bool is_whole() const { return pieces == 1; }
+};
+
+// The pieces of a sequence. mla_combine reads it.
+struct alignas(8) MlaPieces {
+    int first_slot, count;
+
+    DEVICE int slot(int piece) const { return piece ? (first_slot / 2 + piece) * 2 : first_slot; }
+};
+
+template <int UNIT, typename L>
+struct MlaSchedule {
+    const L* seq_lens;
+    int64_t length_step;
+    int num_seqs, max_tokens, num_shares, rank;
+    int share = 0;       // units of a share; 0: sequence s goes to CTA s % num_shares
+    int seq, start = 0;  // the sequence of the current item, and its first unit, counted over all sequences
+    int end = 0;         // the end of the share, likewise
+
+    // max_splits: most pieces of a sequence; 1 if there is no workspace for partial results.
+    // join_units, piece_units: the time that the combine takes, and that each partial result takes, in units.
+    // All lanes of a warp call. The caller bounds the sum of all units: it is an int.
+    DEVICE MlaSchedule(const L* seq_lens, int64_t length_step, int64_t num_seqs, int64_t max_tokens, int64_t max_splits,
+                       float join_units, float piece_units, int num_shares, int rank)
+        : seq_lens(seq_lens),
+          length_step(length_step),
+          num_seqs(int(num_seqs)),
+          max_tokens(int(max_tokens)),
+          num_shares(num_shares),
+          rank(rank),
+          seq(rank) {
+        if (max_splits == 1) return;
+        const int lane = threadIdx.x % WARP_SIZE;
+        uint32_t all = 0, most = 0;
+        for (int s = lane; s < num_seqs; s += WARP_SIZE) {
+            const uint32_t units = units_of(length_of(s));
+            all += units;
+            most = max(most, units);
+        }
+        const int total = lane_reduce<Sum, WARP_SIZE>(all), longest = lane_reduce<Max, WARP_SIZE>(most);
+        // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share.
+        const int least = int((longest + max_splits - 3) / (max_splits - 1));
+        const int equal = max(ceil_div(total, num_shares), least);
+        const float combine_units = join_units + piece_units * float(ceil_div(total, equal));
+        const float whole = float(ceil_div(int(num_seqs), num_shares)) * float(longest);
+        if (whole <= float(equal) + combine_units) return;
+
+        share = equal;
+        const int begin = int(min(int64_t(rank) * share, int64_t(total)));
+        end = min(total - begin, share) + begin;
+        for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
+            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) : 0;
+#pragma unroll
+            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+                const int before = shfl<WARP_SIZE>(sum, max(lane - distance, 0));
+                if (lane >= distance) sum += before;
+            }
+            const int ended = count_bits(ballot(start + sum <= begin));  // sequences that end before the share begins
+            const int of_ended = shfl<WARP_SIZE>(sum, max(ended - 1, 0));
+            if (ended > 0) start += of_ended;
+            if (ended < WARP_SIZE) {
+                seq += ended;
+                break;
+            }
+        }
+    }
+    DEVICE int length_of(int s) const {
+        return int(min(max(int64_t(seq_lens[s * length_step]), int64_t(0)), int64_t(max_tokens)));
+    }
+    static DEVICE int units_of(int length) { return max(length / UNIT + (length % UNIT > 0), 1); }
+
+    // Whether there is a current item.
+    DEVICE bool has_item() const { return share ? start < end : seq < num_seqs; }
+    DEVICE MlaItem item() const {
+        const int length = length_of(seq);
+        if (!share) return {seq, 0, length, 0, 1};
+        const int units = units_of(length), share_begin = rank * share;
+        const int from = max(share_begin - start, 0), to = min(end - start, units);
+        const int pieces = (start + units - 1) / share - start / share + 1;
+        return {seq, from * UNIT, to < units ? to * UNIT : length, 2 * rank + (start > share_begin), pieces};
+    }
+    DEVICE void next() {
+        if (share) start += units_of(length_of(seq++));
+        else seq += num_shares;
+    }
+};
