@@ -40,6 +40,7 @@ from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
 from .ops.activation.elementwise import *
 from .ops.activation.gated import *
+from .ops.activation.masked import *
 from .ops.activation.quant import *
 from .ops.activation.sparse import *
 from .ops.attention.decode import *
@@ -56,6 +57,8 @@ from .ops.collective.minimax import *
 from .ops.collective.process_group import *
 from .ops.collective.quick_all_reduce import *
 from .ops.collective.shared_memory import *
+from .ops.embedding.n_gram import *
+from .ops.embedding.vocabulary import *
 from .ops.linear.allspark_mm import *
 from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *

@@ -1410,6 +1410,27 @@ class _relu2(_Attributes, Protocol):
 
 relu2: _relu2
 
+class _relu_squared(_Attributes, Protocol):
+    def __call__(self, out: Tensor, input: Tensor) -> None:
+        """`relu2` by the name of vLLM's op: ``out = T(max(x, 0)^2)``. NaN stays NaN, which vLLM's op makes 0.
+
+        Args:
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
+        """
+    @staticmethod
+    def new(input: Tensor) -> Tensor:
+        """`relu2` by the name of vLLM's op: ``out = T(max(x, 0)^2)``. NaN stays NaN, which vLLM's op makes 0.
+
+        Args:
+            input: [...], float32, float16 or bfloat16; constant row stride.
+
+        Returns:
+            out: [...].
+        """
+
+relu_squared: _relu_squared
+
 class _silu(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor) -> None:
         """SiLU: ``out = T(x / (1 + exp(-x)))`` (Hendrycks and Gimpel 2016, arXiv:1606.08415).
@@ -1706,6 +1727,113 @@ class _swiglustep_and_mul(_Attributes, Protocol):
 
 swiglustep_and_mul: _swiglustep_and_mul
 
+class _situ_and_mul(_Attributes, Protocol):
+    def __call__(self, out: Tensor, input: Tensor, beta: float = 1.0, linear_beta: float = -1.0) -> None:
+        """SituGLU: ``out = T(beta * tanh(g / beta) / (1 + exp(-g)) * y)`` for the halves ``input = [g, u]``.
+
+        ``y = linear_beta * tanh(u / linear_beta)`` if `linear_beta` is above 0, else ``y = u``. Computed in float32 and
+        rounded once; NaN stays NaN. The gate of Kimi K3. Modelled on vLLM's op of this name.
+
+        Args:
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
+            beta: bound of the activated gate, not 0
+            linear_beta: bound of y, or a number that is not positive for none.
+        """
+    @staticmethod
+    def new(input: Tensor, beta: float = 1.0, linear_beta: float = -1.0) -> Tensor:
+        """SituGLU: ``out = T(beta * tanh(g / beta) / (1 + exp(-g)) * y)`` for the halves ``input = [g, u]``.
+
+        ``y = linear_beta * tanh(u / linear_beta)`` if `linear_beta` is above 0, else ``y = u``. Computed in float32 and
+        rounded once; NaN stays NaN. The gate of Kimi K3. Modelled on vLLM's op of this name.
+
+        Args:
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
+            beta: bound of the activated gate, not 0
+            linear_beta: bound of y, or a number that is not positive for none.
+
+        Returns:
+            out: [..., hidden_size].
+        """
+
+situ_and_mul: _situ_and_mul
+
+class _masked_moe_activation(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        valid_token_counts: Tensor,
+        activation: str,
+        clamp_limit: float = 0.0,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        situ_beta: float = 1.0,
+        situ_linear_beta: float = -1.0,
+    ) -> None:
+        """An activation of the first ``valid_token_counts[e]`` rows of each expert e; other rows are left unchanged.
+
+        ``"silu"``, ``"gelu"`` and ``"gelu_tanh"`` equal `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`;
+        ``"swigluoai"`` equals `swigluoai_and_mul` with `alpha` and `clamp_limit`, ``"swiglustep"`` `swiglustep_and_mul`
+        with `clamp_limit`, and ``"situ"`` `situ_and_mul` with `situ_beta` and `situ_linear_beta`. ``"silu_with_clamp"`` and
+        ``"swigluoai_uninterleave"`` are ``T(T(g / (1 + exp(-alpha * g))) * (u + beta))`` for the halves ``input = [g, u]``,
+        with g at most l and u clamped to +-l, where l is `clamp_limit` rounded to the element type; NaN stays NaN. With the
+        suffix ``"_no_mul"``, the activation is not gated: `silu`, `gelu`, its approximation by tanh, or `relu2` of every
+        element. Modelled on vLLM's op of this name.
+
+        Args:
+            out: [num_experts, num_tokens, hidden_size] or [num_tokens, hidden_size], written; the last stride is 1.
+            input: of the same dtype, float32, float16 or bfloat16, with rows of hidden_size elements for an activation that
+                is not gated, else of twice as many; the last stride is 1.
+            valid_token_counts: [num_experts] int32, contiguous, or of one element if there is no dimension of experts;
+                clamped to 0 ... num_tokens.
+            activation: one of the names above; others are refused.
+            clamp_limit: parameters of some activations; the others ignore them.
+            alpha: parameters of some activations; the others ignore them.
+            beta: parameters of some activations; the others ignore them.
+            situ_beta: parameters of some activations; the others ignore them.
+            situ_linear_beta: parameters of some activations; the others ignore them.
+        """
+    @staticmethod
+    def new(
+        input: Tensor,
+        valid_token_counts: Tensor,
+        activation: str,
+        clamp_limit: float = 0.0,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        situ_beta: float = 1.0,
+        situ_linear_beta: float = -1.0,
+    ) -> Tensor:
+        """An activation of the first ``valid_token_counts[e]`` rows of each expert e; other rows are left unchanged.
+
+        ``"silu"``, ``"gelu"`` and ``"gelu_tanh"`` equal `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`;
+        ``"swigluoai"`` equals `swigluoai_and_mul` with `alpha` and `clamp_limit`, ``"swiglustep"`` `swiglustep_and_mul`
+        with `clamp_limit`, and ``"situ"`` `situ_and_mul` with `situ_beta` and `situ_linear_beta`. ``"silu_with_clamp"`` and
+        ``"swigluoai_uninterleave"`` are ``T(T(g / (1 + exp(-alpha * g))) * (u + beta))`` for the halves ``input = [g, u]``,
+        with g at most l and u clamped to +-l, where l is `clamp_limit` rounded to the element type; NaN stays NaN. With the
+        suffix ``"_no_mul"``, the activation is not gated: `silu`, `gelu`, its approximation by tanh, or `relu2` of every
+        element. Modelled on vLLM's op of this name.
+
+        Args:
+            input: of the same dtype, float32, float16 or bfloat16, with rows of hidden_size elements for an activation that
+                is not gated, else of twice as many; the last stride is 1.
+            valid_token_counts: [num_experts] int32, contiguous, or of one element if there is no dimension of experts;
+                clamped to 0 ... num_tokens.
+            activation: one of the names above; others are refused.
+            clamp_limit: parameters of some activations; the others ignore them.
+            alpha: parameters of some activations; the others ignore them.
+            beta: parameters of some activations; the others ignore them.
+            situ_beta: parameters of some activations; the others ignore them.
+            situ_linear_beta: parameters of some activations; the others ignore them.
+
+        Returns:
+            out: [num_experts, num_tokens, hidden_size] or [num_tokens, hidden_size]. Zeros where the op
+                leaves it as it is.
+        """
+
+masked_moe_activation: _masked_moe_activation
+
 class _silu_and_mul_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor) -> None:
         """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
@@ -1795,6 +1923,74 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
         """
 
 silu_and_mul_per_block_quant: _silu_and_mul_per_block_quant
+
+class _situ_and_mul_quant(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        scale: Tensor,
+        input: Tensor,
+        beta: float = 1.0,
+        linear_beta: float = -1.0,
+        group_size: int = 0,
+        num_valid_tokens: Tensor | None = None,
+        topk: int = 1,
+    ) -> None:
+        """`situ_and_mul` of the first rows, written as fp8 with one dynamic scale per group of 128 adjacent elements.
+
+        ``y = T(situ(g, u))``, where T rounds to the dtype of `input`. Each group has the scale ``s = max(max|y|, 1e-30) *
+        (1 / largest)``, and ``out = fp8(y * (1 / s))``; both reciprocals are rounded to float32, and ``largest`` is 448
+        (224 for float8_e4m3fnuz). The maximum ignores NaN, which becomes the largest fp8 value in `out`, as does an
+        infinity, with an infinite scale. Rows from ``num_valid_tokens * topk`` on get scales of 1, and their `out` is left
+        unchanged. For the second GEMM of experts, with the rows of a token's topk choices. Modelled on vLLM's op of this
+        name.
+
+        Args:
+            out: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+            scale: [..., hidden_size / 128] float32, written; constant row stride.
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of 128.
+            beta: bound of the activated gate, not 0
+            linear_beta: bound of y, or a number that is not positive for none.
+            group_size: 128; the default, as in vLLM, is refused.
+            num_valid_tokens: one int32 element, any number
+            topk: rows of a token, at least 1.
+        """
+    @staticmethod
+    def new(
+        input: Tensor,
+        beta: float = 1.0,
+        linear_beta: float = -1.0,
+        group_size: int = 0,
+        num_valid_tokens: Tensor | None = None,
+        topk: int = 1,
+        *,
+        quant_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`situ_and_mul` of the first rows, written as fp8 with one dynamic scale per group of 128 adjacent elements.
+
+        ``y = T(situ(g, u))``, where T rounds to the dtype of `input`. Each group has the scale ``s = max(max|y|, 1e-30) *
+        (1 / largest)``, and ``out = fp8(y * (1 / s))``; both reciprocals are rounded to float32, and ``largest`` is 448
+        (224 for float8_e4m3fnuz). The maximum ignores NaN, which becomes the largest fp8 value in `out`, as does an
+        infinity, with an infinite scale. Rows from ``num_valid_tokens * topk`` on get scales of 1, and their `out` is left
+        unchanged. For the second GEMM of experts, with the rows of a token's topk choices. Modelled on vLLM's op of this
+        name.
+
+        Args:
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of 128.
+            beta: bound of the activated gate, not 0
+            linear_beta: bound of y, or a number that is not positive for none.
+            group_size: 128; the default, as in vLLM, is refused.
+            num_valid_tokens: one int32 element, any number
+            topk: rows of a token, at least 1.
+            quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+
+        Returns:
+            out: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz. Zeros where the op leaves it as it
+                is.
+            scale: [..., hidden_size / 128] float32.
+        """
+
+situ_and_mul_quant: _situ_and_mul_quant
 
 class _gelu_and_mul_sparse(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = 'none') -> None:
@@ -3439,6 +3635,109 @@ class _reshape_and_cache_flash(_Attributes, Protocol):
 
 reshape_and_cache_flash: _reshape_and_cache_flash
 
+class _ngram_compute_n_gram_ids(_Attributes, Protocol):
+    def __call__(
+        self,
+        ne_n: int,
+        ne_k: int,
+        ne_weights: Tensor,
+        ne_mods: Tensor,
+        exclusive_ne_embedder_size_sums: Tensor,
+        exclusive_req_len_sums: Tensor,
+        ne_token_table: Tensor,
+        row_indices: Tensor,
+        column_starts: Tensor,
+        n_gram_ids: Tensor,
+    ) -> None:
+        """The hashed ids of the n-grams that end with each token, for the embedding of LongCat-Flash.
+
+        An n-gram of n tokens, n = 2 ... ne_n, has ne_k ids. The id number ``c = (n - 2) * ne_k + k`` of a token is ``s[c] +
+        h``, where s is `exclusive_ne_embedder_size_sums` and h the sum of ``table[row, column - j] * w[n - 2, k, j] mod m``
+        over j = 0 ... n - 1, again mod m, with ``m = ne_mods[n - 2, k]``; mod is never negative. The sum ends before the
+        first j with ``column - j < 0`` or a negative entry of the table, which stands for a token that no n-gram contains.
+
+        Request r has the tokens from ``exclusive_req_len_sums[r]`` on, before the next request's; token i of it lies at
+        ``row = row_indices[r]`` and ``column = column_starts[r] + i`` of the table. Ids are left unchanged for tokens
+        before the first and after the last request, for rows and columns outside the table, and where m is below 1. Sums
+        that do not ascend give any ids. Modelled on vLLM's op of this name.
+
+        Args:
+            ne_n: tokens of the longest n-gram, 2 to 32
+            ne_k: ids of each n-gram, 1 to 1024.
+            ne_weights: [ne_n - 1, ne_k, ne_n] int32, contiguous: w.
+            ne_mods: [ne_n - 1, ne_k] int32, contiguous: m, the rows of an embedding table.
+            exclusive_ne_embedder_size_sums: [(ne_n - 1) * ne_k + 1] int32, contiguous: s. The last is not read. The sum
+                with h wraps around in 32 bits.
+            exclusive_req_len_sums: [num_requests + 1] int32, contiguous, ascending from 0.
+            ne_token_table: [rows, columns] int32; constant row stride.
+            row_indices: [num_requests] int64, contiguous.
+            column_starts: [num_requests] int32, contiguous: the column of each request's first token.
+            n_gram_ids: [num_tokens, (ne_n - 1) * ne_k] int32, contiguous, written.
+        """
+
+ngram_compute_n_gram_ids: _ngram_compute_n_gram_ids
+
+class _vocab_parallel_embedding(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input_ids: Tensor,
+        weight: Tensor,
+        org_vocab_start_index: int,
+        org_vocab_end_index: int,
+        num_org_vocab_padding: int,
+        added_vocab_start_index: int,
+        added_vocab_end_index: int,
+    ) -> None:
+        """The rows of this rank's part of an embedding table, bit for bit, and zeros for tokens of other ranks.
+
+        The sum of the outputs of all ranks is the embedding. `weight` has rows for the tokens of this rank's range of the
+        original vocabulary, then rows of padding, then rows for its range of added tokens. A token in both ranges is one of
+        the original vocabulary. Modelled on vLLM's op of this name.
+
+        Args:
+            out: [num_tokens, hidden_size] of the dtype of `weight`, written; constant row stride.
+            input_ids: [num_tokens] int32 or int64, contiguous; any values are allowed.
+            weight: [rows, hidden_size], floats, float8 or integers; constant row stride. At least as many rows as both
+                ranges and the padding have.
+            org_vocab_start_index: this rank's tokens of the original vocabulary; the end is exclusive.
+            org_vocab_end_index: this rank's tokens of the original vocabulary; the end is exclusive.
+            num_org_vocab_padding: rows of padding after them.
+            added_vocab_start_index: this rank's added tokens, likewise; an empty range for none.
+            added_vocab_end_index: this rank's added tokens, likewise; an empty range for none.
+        """
+    @staticmethod
+    def new(
+        input_ids: Tensor,
+        weight: Tensor,
+        org_vocab_start_index: int,
+        org_vocab_end_index: int,
+        num_org_vocab_padding: int,
+        added_vocab_start_index: int,
+        added_vocab_end_index: int,
+    ) -> Tensor:
+        """The rows of this rank's part of an embedding table, bit for bit, and zeros for tokens of other ranks.
+
+        The sum of the outputs of all ranks is the embedding. `weight` has rows for the tokens of this rank's range of the
+        original vocabulary, then rows of padding, then rows for its range of added tokens. A token in both ranges is one of
+        the original vocabulary. Modelled on vLLM's op of this name.
+
+        Args:
+            input_ids: [num_tokens] int32 or int64, contiguous; any values are allowed.
+            weight: [rows, hidden_size], floats, float8 or integers; constant row stride. At least as many rows as both
+                ranges and the padding have.
+            org_vocab_start_index: this rank's tokens of the original vocabulary; the end is exclusive.
+            org_vocab_end_index: this rank's tokens of the original vocabulary; the end is exclusive.
+            num_org_vocab_padding: rows of padding after them.
+            added_vocab_start_index: this rank's added tokens, likewise; an empty range for none.
+            added_vocab_end_index: this rank's added tokens, likewise; an empty range for none.
+
+        Returns:
+            out: [num_tokens, hidden_size] of the dtype of `weight`.
+        """
+
+vocab_parallel_embedding: _vocab_parallel_embedding
+
 class _skinny_linear(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
@@ -4137,6 +4436,37 @@ class _dsv3_router_gemm(_Attributes, Protocol):
         """
 
 dsv3_router_gemm: _dsv3_router_gemm
+
+class _fp32_router_gemm(_Attributes, Protocol):
+    def __call__(self, output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
+        """A router with a float32 weight: ``output = mat_a @ mat_b.T``, multiplied and accumulated in float32.
+
+        For the decode step, as the routers of MiniMax-M2 need it. With bfloat16 tokens the weight is read once for every
+        four of them, so for many tokens a conversion to float32 and `linear` is faster. Modelled on vLLM's op of this name,
+        which has a list of sizes and at most 48 tokens.
+
+        Args:
+            output: [tokens, experts] float32, written; constant row stride.
+            mat_a: the tokens, [tokens, K], bfloat16 or float32; at most 2^18 tokens if bfloat16; constant row stride.
+            mat_b: the weight, [experts, K] float32; constant row stride.
+        """
+    @staticmethod
+    def new(mat_a: Tensor, mat_b: Tensor) -> Tensor:
+        """A router with a float32 weight: ``output = mat_a @ mat_b.T``, multiplied and accumulated in float32.
+
+        For the decode step, as the routers of MiniMax-M2 need it. With bfloat16 tokens the weight is read once for every
+        four of them, so for many tokens a conversion to float32 and `linear` is faster. Modelled on vLLM's op of this name,
+        which has a list of sizes and at most 48 tokens.
+
+        Args:
+            mat_a: the tokens, [tokens, K], bfloat16 or float32; at most 2^18 tokens if bfloat16; constant row stride.
+            mat_b: the weight, [experts, K] float32; constant row stride.
+
+        Returns:
+            output: [tokens, experts] float32.
+        """
+
+fp32_router_gemm: _fp32_router_gemm
 
 class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
     def __call__(

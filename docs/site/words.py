@@ -30,6 +30,9 @@ WORDS = {
     "swap_blocks": ("CPU offload",),
     # collective
     "all_reduce": ("custom all-reduce", "tensor parallelism"),
+    # embedding
+    "vocab_parallel_embedding": ("token embedding",),
+    "ngram_compute_n_gram_ids": ("n-gram embedding", "LongCat-Flash"),
     # linear
     "linear": ("GEMM", "matmul", "dense linear layer"),
     "cutlass_scaled_mm": ("fp8 GEMM", "int8 GEMM", "W8A8", "fp8 blocks"),

@@ -6,7 +6,7 @@
 // One vector of results per thread (elementwise.cuh), computed in float32 and rounded once.
 
 #include "elementwise.cuh"
-#include "math.cuh"
+#include "gated.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
@@ -19,22 +19,6 @@ swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
     const scalar_t* pairs = input + at.row * input_stride + 2 * at.column;
-    float x[2][VEC_SIZE], y[VEC_SIZE];
-    vec_t::load(pairs).to_floats(x[0]);
-    vec_t::load(pairs + VEC_SIZE).to_floats(x[1]);
-#pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) {
-        const int even = 2 * j, odd = 2 * j + 1;
-        const float g = fminf(x[even / VEC_SIZE][even % VEC_SIZE], limit);
-        const float u = fmaxf(fminf(x[odd / VEC_SIZE][odd % VEC_SIZE], limit), -limit);
-        // The share of g comes first: u + 1 times a large g may overflow, and 0 times infinity would be NaN.
-        float share;
-        if constexpr (sizeof(scalar_t) == 2) {
-            share = logistic_share(g, g * alpha);
-        } else {
-            share = ieee_divide(g, 1.0f + expf(-g * alpha));
-        }
-        y[j] = ieee_multiply(u + 1.0f, share);
-    }
-    vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
+    swigluoai(vec_t::load(pairs), vec_t::load(pairs + VEC_SIZE), alpha, limit)
+        .store(out + at.row * out_stride + at.column);
 }

@@ -8,9 +8,7 @@
 // Threads: one vector of each half per thread (elementwise.cuh).
 
 #include "elementwise.cuh"
-#include "math.cuh"
-
-using vec_t = Vec<scalar_t, VEC_SIZE>;
+#include "gated.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
@@ -20,12 +18,5 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
     const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
-    float y[VEC_SIZE], v[VEC_SIZE];
-    swish<false>(y, g, 1.0f);
-    u.to_floats(v);
-#pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) {
-        y[j] = ieee_multiply(at_most(y[j], limit), at_most(-at_most(-v[j], limit), limit));
-    }
-    vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
+    swiglustep(g, u, limit).store(out + at.row * out_stride + at.column);
 }

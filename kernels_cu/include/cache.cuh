@@ -81,3 +81,22 @@ DEVICE void each_piece(Load load, Store store) {
         }
     }
 }
+
+// Fills rows first ... first + BATCH - 1 of `out`, as far as there are num_outputs rows, with rows of `from`: `sources`
+// has their numbers, and a negative one means a row of zeros. The thread moves the vector at `column` of each row. Its
+// loads are in flight together.
+template <int VEC_SIZE, int BATCH, typename T, typename index_t>
+DEVICE void gather_rows(T* out, const T* from, const index_t (&sources)[BATCH], int64_t first, int64_t num_outputs,
+                        int64_t column, int64_t out_stride, int64_t from_stride) {
+    Words<VEC_SIZE> words[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+        words[i] = Words<VEC_SIZE>{};
+        if (sources[i] >= 0) words[i] = load_words<VEC_SIZE>(from + sources[i] * from_stride + column);
+    }
+    keep_loads();
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+        if (first + i < num_outputs) store_words<VEC_SIZE>(out + (first + i) * out_stride + column, words[i]);
+    }
+}

@@ -53,7 +53,7 @@ DEVICE void swish(float (&y)[N], const Vec<T, N>& vec, float beta) {
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = quotient(x[i], 1.0f + expf(-beta * x[i]));
-        if (fabsf(beta) * vec.absmax() < 87.0f) return;  // exp(87) < 2^126
+        if (ieee_abs(beta) * vec.absmax() < 87.0f) return;  // exp(87) < 2^126
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = ieee_divide(x[i], 1.0f + expf(-beta * x[i]));
     }

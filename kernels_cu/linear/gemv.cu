@@ -1,6 +1,6 @@
 // gemv: a linear layer for decode (small M), bound by the bandwidth of reading the weight.
 //
-//     out[t, n] = T(sum_k input[t, k] * weight[n, k] + bias[n]), summed in float32    T: dtype of all tensors
+//     out[t, n] = T(sum_k input[t, k] * weight[n, k] + bias[n]), summed in float32    T: dtype of all tensors but input
 //
 // SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
 // BATCH vectors per lane, adjacent lanes take adjacent vectors. blockIdx.y counts groups of TOKENS tokens; blocks along
@@ -8,6 +8,7 @@
 // input stays in the L1 cache. While the previous kernel still runs, each warp prefetches its first chunk to L2.
 //
 // Constants:
+//     input_t       element type of input
 //     HIDDEN_SIZE   K, the length of each dot product
 //     TOKENS        tokens of a block
 //     SPLIT         warps that share a row of the weight; divides the warps of a block
@@ -43,7 +44,7 @@ DEVICE void prefetch_weight(const scalar_t* weight, int64_t output_size, int64_t
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemv(scalar_t* out,           // [num_tokens, output_size]
-     const scalar_t* input,   // [num_tokens, HIDDEN_SIZE]
+     const input_t* input,    // [num_tokens, HIDDEN_SIZE]
      const scalar_t* weight,  // [output_size, HIDDEN_SIZE]
      const scalar_t* bias,    // [output_size]
      int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride) {
@@ -83,7 +84,8 @@ gemv(scalar_t* out,           // [num_tokens, output_size]
             for (int t = 0; t < TOKENS; ++t) {
                 const int64_t token = TOKENS == 1 || first_token + t < num_tokens ? first_token + t : num_tokens - 1;
                 float x[VEC_SIZE];
-                vec_t::load(input + token * input_stride + int64_t(vector_of(step % CHUNKS, b)) * VEC_SIZE)
+                Vec<input_t, VEC_SIZE>::load(input + token * input_stride +
+                                             int64_t(vector_of(step % CHUNKS, b)) * VEC_SIZE)
                     .to_floats(x);
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) sums[t] = fmaf(v[j], x[j], sums[t]);

@@ -23,19 +23,10 @@ shuffle_rows(scalar_t* output_tensor,       // [num_outputs, hidden_size], bytes
     const int64_t first = at.row * BATCH;
     int32_t sources[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) sources[i] = dst2src_map[min(first + i, num_outputs - 1)];
-    Words<VEC_SIZE> words[BATCH];
-#pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-        words[i] = Words<VEC_SIZE>{};
-        if (sources[i] >= 0 && sources[i] < num_sources) {
-            words[i] = load_words<VEC_SIZE>(input_tensor + sources[i] * input_stride + at.column);
-        }
+        sources[i] = dst2src_map[min(first + i, num_outputs - 1)];
+        if (sources[i] >= num_sources) sources[i] = -1;
     }
-    keep_loads();
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-        if (first + i < num_outputs)
-            store_words<VEC_SIZE>(output_tensor + (first + i) * out_stride + at.column, words[i]);
-    }
+    gather_rows<VEC_SIZE>(output_tensor, input_tensor, sources, first, num_outputs, at.column, out_stride,
+                          input_stride);
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import elementwise, gated, quant, sparse
+from . import elementwise, gated, masked, quant, sparse
 from .elementwise import *
 from .gated import *
+from .masked import *
 from .quant import *
 from .sparse import *
 
@@ -12,4 +13,5 @@ __all__: list[str] = []
 __all__ += gated.__all__
 __all__ += sparse.__all__
 __all__ += quant.__all__
+__all__ += masked.__all__
 __all__ += elementwise.__all__

@@ -16,7 +16,7 @@ from ._common import min_blocks_of_silu
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "silu", "xielu"]
+__all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "relu_squared", "silu", "xielu"]
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
@@ -150,6 +150,21 @@ def plan_relu2(out: TensorArg, input: TensorArg) -> Launch:
 
 
 relu2.example(example_elementwise)
+
+
+@op(out="out", in_place={"out": "input"}, ulps=0)
+def relu_squared(out: Tensor, input: Tensor) -> None:
+    """`relu2` by the name of vLLM's op: ``out = T(max(x, 0)^2)``. NaN stays NaN, which vLLM's op makes 0.
+
+    Args:
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
+    """
+    relu2.reference(out, input)
+
+
+relu_squared.plan(plan_relu2)
+relu_squared.example(example_elementwise)
 
 
 @op(out="out", in_place={"out": "input"})

@@ -22,6 +22,7 @@ __all__ = [
     "mul_and_silu",
     "silu_and_mul",
     "silu_and_mul_with_clamp",
+    "situ_and_mul",
     "swigluoai_and_mul",
     "swiglustep_and_mul",
 ]
@@ -29,6 +30,7 @@ __all__ = [
 _act_and_mul = Kernel("activation/act_and_mul.cu")
 _fatrelu_and_mul = Kernel("activation/fatrelu_and_mul.cu")
 _silu_and_mul_with_clamp = Kernel("activation/silu_and_mul_with_clamp.cu")
+_situ_and_mul = Kernel("activation/situ_and_mul.cu")
 _swigluoai_and_mul = Kernel("activation/swigluoai_and_mul.cu")
 _swiglustep_and_mul = Kernel("activation/swiglustep_and_mul.cu")
 
@@ -282,3 +284,41 @@ def example_swiglustep_and_mul(
     make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
     return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 7.0)
+
+
+@op(out="out")
+def situ_and_mul(out: Tensor, input: Tensor, beta: float = 1.0, linear_beta: float = -1.0) -> None:
+    """SituGLU: ``out = T(beta * tanh(g / beta) / (1 + exp(-g)) * y)`` for the halves ``input = [g, u]``.
+
+    ``y = linear_beta * tanh(u / linear_beta)`` if `linear_beta` is above 0, else ``y = u``. Computed in float32 and
+    rounded once; NaN stays NaN. The gate of Kimi K3. Modelled on vLLM's op of this name.
+
+    Args:
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
+        beta: bound of the activated gate, not 0; linear_beta: bound of y, or a number that is not positive for none.
+    """
+    out.copy_(situ(input, beta, linear_beta))
+
+
+def situ(input: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """SituGLU of the halves of `input`, not rounded, in float64."""
+    gate, up = input.double().chunk(2, dim=-1)
+    bounded = linear_beta * torch.tanh(up / linear_beta) if linear_beta > 0 else up
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * bounded
+
+
+situ_and_mul.result(result_gated)
+
+
+@situ_and_mul.plan
+def plan_situ_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_situ_and_mul, out, input)
+
+
+@situ_and_mul.example
+def example_situ_and_mul(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16", bounded: bool = True
+) -> tuple[Any, ...]:
+    linear_beta = 25.0 if bounded else -1.0
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 4.0, linear_beta)

@@ -10,21 +10,24 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors.dtypes import E4M3, bfloat16, float16, float32, int8
+from ..._core.tensors.dtypes import E4M3, bfloat16, float16, float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8
 from ._common import check_halves, min_blocks_of_silu, result_gated
+from .gated import situ
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant"]
+__all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant", "situ_and_mul_quant"]
 
 _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
+_situ_and_mul_quant = Kernel("activation/situ_and_mul_quant.cu")
 _silu_and_mul_per_block_quant = Kernel("activation/silu_and_mul_per_block_quant.cu")
-# silu_and_mul_per_block_quant.cu: elements per thread, and threads per block. Blocks are small, so that a small M
-# spreads over all SMs.
+# Kernels with group scales: elements per thread, and threads per block. Blocks are small, so that a small M spreads
+# over all SMs.
 _VEC_SIZE, _NUM_THREADS = 8, 128
+_SITU_GROUP, _SITU_BLOCKS = 128, 12  # situ_and_mul_quant.cu: elements of a group; resident blocks per SM, 40 registers
 
 
 @op(out="result", ulps=0)
@@ -206,4 +209,121 @@ def example_silu_and_mul_per_block_quant(
         group_size,
         make.full(1, value=0.002, dtype="float32") if with_bound and quant_dtype != "int8" else None,
         False,
+    )
+
+
+@op(out="scale", partial="out")
+def situ_and_mul_quant(
+    out: Tensor,
+    scale: Tensor,
+    input: Tensor,
+    beta: float = 1.0,
+    linear_beta: float = -1.0,
+    group_size: int = 0,
+    num_valid_tokens: Tensor | None = None,
+    topk: int = 1,
+) -> None:
+    """`situ_and_mul` of the first rows, written as fp8 with one dynamic scale per group of 128 adjacent elements.
+
+    ``y = T(situ(g, u))``, where T rounds to the dtype of `input`. Each group has the scale ``s = max(max|y|, 1e-30) *
+    (1 / largest)``, and ``out = fp8(y * (1 / s))``; both reciprocals are rounded to float32, and ``largest`` is 448
+    (224 for float8_e4m3fnuz). The maximum ignores NaN, which becomes the largest fp8 value in `out`, as does an
+    infinity, with an infinite scale. Rows from ``num_valid_tokens * topk`` on get scales of 1, and their `out` is left
+    unchanged. For the second GEMM of experts, with the rows of a token's topk choices. Modelled on vLLM's op of this
+    name.
+
+    Args:
+        out: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        scale: [..., hidden_size / 128] float32, written; constant row stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of 128.
+        beta: bound of the activated gate, not 0; linear_beta: bound of y, or a number that is not positive for none.
+        group_size: 128; the default, as in vLLM, is refused.
+        num_valid_tokens: one int32 element, any number; None: all rows are valid.
+        topk: rows of a token, at least 1.
+    """
+    y = situ(input, beta, linear_beta).to(input.dtype).float().unflatten(-1, (-1, group_size))
+    largest = fp8.largest_code(out.dtype)
+    scales = fp8.absmax(y).clamp(min=1e-30) * torch.full((), 1.0 / largest, dtype=torch.float32, device=y.device)
+    quants = fp8.saturate(y * (1.0 / scales), out.dtype).flatten(-2)
+    valid = torch.ones(out.shape[:-1], dtype=torch.bool, device=y.device)
+    if num_valid_tokens is not None:
+        valid.view(-1)[max(0, int(num_valid_tokens) * topk) :] = False
+    scale.copy_(scales.squeeze(-1).where(valid[..., None], 1.0))
+    out.copy_(torch.where(valid[..., None], quants.view(torch.uint8), out.view(torch.uint8)).view(out.dtype))
+
+
+@situ_and_mul_quant.result
+def result_situ_and_mul_quant(
+    input: TensorArg, group_size: int, *, quant_dtype: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """Quantized values of `input`.
+
+    Args:
+        quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
+    """
+    quants = result_gated(input)._replace(dtype=fp8.chosen(input, quant_dtype))
+    return quants, Result((*quants.shape[:-1], quants.shape[-1] // max(1, group_size)), float32)
+
+
+@situ_and_mul_quant.plan
+def plan_situ_and_mul_quant(
+    out: TensorArg,
+    scale: TensorArg,
+    input: TensorArg,
+    group_size: int,
+    num_valid_tokens: TensorArg | None,
+    topk: int,
+) -> Launch:
+    check.dtype(input, float16, bfloat16)
+    check_halves(out, input)
+    check.dtype(out, *E4M3)
+    if group_size != _SITU_GROUP:
+        raise check.refuse(input, "group_size", f"expected {_SITU_GROUP}, got {group_size}")
+    if topk < 1:
+        raise check.refuse(input, "topk", f"expected at least 1, got {topk}")
+    hidden_size, num_rows = out.shape[-1], check.num_rows(out)
+    if hidden_size % group_size:
+        raise out.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
+    check.dtype(scale, float32)
+    expected = (*out.shape[:-1], hidden_size // group_size)
+    if scale.shape != expected:
+        raise scale.error(f"expected shape {expected}, got {scale.shape}")
+    check.row_size(scale)
+    if num_valid_tokens is not None:
+        check.scalar(num_valid_tokens, int32)
+    return _situ_and_mul_quant(
+        scalar_t=input.dtype,
+        code_t=out.dtype,
+        HIDDEN_SIZE=hidden_size or group_size,  # never 0: the kernel divides by it, and must compile for empty rows
+        ACCESS_SIZE=check.vector_width(_VEC_SIZE, out, input),
+        HAS_COUNT=num_valid_tokens is not None,
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=_SITU_BLOCKS,
+    ).launch(
+        grid=-(-num_rows * hidden_size // (_VEC_SIZE * _NUM_THREADS)),
+        block=_NUM_THREADS,
+        num_rows=num_rows,
+        out_stride=check.row_stride(out),
+        input_stride=check.row_stride(input),
+        scale_stride=check.row_stride(scale),
+    )
+
+
+@situ_and_mul_quant.example
+def example_situ_and_mul_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[3072, 384] = 3072,
+    dtype: Literal["float16", "bfloat16"] = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+    with_count: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.empty(num_tokens, hidden_size // _SITU_GROUP, dtype="float32"),
+        make.randn(num_tokens, 2 * hidden_size, dtype=dtype),
+        *(4.0, 25.0, _SITU_GROUP),
+        make.full(1, value=num_tokens // 4, dtype="int32") if with_count else None,
+        2,
     )

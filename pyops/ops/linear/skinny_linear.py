@@ -74,7 +74,8 @@ class SkinnyConfig:
         pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
         strides = problem.epilogue.arguments()
         return kernel(
-            scalar_t=problem.dtype,
+            scalar_t=problem.b.dtype,
+            input_t=problem.a.dtype,
             HIDDEN_SIZE=problem.k,
             VEC_SIZE=self.vec_size,
             TOKENS=self.tokens,

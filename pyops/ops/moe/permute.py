@@ -13,7 +13,8 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32, int64
 from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks
-from ._common import MOVED, as_bytes, check_matrix, check_topk
+from .._shared.copied_rows import MOVED, as_bytes, check_matrix
+from ._common import check_topk
 from ._sort import check_count, check_ids, check_map, local_experts, sort_launch, sorted_rows
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
-from .._shared import chunks
-from ._common import MOVED, as_bytes, check_matrix, check_topk
+from .._shared import chunks, copied_rows
+from .._shared.copied_rows import MOVED, check_matrix
+from ._common import check_topk
 from ._sort import check_count, check_ids, check_map, local_experts
 
 if TYPE_CHECKING:
@@ -23,10 +24,7 @@ __all__ = ["moe_sum", "moe_sum_experts", "shuffle_rows"]
 
 _moe_sum = Kernel("moe/moe_sum.cu")
 _shuffle_rows = Kernel("moe/shuffle_rows.cu")
-_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # blocks of 256 threads per SM: 64 registers for eight loads, 32 to copy
-# shuffle_rows: rows per thread, if that leaves this many threads per SM. With one row, a thread waits for the map and
-# then for the row, which gave 2.8 TB/s on an H200 for 32768 rows of 8 KiB. These numbers are predicted, not measured.
-_BATCH, _BATCH_THREADS = 4, 1024
+_SUM_BLOCKS = 4  # blocks of 256 threads per SM: 64 registers for eight loads
 
 
 @op(out="output", ulps=0)
@@ -187,17 +185,7 @@ def plan_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg, output_te
     check.sizes(output_tensor, num_rows=None, hidden_size=hidden_size)
     check.sizes(dst2src_map, num_rows=None)
     check.at_least(dst2src_map, int32, num_rows)
-    out = as_bytes(output_tensor)
-    vectors = out.nbytes // check.vector_width(out.shape[1], out, as_bytes(input_tensor))
-    batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.num_sms else 1
-    return chunks.launch(
-        _shuffle_rows,
-        replace(out, shape=(-(-num_rows // batch), out.shape[1])),
-        as_bytes(input_tensor),
-        min_blocks=_COPY_BLOCKS,
-        BATCH=batch,
-        fixed={"num_sources": num_sources, "num_outputs": num_rows},
-    )
+    return copied_rows.gather(_shuffle_rows, output_tensor, input_tensor, {"num_sources": num_sources})
 
 
 @shuffle_rows.bad_indices

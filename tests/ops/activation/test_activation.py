@@ -44,12 +44,14 @@ GATED = {
         lambda g, u: g.clamp(max=0.75) * sigmoid(g.clamp(max=0.75)) * u.clamp(-0.75, 0.75),
     ),
     "swiglustep_and_mul": ((1.5,), lambda g, u: (g * sigmoid(g)).clamp(max=1.5) * u.clamp(-1.5, 1.5)),
+    "situ_and_mul": ((4.0, 2.5), lambda g, u: 4 * torch.tanh(g / 4) * sigmoid(g) * 2.5 * torch.tanh(u / 2.5)),
 }
 PLAIN = {
     "gelu_new": ((), lambda x: x / 2 * (1 + torch.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))),
     "gelu_fast": ((), lambda x: x / 2 * (1 + torch.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))),
     "gelu_quick": ((), lambda x: x * sigmoid(1.702 * x)),
     "relu2": ((), lambda x: x.clamp(min=0) ** 2),
+    "relu_squared": ((), lambda x: x.clamp(min=0) ** 2),
     "silu": ((), lambda x: x * sigmoid(x)),
 }
 # The same in eager PyTorch, which kernels equal bit for bit on the same device.
@@ -62,7 +64,8 @@ EAGER = {
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
 # Ops that compute each element independently: `chunks.launch` gives each thread one vector.
-BY_CHUNKS = [name for name in activation.__all__ if name not in ("gelu_and_mul_sparse", "silu_and_mul_per_block_quant")]
+OTHERS = {"gelu_and_mul_sparse", "masked_moe_activation", "silu_and_mul_per_block_quant", "situ_and_mul_quant"}
+BY_CHUNKS = [name for name in activation.__all__ if name not in OTHERS]
 
 
 def make(*shape: int, dtype: torch.dtype, where: str = "cpu") -> torch.Tensor:
