@@ -238,7 +238,7 @@ def situ_and_mul_quant(
         input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of 128.
         beta: bound of the activated gate, not 0; linear_beta: bound of y, or a number that is not positive for none.
         group_size: 128; the default, as in vLLM, is refused.
-        num_valid_tokens: one int32 element, any number; None: all rows are valid.
+        num_valid_tokens: one int32 element, any number; without it all rows are valid.
         topk: rows of a token, at least 1.
     """
     y = situ(input, beta, linear_beta).to(input.dtype).float().unflatten(-1, (-1, group_size))
