@@ -178,7 +178,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("on", "op", "axes", "kernel", "tiles"), CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("on", "op", "axes", "kernel", "tiles"), CHOICES, ids=lambda one: one.name if isinstance(one, Op) else str(one)
+)
 def test_choice(on: str, op: Op, axes: dict[str, Any], kernel: str, tiles: int) -> None:
     """Prefill kernels where CTAs of attention_decode.cu would read a large cache several times; registers suffice."""
     assert op.example is not None
