@@ -23,6 +23,8 @@
 // TMA spends about 2 ns on each row past the end of a tensor. So a box of its own size, a_tail_map, loads the rows of
 // the last, partial row tile; the accumulators of the other rows are never stored.
 //
+// Up to `group_rows` row tiles, in clusters, form a group that shares columns of b in the L2 cache.
+//
 // Four parts make the kernel: the scheduler (tile_scheduler.cuh), the loader (TileLoader), the main loop
 // (mainloop_sm90.cuh) and the epilogue (tile_epilogue.cuh).
 //

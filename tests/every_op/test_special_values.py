@@ -269,6 +269,8 @@ SUMS |= {
     "dsv3_router_gemm",
     "cutlass_scaled_sparse_mm",
     "cutlass_blockwise_scaled_grouped_mm",  # partial sums of blocks of K under scales of 3e38
+    "cutlass_w4a8_moe_mm",  # likewise, of groups of K
+    "merge_attn_states",  # a sum of two products, which may cancel: zero, or a rounding error times an infinite factor
 }
 OPS = [
     op for name, op in pyops.registry.items() if name not in SUMS and not re.search("attention|mla_decode|conv1d", name)

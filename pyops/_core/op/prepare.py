@@ -151,11 +151,15 @@ def _cpu_call(
             planned = launches if backend.get().warp_size() == 32 else in_wide_warps(args)
             _run_on_host(declaration, planner, planned, tensors, addresses, args)
         else:
-            tensors_of_torch = args if library == "torch" else as_torch(args)
-            with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
-                declaration.applied(declaration.reference, tensors_of_torch)()
+            _run_reference(declaration, library, args)
 
     return run
+
+
+def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) -> None:
+    args = args if library == "torch" else as_torch(args)
+    with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
+        declaration.applied(declaration.reference, args)()
 
 
 def _run_on_host(
