@@ -1952,7 +1952,7 @@ class _situ_and_mul_quant(_Attributes, Protocol):
             beta: bound of the activated gate, not 0
             linear_beta: bound of y, or a number that is not positive for none.
             group_size: 128; the default, as in vLLM, is refused.
-            num_valid_tokens: one int32 element, any number
+            num_valid_tokens: one int32 element, any number; without it all rows are valid.
             topk: rows of a token, at least 1.
         """
     @staticmethod
@@ -1980,7 +1980,7 @@ class _situ_and_mul_quant(_Attributes, Protocol):
             beta: bound of the activated gate, not 0
             linear_beta: bound of y, or a number that is not positive for none.
             group_size: 128; the default, as in vLLM, is refused.
-            num_valid_tokens: one int32 element, any number
+            num_valid_tokens: one int32 element, any number; without it all rows are valid.
             topk: rows of a token, at least 1.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
