@@ -69,8 +69,7 @@ struct TanhFraction {
 };
 
 // SituGLU of a gate g and a factor u: beta * tanh(g / beta) / (1 + exp(-g)) * u; BOUNDED: with linear_beta * tanh(u /
-// linear_beta) for u. 16-bit results take one reciprocal for all
-// three quotients.
+// linear_beta) for u. 16-bit results take one reciprocal for all three quotients.
 template <bool BOUNDED, typename T, int N>
 DEVICE Vec<T, N> situ(const Vec<T, N>& gate, const Vec<T, N>& up, float beta, float linear_beta) {
     float g[N], u[N];

@@ -6,9 +6,7 @@
 // One vector of each half per thread (elementwise.cuh).
 
 #include "elementwise.cuh"
-#include "math.cuh"
-
-using vec_t = Vec<scalar_t, VEC_SIZE>;
+#include "gated.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
@@ -19,16 +17,7 @@ silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
     const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
-    const float bound = round_to<scalar_t>(limit);
-    const vec_t gate = map(g, [=](float x) { return at_most(x, bound); });
-    float share[VEC_SIZE], up[VEC_SIZE];
-    swish<true>(gate, alpha).to_floats(share);
-    u.to_floats(up);
-#pragma unroll
-    for (int i = 0; i < VEC_SIZE; ++i) {
-        up[i] = clamped(up[i], bound);
-        if (beta != 0.0f) up[i] = ieee_add(up[i], beta);  // -0 + 0 would be +0
-        share[i] = ieee_multiply(share[i], up[i]);
-    }
-    vec_t::from_floats(share).store(result + at.row * out_stride + at.column);
+    // A u of -0 stays: -0 + 0 would be +0.
+    const float addend = beta == 0.0f ? -0.0f : beta;
+    clamped_swiglu(g, u, limit, alpha, addend).store(result + at.row * out_stride + at.column);
 }
