@@ -62,9 +62,9 @@ template <> struct lane_mask_of<64> { using type = uint64_t; };
 using lane_mask_t = lane_mask_of<WARP_SIZE>::type;
 constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
 
-// Programmatic dependent launch. A kernel that starts with this statement may be launched while the previous kernel in
-// the stream still runs. The call returns when the previous kernel has ended and its writes are visible; then the next
-// kernel may be launched.
+// Programmatic dependent launch. A kernel that calls this before it touches global memory may be launched while the
+// previous kernel in the stream still runs (docs/kernels.md has the rule). The call returns when the previous kernel has
+// ended and its writes are visible; then the next kernel may be launched.
 DEVICE void await_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");

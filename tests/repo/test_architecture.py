@@ -230,7 +230,7 @@ def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_may_be_started_early(name: str) -> None:
-    """Its first statement waits for the kernel before it, so launches overlap."""
+    """It waits for the kernel before it ahead of any access to global memory, so launches overlap."""
     assert source.signature(name).overlaps
 
 
