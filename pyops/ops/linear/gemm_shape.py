@@ -11,6 +11,11 @@ FP8 = float8_e4m3fn, float8_e5m2
 K_TILE_BYTES = 128  # bytes of K in a k-tile of the WGMMA kernels: one row of the 128-byte swizzle
 
 
+def num_k_tiles(k: int, dtype: DType) -> int:
+    """k-tiles of the WGMMA kernels."""
+    return -(-k * dtype.itemsize // K_TILE_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class GemmShape:
     """Equal for all problems that one Config serves.
@@ -60,7 +65,7 @@ class GemmShape:
     @property
     def num_k_tiles(self) -> int:
         """k-tiles of the WGMMA kernels."""
-        return -(-self.k * self.dtype.itemsize // K_TILE_BYTES)
+        return num_k_tiles(self.k, self.dtype)
 
     @property
     def is_fp8(self) -> bool:

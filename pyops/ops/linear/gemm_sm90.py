@@ -16,7 +16,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float16, int8
 from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
-from .gemm_shape import FP8, K_TILE_BYTES
+from .gemm_shape import FP8, K_TILE_BYTES, num_k_tiles
 
 _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
@@ -83,7 +83,7 @@ class GemmConfig:
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
         """Other tiles, clusters, tile orders and splits of the last wave."""
-        most = self.waves(problem.m, problem.b.rows, num_k_tiles(problem), device).max_splits
+        most = self.waves(problem.m, problem.b.rows, num_k_tiles(problem.k, problem.dtype), device).max_splits
         found = tuning.varied(
             self,
             tile_n=(64, 128, 192, 224, 256),
@@ -115,7 +115,7 @@ class GemmConfig:
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
-        waves = self.waves(problem.m, problem.b.rows, num_k_tiles(problem), device)
+        waves = self.waves(problem.m, problem.b.rows, num_k_tiles(problem.k, problem.dtype), device)
         rest, splits = waves.rest, min(self.splits, waves.max_splits)
         sharers = max(1, rest * splits)
         parts = self.cluster * (rest + sharers - 1) if splits > 1 else 0  # partial accumulator tiles
@@ -190,7 +190,11 @@ class SwapConfig:
         )
         epilogue = problem.epilogue
         most = max_swap_rows(problem.dtype in FP8, epilogue.block_scaled)
-        return [one for one in found if one.fits(num_k_tiles(problem), epilogue.is_gated) and one.tile_m <= most]
+        return [
+            one
+            for one in found
+            if one.fits(num_k_tiles(problem.k, problem.dtype), epilogue.is_gated) and one.tile_m <= most
+        ]
 
     def tiles(self, m: int, b_rows: int) -> int:
         return -(-m // self.tile_m) * -(-b_rows // self.tile_n)
@@ -249,10 +253,6 @@ def sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
 def max_swap_rows(is_fp8: bool, block_scaled: bool) -> int:
     """The largest tile M of gemm_sm90_swap_ab.cu, which promotes the accumulators of fp8 operands."""
     return _MAX_BLOCKED_ROWS if block_scaled else _MAX_PROMOTED_ROWS if is_fp8 else _MAX_SWAP_ROWS
-
-
-def num_k_tiles(problem: GemmProblem) -> int:
-    return -(-problem.k * problem.dtype.itemsize // K_TILE_BYTES)
 
 
 def _a_maps(problem: GemmProblem, tile_m: int) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Literal
 
 from ..._core.tensors.dtypes import DType, bfloat16
+from .gemm_shape import num_k_tiles
 from .grouped_problem import GroupedProblem
 
 Scales = Literal["none", "row", "block"]
-K_TILE_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
 _DEVIATIONS = 8  # standard deviations from the mean beyond which no expert is expected to have rows
 _MAX_COUNTS = 8192  # distributions of rows, and numbers of tiles, that a process remembers
 
@@ -69,7 +69,7 @@ class GroupedShape:
 
     @property
     def num_k_tiles(self) -> int:
-        return -(-self.k * self.dtype.itemsize // K_TILE_BYTES)
+        return num_k_tiles(self.k, self.dtype)
 
     @property
     def nbytes(self) -> float:

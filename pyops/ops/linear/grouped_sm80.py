@@ -9,8 +9,9 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .gemm_problem import HELD_STAGES
+from .gemm_shape import K_TILE_BYTES
 from .grouped_problem import GROUP, GroupedProblem
-from .grouped_shape import K_TILE_BYTES, GroupedShape
+from .grouped_shape import GroupedShape
 
 _mma = Kernel("linear/grouped_gemm_sm80.cu")
 

@@ -9,8 +9,9 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from .gemm_problem import SCALE_BLOCK
+from .gemm_shape import K_TILE_BYTES
 from .grouped_problem import GROUP, GroupedProblem
-from .grouped_shape import K_TILE_BYTES, GroupedShape
+from .grouped_shape import GroupedShape
 
 _hopper = Kernel("linear/grouped_gemm_sm90.cu")
 

@@ -17,6 +17,7 @@ from .._shared.scalar_type import uint4b8
 from . import gemm_engines, packed_hopper, packed_mma, packed_narrow, packed_rates, packed_tile
 from .dequantize_packed import DequantizeConfig
 from .gemm_rates import num_clusters
+from .gemm_shape import K_TILE_BYTES
 from .packed_hopper import PackedConfig
 from .packed_mma import PackedMmaConfig
 from .packed_narrow import PackedNarrowConfig
@@ -35,7 +36,6 @@ _BITS = {
 }
 # {layout: the layout of zero points that kernels read}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}
-_L2_ROW = 128  # bytes of a row of a in a k-tile
 
 
 def unread(shape: PackedShape) -> str | None:
@@ -165,7 +165,7 @@ def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: 
     wide, k_tiles = config.tile_n / 128, -(-shape.k // packed_hopper.step_rows(shape.layout))  # of one box
     code = rates.code * (rates.table_code if shape.is_table else rates.awq_code if shape.layout == "awq" else 1.0)
     mma = config.tile_m * wide * (rates.mma + (rates.promote if shape.promoted else 0.0))
-    of_weight = shape.weight_bytes * config.tile_n / (shape.n * k_tiles * _L2_ROW)
+    of_weight = shape.weight_bytes * config.tile_n / (shape.n * k_tiles * K_TILE_BYTES)
     loads = rates.l2 * (min(shape.m, config.tile_m) / config.neighbours + of_weight)
     k_tile = rates.k_tile / config.boxes + overlapped(mma, code * config.tile_n, loads)
     end = rates.tile + rates.epilogue * config.tile_m * wide + (config.neighbours - 1) * rates.neighbour
