@@ -80,8 +80,6 @@ def test_report_of_layers() -> None:
 
 def test_rates_come_with_their_errors() -> None:
     for found in json.loads(engines.table(FAMILY).read_text()).values():
-        if not found["errors"]:  # derived from measurements of docs/performance, not fitted yet
-            continue
         assert found["errors"]["median error of a time"] < 0.05
         assert found["errors"]["rows"] >= 30
         assert found["rates"].keys() == set(pyops.ops.linear.grouped_rates.GroupedRates.__slots__)

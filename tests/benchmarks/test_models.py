@@ -159,6 +159,6 @@ def test_times_of_a_file_are_fitted(family: fit.Family, tmp_path: Path, capsys: 
 def test_rates_come_with_their_errors(family: fit.Family) -> None:
     for found in json.loads(engines.table(family.name).read_text()).values():
         assert set(found["rates"]) == {one.name for one in fields(family.choose.rates_of(HOPPER))}
-        if found["errors"]:  # none: derived from measurements of docs/performance, not fitted yet
+        if "mean loss of the choice" in found["errors"]:  # else derived from docs/performance, not fitted yet
             assert found["errors"]["mean loss of the choice"] < 0.05
             assert found["errors"]["rows"] >= 100

@@ -61,7 +61,6 @@ LARGE = {
     "grouped_gemm_packed": "linear/wq_grouped_gemm_sm90.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",
     "marlin_gemm": "linear/gemm_sm90.cu",
-    "moe_wna16_gemm": "linear/wq_grouped_gemm_sm90.cu",
 }
 # Offsets at which sequences or experts begin. A wrong offset within range makes two of them overlap, so only values out
 # of range are hostile here.

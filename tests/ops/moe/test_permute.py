@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops.ops.moe import rows as rows_of_tokens
+from pyops.ops._shared import copied_rows
 from tests.ops.moe.test_align import HOSTILE, by_expert, ids_of, local, map_of
 from tests.support.calls import DEVICES, refusal
 
@@ -215,7 +215,7 @@ def test_shuffle_with_several_rows_per_thread(
     op = pyops.registry["shuffle_rows"]
     request.addfinalizer(op.forget)
     op.forget()
-    monkeypatch.setattr(rows_of_tokens, "_BATCH_THREADS", 0)
+    monkeypatch.setattr(copied_rows, "_BATCH_THREADS", 0)
     for num_rows in (1, 3, 8, 13):
         source = torch.arange(5 * 24, dtype=torch.int32, device=device).view(5, 24)
         wanted = torch.arange(num_rows, dtype=torch.int32, device=device) * 3 % 7 - 1
