@@ -81,12 +81,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         mbarrier_init(&queries_full, 1);
         tiles.init();
     }
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&nope_map);
-        prefetch_tensor_map(&pe_map);
-        prefetch_tensor_map(&cache_map);
-        prefetch_tensor_map(&half_map);
-    }
+    prefetch_tensor_maps(nope_map, pe_map, cache_map, half_map);
     start_cluster<CLUSTER>();
     await_previous_kernel();
 

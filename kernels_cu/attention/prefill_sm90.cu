@@ -119,11 +119,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         ones[threadIdx.x] = PAIR_OF_ONES<product_t>;
         fence_proxy_async();
     }
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&query_map);
-        prefetch_tensor_map(&key_map);
-        prefetch_tensor_map(&value_map);
-    }
+    prefetch_tensor_maps(query_map, key_map, value_map);
     __syncthreads();
     await_previous_kernel();
     const Window window{int(sliding_window)};

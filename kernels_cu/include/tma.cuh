@@ -140,10 +140,13 @@ DEVICE void tma_store_wait() {
 #endif
 }
 
-// Prefetches a tensor map, a parameter of the kernel, so that the first load by it does not wait for the map.
-DEVICE void prefetch_tensor_map(const TensorMap* map) {
+// One thread prefetches tensor maps, parameters of the kernel, so that the first load by each does not wait for it. All
+// threads call.
+template <typename... Maps>
+DEVICE void prefetch_tensor_maps(const Maps&... maps) {
 #if PYOPS_CUDA
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+    if (threadIdx.x != 32) return;
+    (..., [](const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }(maps));
 #endif
 }
 

@@ -161,12 +161,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
           int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t group_rows, int64_t sharers) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&a_map);
-        prefetch_tensor_map(&a_tail_map);
-        prefetch_tensor_map(&b_map);
-        prefetch_tensor_map(&out_map);
-    }
+    prefetch_tensor_maps(a_map, a_tail_map, b_map, out_map);
     // Rows of the last tile that are not loaded; with a cluster it may have none.
     if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
         const int loaded = CLUSTER > 1 ? 0 : tail_rows(m);

@@ -161,11 +161,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
     }
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&a_map);
-        prefetch_tensor_map(&a_tail_map);
-        prefetch_tensor_map(&b_map);
-    }
+    prefetch_tensor_maps(a_map, a_tail_map, b_map);
     // Rows of the box that loads the last, partial row tile of a, as in gemm_sm90.cu.
     const int tail_rows = int((m % TILE_M + 7) / 8 * 8);
     if (tail_rows > 0) zero_stages<STAGES, STAGE_BYTES>(shared, tail_rows * ROW_BYTES, A_BYTES, NUM_THREADS);

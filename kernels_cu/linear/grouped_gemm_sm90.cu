@@ -196,7 +196,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
     }
     fence_proxy_async();
-    if (threadIdx.x == 32) prefetch_tensor_map(&b_map);
+    prefetch_tensor_maps(b_map);
     __syncthreads();
     await_previous_kernel();
 

@@ -124,13 +124,7 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
         cluster_reduce.init();
         ring.init(CONSUMER_WARPS * NEIGHBOURS);
     }
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&a_map);
-        prefetch_tensor_map(&quants_map);
-        prefetch_tensor_map(&scales_map);
-        prefetch_tensor_map(&zeros_map);
-        prefetch_tensor_map(&out_map);
-    }
+    prefetch_tensor_maps(a_map, quants_map, scales_map, zeros_map, out_map);
     start_cluster<SPLITS * NEIGHBOURS>();
     await_previous_kernel();
 

@@ -132,11 +132,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         zero_stages<STAGES, BLOCK_STAGE_BYTES>(shared, i * BOX_BYTES + loads * box_rows * 128, (i + 1) * BOX_BYTES,
                                                NUM_THREADS);
     }
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&a_map);
-        prefetch_tensor_map(&scales_map);
-        prefetch_tensor_map(&zeros_map);
-    }
+    prefetch_tensor_maps(a_map, scales_map, zeros_map);
     start_cluster<1>();
     await_previous_kernel();
 

@@ -76,10 +76,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring<STAGES> ring(shared + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) ring.init(WARPS);
-    if (threadIdx.x == 32) {
-        prefetch_tensor_map(&a_map);
-        prefetch_tensor_map(&quants_map);
-    }
+    prefetch_tensor_maps(a_map, quants_map);
     __syncthreads();
     await_previous_kernel();
 
