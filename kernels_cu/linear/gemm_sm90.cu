@@ -13,15 +13,15 @@
 //
 // The grid is as many clusters as the device holds at a time; each takes output tiles of 128 x TILE_N, one after
 // another. STREAM_K: the tiles that would not fill the last wave are divided along K among all clusters (stream_k.cuh).
-// A cluster is CLUSTER CTAs with tiles that are adjacent along M: each CTA loads its own tile of a, and a part
-// of the tile of b that it multicasts to the cluster. A CTA has three warpgroups. One thread of the last is the
-// producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of each row. The other two are consumers.
-// They share a tile, each with half of its rows, and do not synchronise; or, with PING_PONG, they take alternate whole
-// tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a warp stores 16 rows x
-// STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
+// A cluster is CTAs with adjacent tiles: CLUSTER_M along M, which share the tile of b, or CLUSTER_N along N, which share
+// the tile of a. Each CTA loads a part of the shared tile, and multicasts it to the cluster. A CTA has three warpgroups.
+// One thread of the last is the producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of each row. The
+// other two are consumers. They share a tile, each with half of its rows, and do not synchronise; or, with PING_PONG,
+// they take alternate whole tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a
+// warp stores 16 rows x STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
 //
 // TMA spends about 2 ns on each row past the end of a tensor. So a box of its own size, a_tail_map, loads the rows of
-// the last, partial row tile; the accumulators of the other rows are never stored.
+// the last, partial row tile; the accumulators of the other rows are never stored. Each CTA loads these rows for itself.
 //
 // Up to `group_rows` row tiles, in clusters, form a group that shares columns of b in the L2 cache.
 //
@@ -40,7 +40,8 @@
 //     STREAM_K      whether the last wave is divided along K; not with PING_PONG
 //     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of the columns of out that a tile has
 //     STAGES        k-tiles of the ring in shared memory
-//     CLUSTER       CTAs of a cluster; TILE_N is a multiple of 8 * CLUSTER
+//     CLUSTER_M, CLUSTER_N    CTAs of a cluster along M and along N, one of them 1; TILE_N is a multiple of
+//                   8 * CLUSTER_M
 
 #include "cluster.cuh"
 #include "mainloop_sm90.cuh"
@@ -51,9 +52,11 @@ constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 128;
 // Warpgroups that share a tile; WGMMAs of 64 rows by which a warpgroup covers its part of a tile.
 constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, M_SLICES = TILE_M / 64 / WGS_PER_TILE;
 static_assert(!PING_PONG || (SUM_BLOCK == 0 && !STREAM_K));
-// Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of the cluster, or all by the only one.
-constexpr int B_RUNS = GATED ? 2 : CLUSTER, RUN_ROWS = TILE_N / B_RUNS;
-static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER <= B_RUNS));
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+static_assert(CLUSTER_M == 1 || CLUSTER_N == 1);
+// Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of a cluster along M, else all by each CTA.
+constexpr int B_RUNS = GATED ? 2 : CLUSTER_M, RUN_ROWS = TILE_N / B_RUNS;
+static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER_M <= B_RUNS));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 using tma_store_t = TmaStore<out_t, STORE_COLUMNS>;
@@ -77,16 +80,16 @@ struct TileLoader {
     const TensorMap *a_map, *b_map;
     uint8_t* shared;
     int rank, first_row, first_column;
-    int a_rows;      // rows of a's box, 0: the CTA has none
+    int a_rows;      // rows of a in the stage, 0: the CTA has none
     int run_stride;  // from each run of b's rows to the next
 
-    // (row, column): the cluster's tile.
+    // (row, column): the CTA's tile.
     DEVICE TileLoader(const TensorMap& full_map, const TensorMap& tail_map, const TensorMap& b_map, uint8_t* shared,
                       int rank, int row, int column, int64_t m, int64_t n)
         : b_map(&b_map),
           shared(shared),
           rank(rank),
-          first_row((row * CLUSTER + rank) * TILE_M),
+          first_row(row * TILE_M),
           first_column(column * OUT_N),
           run_stride(GATED ? int(n) : RUN_ROWS) {
         const int exist = min(TILE_M, int(m) - first_row);
@@ -96,12 +99,17 @@ struct TileLoader {
     DEVICE void load(const Ring<STAGES>& ring, int k_tile) const {
         uint8_t* to = shared + ring.stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(ring.full(), a_rows * ROW_BYTES + B_BYTES);
-        if (a_rows > 0) tma_load(to, a_map, ring.full(), k_tile * TILE_K, first_row);
+        if (CLUSTER_N > 1 && a_rows == TILE_M) {
+            const int part = rank * (TILE_M / CLUSTER_N);
+            load_box<CLUSTER_N>(to + part * ROW_BYTES, a_map, ring.full(), k_tile * TILE_K, first_row + part);
+        } else if (a_rows > 0) {
+            tma_load(to, a_map, ring.full(), k_tile * TILE_K, first_row);
+        }
 #pragma unroll
-        for (int i = 0; i < B_RUNS / CLUSTER; ++i) {
-            const int run = CLUSTER > 1 ? rank : i;
-            load_box<CLUSTER>(to + A_BYTES + run * RUN_ROWS * ROW_BYTES, b_map, ring.full(), k_tile * TILE_K,
-                              first_column + run * run_stride);
+        for (int i = 0; i < B_RUNS / CLUSTER_M; ++i) {
+            const int run = CLUSTER_M > 1 ? rank : i;
+            load_box<CLUSTER_M>(to + A_BYTES + run * RUN_ROWS * ROW_BYTES, b_map, ring.full(), k_tile * TILE_K,
+                                first_column + run * run_stride);
         }
     }
 };
@@ -147,7 +155,7 @@ struct Promotion {
 constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
+gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / CLUSTER_N x TILE_K, swizzled
           const __grid_constant__ TensorMap a_tail_map,  // [M, K], boxes of the last M % TILE_M rows (times 8) x TILE_K
           const __grid_constant__ TensorMap b_map,       // [N, K], GATED [2 N, K], boxes of RUN_ROWS x TILE_K, swizzled
           const __grid_constant__ TensorMap out_map,     // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
@@ -163,8 +171,8 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     extern __shared__ __align__(1024) uint8_t shared[];
     prefetch_tensor_maps(a_map, a_tail_map, b_map, out_map);
     // Rows of the last tile that are not loaded; with a cluster it may have none.
-    if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
-        const int loaded = CLUSTER > 1 ? 0 : tail_rows(m);
+    if (m % TILE_M > 0 || CLUSTER_M > 1 && m / TILE_M % CLUSTER_M > 0) {
+        const int loaded = CLUSTER_M > 1 ? 0 : tail_rows(m);
         zero_stages<STAGES, STAGE_BYTES>(shared, loaded * ROW_BYTES, A_BYTES, NUM_THREADS);
     }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
@@ -175,7 +183,9 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     await_previous_kernel();
 
     const int rank = CLUSTER > 1 ? blockIdx.y : 0;
-    const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + OUT_N - 1) / OUT_N);
+    constexpr int CLUSTER_ROWS = TILE_M * CLUSTER_M, CLUSTER_COLUMNS = OUT_N * CLUSTER_N;
+    const int rows = int((m + CLUSTER_ROWS - 1) / CLUSTER_ROWS);
+    const int columns = int((n + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS);
     const int num_k_tiles = int((k + TILE_K - 1) / TILE_K);
     TileScheduler<STREAM_K> tile(rows, columns, num_k_tiles, group_rows, int(sharers));
     const int64_t rest = tile.tiles - tile.whole;  // each CTA of a cluster has its own workspace
@@ -184,12 +194,18 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     int row, column;
+    // The CTA's tile of the cluster's current ones.
+    const auto locate = [&] {
+        tile.locate(row, column);
+        row = CLUSTER_M > 1 ? row * CLUSTER_M + rank : row;
+        column = CLUSTER_N > 1 ? column * CLUSTER_N + rank : column;
+    };
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0 && elect_one()) {
             for (; tile.exists(); tile.advance()) {
-                tile.locate(row, column);
+                locate();
                 const TileLoader loader(a_map, a_tail_map, b_map, shared, rank, row, column, m, n);
                 for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                     ring.acquire();
@@ -210,9 +226,9 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
         ring.skip(ping_pong_index * num_k_tiles);
         if (ping_pong_index > 0) tile.advance();
         for (; tile.exists(); tile.advance()) {
-            tile.locate(row, column);
+            locate();
             const int64_t first_column = int64_t(column) * OUT_N;
-            const int64_t warp_row = int64_t(row * CLUSTER + rank) * TILE_M + own_row + warp * 16;
+            const int64_t warp_row = int64_t(row) * TILE_M + own_row + warp * 16;
             const RowParams<M_SLICES> row_params(epilogue, warp_row, m, lane);
             column_params.load(epilogue, first_column, n);
             // An mbarrier's phase is one parity bit, so a waiter must be less than one lap of the ring behind. Hence a

@@ -54,22 +54,23 @@ def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
 
 def _gemm_configs(shape: GemmShape, device: Device) -> Iterator[GemmConfig]:
     """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
-    part of the tile's time."""
+    part of the tile's time. Clusters along N only without a column tile past the end of b, whose rows TMA is slow to
+    fill with zeros."""
     wide = () if shape.block_scaled else (112, 96, 32) if shape.promoted else (96, 160, 192, 224, 256, 32)
     ping_pong = (192, 128) if shape.dtype.itemsize == 1 and not shape.promoted else ()
-    for cluster in (2, 1) if shape.m > GemmConfig.TILE_M else (1,):
-        row_bytes = GemmConfig.TILE_M * cluster * shape.num_k_tiles * K_TILE_BYTES
-        group = max(1, min(gemm_sm90.MAX_GROUP, _GROUP_BYTES // row_bytes))
-        for tile_n in (128, 64, *wide):
-            one = GemmConfig(tile_n, cluster, group)
-            if not one.fits(shape.promoted, shape.is_gated):
+    row_bytes = GemmConfig.TILE_M * shape.num_k_tiles * K_TILE_BYTES
+    for cluster, along_n in (2, False), (1, False), (2, True):
+        if cluster > 1 and (shape.m < GemmConfig.TILE_M or (shape.m == GemmConfig.TILE_M and not along_n)):
+            continue  # nothing to share
+        group = max(1, min(gemm_sm90.MAX_GROUP, _GROUP_BYTES // (row_bytes * (1 if along_n else cluster))))
+        for tile_n, alternate in (*((n, False) for n in (128, 64, *wide)), *((n, True) for n in ping_pong)):
+            one = GemmConfig(tile_n, cluster, group, ping_pong=alternate, along_n=along_n)
+            if not one.fits(shape.promoted, shape.is_gated) or (along_n and -(-shape.n // tile_n) % 2):
                 continue
             yield one
             waves = one.waves(shape.m, shape.n, shape.num_k_tiles, device)
-            for splits in range(2, waves.max_splits + 1):
+            for splits in range(2, 1 if alternate else waves.max_splits + 1):
                 yield replace(one, splits=splits)
-        for tile_n in ping_pong:
-            yield GemmConfig(tile_n, cluster, group, ping_pong=True)
 
 
 def _gemm_us(config: GemmConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
@@ -78,7 +79,9 @@ def _gemm_us(config: GemmConfig, shape: GemmShape, device: Device, rates: GemmRa
     k_tiles = waves.full * shape.num_k_tiles + has_rest * -(-shape.num_k_tiles // splits)
     k_tile = (rates.k_tile + rates.mma * config.tile_n) * (rates.blocked if shape.block_scaled else 1.0)
     ctas = (waves.full * waves.clusters + waves.rest) * config.cluster
-    l2_rows = ctas * shape.num_k_tiles * (min(shape.m, config.TILE_M) + config.tile_n / config.cluster)
+    row_tiles, whole = -(-shape.m // config.TILE_M), shape.m // config.TILE_M  # only whole row tiles are shared
+    a_rows = min(shape.m, config.TILE_M) * (whole / config.cluster_n + row_tiles - whole) / row_tiles
+    l2_rows = ctas * shape.num_k_tiles * (a_rows + config.tile_n / config.cluster_m)
     loop = rates.overlapped(k_tiles * k_tile, shape.nbytes, l2_rows * K_TILE_BYTES, shape.macs)
     epilogues = 1 if config.ping_pong else waves.full + has_rest
     ends = epilogues * (rates.tile + rates.epilogue * config.tile_n)

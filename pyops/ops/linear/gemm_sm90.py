@@ -60,11 +60,12 @@ class GemmConfig:
 
     Attributes:
         tile_n: columns of a tile; a tile has 128 rows.
-        cluster: CTAs of a cluster; they share rows of b by multicast.
+        cluster: CTAs of a cluster; they have adjacent tiles along M and share rows of b by multicast.
         group: row tiles, in clusters, that run together for each column tile.
         ping_pong: whether the two consumer warpgroups take tiles in ping-pong order (each its own) or cooperate on one
             tile.
         splits: clusters that share each tile of a last wave that is not full, as far as there are clusters for it.
+        along_n: the CTAs of a cluster have adjacent tiles along N and share rows of a.
     """
 
     tile_n: int
@@ -72,6 +73,7 @@ class GemmConfig:
     group: int
     ping_pong: bool = False
     splits: int = 1
+    along_n: bool = False
 
     TILE_M = 128
     _STORES = 2 * 8 * 16  # rows of the epilogue's staging buffers: two 16-row buffers for each of eight warps
@@ -90,9 +92,20 @@ class GemmConfig:
             cluster=(1, 2),
             group=tuning.beside(self.group, 1, MAX_GROUP),
             ping_pong=(False, True),
+            along_n=(False, True),
             splits=tuning.beside(min(self.splits, most), 1, most),
         )
         return [one for one in found if one.fits(sum_block(problem, 0) > 0, problem.epilogue.is_gated)]
+
+    @property
+    def cluster_m(self) -> int:
+        """CTAs of a cluster along M."""
+        return 1 if self.along_n else self.cluster
+
+    @property
+    def cluster_n(self) -> int:
+        """CTAs of a cluster along N."""
+        return self.cluster if self.along_n else 1
 
     def fits(self, promoted: bool, is_gated: bool) -> bool:
         """Whether the accumulators fit into registers, and gates and ups of a tile into runs of whole swizzle atoms."""
@@ -106,7 +119,7 @@ class GemmConfig:
         if not self.fits(promoted > 0, problem.epilogue.is_gated):
             raise ValueError(f"no registers to promote accumulators, or no boxes of gates and ups: {self}")
         terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
-        runs = 2 if problem.epilogue.is_gated else self.cluster  # boxes of b of a tile
+        runs = 2 if problem.epilogue.is_gated else self.cluster_m  # boxes of b of a tile
         out_n = self.tile_n // (2 if problem.epilogue.is_gated else 1)
         # The staging buffers are half as wide where epilogue operands need the shared memory, and for ping-pong.
         wide = out_n % 64 == 0 and terms < 2 and not self.ping_pong
@@ -126,13 +139,14 @@ class GemmConfig:
             STORE_COLUMNS=store_columns,
             STAGES=stages,
             SUM_BLOCK=promoted,
-            CLUSTER=self.cluster,
+            CLUSTER_M=self.cluster_m,
+            CLUSTER_N=self.cluster_n,
             STREAM_K=parts > 0,
         ).launch(
             (waves.clusters if waves.full else sharers, self.cluster),
             384,
             fixed + stages * stage,
-            **_a_maps(problem, self.TILE_M),
+            **_a_maps(problem, self.TILE_M, self.cluster_n),
             b_map=_map(problem.b, problem.k, self.tile_n // runs),
             out_map=_out_map(problem, (store_columns, 16)),
             partial=Scratch(parts * self.TILE_M * self.tile_n * 4) if parts else 0,
@@ -144,7 +158,7 @@ class GemmConfig:
 
     def waves(self, m: int, b_rows: int, k_tiles: int, device: Device) -> Waves:
         """The waves of the problem's tiles."""
-        tiles = -(-m // (self.TILE_M * self.cluster)) * -(-b_rows // self.tile_n)
+        tiles = -(-m // (self.TILE_M * self.cluster_m)) * -(-b_rows // (self.tile_n * self.cluster_n))
         clusters = device.num_sms // self.cluster
         full, rest = divmod(tiles, clusters)
         return Waves(clusters, full, rest, min(MAX_SPLITS, clusters // rest, k_tiles) if rest else 1)
@@ -255,10 +269,10 @@ def max_swap_rows(is_fp8: bool, block_scaled: bool) -> int:
     return _MAX_BLOCKED_ROWS if block_scaled else _MAX_PROMOTED_ROWS if is_fp8 else _MAX_SWAP_ROWS
 
 
-def _a_maps(problem: GemmProblem, tile_m: int) -> dict[str, Any]:
-    """The tensor maps of a: for whole row tiles, and for the last, partial one."""
+def _a_maps(problem: GemmProblem, tile_m: int, parts: int = 1) -> dict[str, Any]:
+    """The tensor maps of a: for parts of whole row tiles, and for the last, partial tile."""
     tail = -(-(problem.m % tile_m) // 8) * 8 or tile_m
-    return {"a_map": _map(problem.a, problem.k, tile_m), "a_tail_map": _map(problem.a, problem.k, tail)}
+    return {"a_map": _map(problem.a, problem.k, tile_m // parts), "a_tail_map": _map(problem.a, problem.k, tail)}
 
 
 def _map(operand: Operand, k: int, rows: int) -> TensorMap:

@@ -43,12 +43,18 @@ GEMM = [
     (GemmConfig(tile_n=64, cluster=1, group=2, splits=2), 140, 440, 520),
     (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 136, 584),
     (GemmConfig(tile_n=128, cluster=1, group=8, splits=4), 20, 104, 1288),
+    # Clusters along N: whole and partial row tiles, and a column tile past the end of b.
+    (GemmConfig(tile_n=64, cluster=2, group=1, along_n=True), 300, 232, 328),
+    (GemmConfig(tile_n=96, cluster=2, group=2, along_n=True), 256, 264, 200),
+    (GemmConfig(tile_n=48, cluster=2, group=2, ping_pong=True, along_n=True), 140, 360, 200),
+    (GemmConfig(tile_n=64, cluster=2, group=2, splits=2, along_n=True), 200, 136, 584),
 ]
 GATED = [
     (GemmConfig(tile_n=128, cluster=2, group=8), 300, 136, 328),
     (GemmConfig(tile_n=96, cluster=1, group=2), 140, 264, 200),
     (GemmConfig(tile_n=256, cluster=1, group=2, splits=4), 40, 120, 520),
     (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 72, 584),
+    (GemmConfig(tile_n=64, cluster=2, group=2, along_n=True), 200, 72, 328),
     (SwapConfig(tile_m=16, tile_n=112, splits=1), 13, 200, 328),
     (SwapConfig(tile_m=16, tile_n=32, splits=1), 33, 40, 328),
     (SwapConfig(tile_m=32, tile_n=48, splits=2), 5, 136, 456),
@@ -124,7 +130,7 @@ def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype, k: int) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, GEMM[7], GEMM[8], *SWAP[:4]], ids=str)
+@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, GEMM[7], GEMM[8], GEMM[10], *SWAP[:4]], ids=str)
 def test_block_scales(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
     k, dtype = 2 * k, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
