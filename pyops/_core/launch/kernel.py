@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CompileError
 from ..tensors.tensor import TensorArg
-from ..text import compiler, source
+from ..text import compiler, nvrtc, source
 from ..text.compiler import Compiled
 from ..text.source import Signature
 from .scratch import Scratch
@@ -67,6 +67,8 @@ class Kernel:
 
     @property
     def options(self) -> tuple[str, ...]:
+        if source.is_tile(self.file, self.text):
+            return nvrtc.TILE_OPTIONS
         return (f"--gpu-architecture={self.arch_feature}",) if self.arch_feature else ()
 
     @property

@@ -24,6 +24,7 @@ class Device:
         cluster: largest thread block cluster, in CTAs; 1 for architectures without clusters.
         name: ``"nvidia-h200"``, the name of its tuning table (`tuning`); empty for a model.
         translates: the GPU is newer than `arch`, and its driver translates kernels from PTX for `arch` (PYOPS_ARCH).
+        tiles: NVRTC and the driver compile CUDA Tile C++ (tile.cuh); False for a model.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Device:
     cluster: int = 1
     name: str = ""
     translates: bool = False
+    tiles: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -55,8 +57,8 @@ class Device:
 
         The features are ``"mma"`` (warp-level MMA of float16 and int8, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and
         WMMA, matrix_core.cuh), ``"products"`` (either of these, product.cuh), ``"bfloat16_products"``,
-        ``"async_copies"`` (cp.async to shared memory), ``"clusters"``, ``"tma"`` (bulk tensor copies) and ``"wgmma"``
-        (Hopper's warpgroup MMA).
+        ``"async_copies"`` (cp.async to shared memory), ``"clusters"``, ``"tma"`` (bulk tensor copies), ``"wgmma"``
+        (Hopper's warpgroup MMA) and ``"tcgen05"`` (Blackwell's MMA, through CUDA Tile C++).
         """
         capability = _capability(self.arch)
         matrix_cores = self.arch in _MATRIX_CORES
@@ -69,6 +71,7 @@ class Device:
             "clusters": capability >= 90,
             "tma": capability >= 90,
             "wgmma": capability == 90 and not self.translates,  # no later GPU has it
+            "tcgen05": capability in (100, 103) and self.tiles,
         }[feature]
 
 
@@ -161,6 +164,7 @@ def get(index: int) -> Device:
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
         _largest_cluster(arch),
         table_name(name),
+        tiles=_capability(arch) >= 80 and _compiles_tiles(),
     )
     older = _asked()
     if older is None or older.arch == arch:
@@ -169,6 +173,13 @@ def get(index: int) -> Device:
         raise SwitchError(f"PYOPS_ARCH: {name} is {arch} and cannot run code for {older.arch}")
     shared_memory = min(older.shared_memory, found.shared_memory)
     return replace(found, arch=older.arch, shared_memory=shared_memory, cluster=older.cluster, name="", translates=True)
+
+
+def _compiles_tiles() -> bool:
+    """Whether NVRTC and the driver are of CUDA 13.3 or later, which have CUDA Tile C++."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    return bool(nvrtc.getVersion() >= (13, 3) and cupy.cuda.runtime.driverGetVersion() >= 13030)
 
 
 @cache

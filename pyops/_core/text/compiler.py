@@ -77,6 +77,8 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
     if options and not cupy.cuda.runtime.is_hip:
         nvrtc.check_version(kernel, constants)
     load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_ptx if on.translates else _load_module
+    if options == nvrtc.TILE_OPTIONS:
+        load_module = _load_tile
     with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {on.arch}"):
         try:
             module, origin = load_module(index, text, kernel, constants, options)
@@ -120,6 +122,13 @@ def _load_ptx(index: int, text: str, kernel: str, constants: str, options: tuple
     assert not options, f"{kernel}: no older architecture has an instruction set of its own"
     parts = (text, *map(str, nvrtc.version()), *nvrtc.all_options(_ptx_options(index)))
     return modules.load(parts, ".ptx", lambda: _ptx(index, text, kernel, constants))
+
+
+def _load_tile(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
+    """A kernel in CUDA Tile C++: the driver assembles the Tile IR that NVRTC makes."""
+    options = (f"--gpu-architecture={device.get(index).arch}", *options)
+    parts = (text, *map(str, nvrtc.version()), *nvrtc.all_options(options))
+    return modules.load(parts, ".tile", lambda: nvrtc.compile(kernel, constants, text, options).binary)
 
 
 def _ptx(index: int, text: str, kernel: str, constants: str) -> bytes:

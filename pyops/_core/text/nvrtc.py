@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 from typing import NamedTuple
@@ -10,10 +11,11 @@ from ..errors import CompileError, pip_line
 from ..system.lazy import cupy, gpu_extra
 
 OLDEST = 12, 8  # the assembler of 12.4 crashes on prefill_sm90.cu, and with it the process
+TILE_OPTIONS = "--enable-tile", "--tile-only", "-std=c++20"  # of a kernel in CUDA Tile C++, from NVRTC 13.3 on
 
 
 class Output(NamedTuple):
-    """The compiler's messages, and a cubin or PTX."""
+    """The compiler's messages, and a cubin, PTX or Tile IR."""
 
     log: str
     binary: bytes
@@ -28,6 +30,8 @@ def compile(kernel: str, constants: str, text: str, options: tuple[str, ...]) ->
     program = nvrtc.createProgram(text, "kernel.cu", (), ())
     try:
         nvrtc.compileProgram(program, all_options(options))
+        if "--enable-tile" in options:
+            return Output(nvrtc.getProgramLog(program), _tile_ir(program))
         is_ptx = any(option.startswith("--gpu-architecture=compute_") for option in options)
         return Output(nvrtc.getProgramLog(program), (nvrtc.getPTX if is_ptx else nvrtc.getCUBIN)(program))
     except nvrtc.NVRTCError:
@@ -36,9 +40,20 @@ def compile(kernel: str, constants: str, text: str, options: tuple[str, ...]) ->
         nvrtc.destroyProgram(program)
 
 
+def _tile_ir(program: int) -> bytes:
+    """The Tile IR of a compiled program. CuPy has no binding of these functions of the NVRTC that it has loaded."""
+    library, size = ctypes.CDLL("libnvrtc.so.13"), ctypes.c_size_t()
+    if library.nvrtcGetTileIRSize(ctypes.c_void_p(program), ctypes.byref(size)):
+        return b""
+    made = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetTileIR(ctypes.c_void_p(program), made)
+    return made.raw
+
+
 def all_options(options: tuple[str, ...]) -> tuple[str, ...]:
     """`options`, those that CuPy adds, and the folders of CUDA's headers."""
-    own = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")
+    dialect = () if "-std=c++20" in options else ("-std=c++17",)
+    own = (*dialect, "-ftz=true", "--device-as-default-execution-space")
     return (*options, *own, *(f"-I{folder}" for folder in include_folders()))
 
 

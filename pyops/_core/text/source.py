@@ -12,7 +12,7 @@ from ..tensors.dtypes import DType
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
+    r'extern\s+"C"\s+__(?:tile_)?global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
 _PREFETCH = re.compile(r"\bprefetch_\w+\([^;]*\);")
 TENSOR_MAP = "128s"  # the 128 bytes of a tensor map
@@ -126,6 +126,12 @@ def signature(name: str, text: str | None = None) -> Signature:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
     body = text[text.index("{", entries[0].end()) + 1 :]
     return Signature(entry, tuple(parsed), _overlaps(body, pointers))
+
+
+@cache
+def is_tile(name: str, text: str | None = None) -> bool:
+    """Whether the kernel is in CUDA Tile C++ (tile.cuh)."""
+    return "__tile_global__" in (kernels_cu.read(name) if text is None else text)
 
 
 def _overlaps(body: str, pointers: list[str]) -> bool:

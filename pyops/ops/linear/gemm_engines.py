@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import FLOATS, int8
 from ...tuning.engines import Choice, Engine
-from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, skinny_linear
+from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, gemm_sm100, skinny_linear
 from .gemm_problem import multiplies
 from .gemm_rates import GemmRates
 from .gemm_shape import K_TILE_BYTES, GemmShape
@@ -180,6 +180,7 @@ choose: Choice[GemmShape, GemmRates] = Choice(
     gemm_rates.of,
     Engine("gemm_sm90.cu", _gemm_refusal, _gemm_configs, _gemm_us),
     Engine("gemm_sm90_swap_ab.cu", _swap_refusal, _swap_configs, _swap_us),
+    Engine("gemm_sm100.cu", gemm_sm100.refusal, gemm_sm100.configs, gemm_sm100.time_us),
     Engine("gemm_sm80.cu", _mma_refusal, lambda shape, device: (gemm_sm80.choose(shape, device),), _mma_us),
     Engine("gemv.cu", _gemv_refusal, lambda shape, device: (skinny_linear.config_for(shape, device),), _gemv_us),
     Engine("gemm_simt.cu", lambda shape, device: None, lambda shape, device: (gemm_simt.choose(shape),), _simt_us),

@@ -128,6 +128,11 @@ class Epilogue:
         return self.activation == "silu_and_mul"
 
     @property
+    def has_tiles(self) -> bool:
+        """Whether the epilogue exists in CUDA Tile C++ (gemm_sm100.cu)."""
+        return self.column_order == "natural" and self.activation != "gelu"
+
+    @property
     def has_matrix_bias(self) -> bool:
         return self._bias == 2
 

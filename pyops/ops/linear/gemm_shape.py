@@ -28,7 +28,7 @@ class GemmShape:
         vec_size: elements of one access to a and b.
         rows_are_dense: whether the elements of a row are contiguous, in a and in b.
         out_is_aligned: whether TMA can store rows of out.
-        block_scaled, is_gated, is_plain, has_matrix_bias: of the epilogue.
+        block_scaled, is_gated, is_plain, has_matrix_bias, has_tiles: of the epilogue.
     """
 
     m: int
@@ -43,6 +43,7 @@ class GemmShape:
     is_gated: bool = False
     is_plain: bool = True
     has_matrix_bias: bool = False
+    has_tiles: bool = True
 
     @classmethod
     def of(cls, problem: GemmProblem) -> GemmShape:
@@ -60,6 +61,7 @@ class GemmShape:
             epilogue.is_gated,
             epilogue.is_plain,
             epilogue.has_matrix_bias,
+            epilogue.has_tiles,
         )
 
     @property
