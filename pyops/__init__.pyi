@@ -2390,6 +2390,86 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
 
 sm100_cutlass_mla_decode: _sm100_cutlass_mla_decode
 
+class _sparse_mla_attention(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        indices: Tensor,
+        topk_length: Tensor | None,
+        scale: float,
+        num_kv_splits: int,
+    ) -> None:
+        """Multi-head latent attention of each query token over a list of slots of a paged cache, on any GPU.
+
+        DeepSeek sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2): an indexer has chosen, for each query token, the tokens
+        that it attends to (`fp8_mqa_logits`, `top_k_per_row_prefill`). Decode and prefill are the same call, in which a
+        prompt has many query tokens: causality is a property of the lists. The formula is that of
+        `sm100_cutlass_mla_decode`, with the entry of the cache in slot ``indices[t, i]`` as token i of query token t. Slot
+        number ``page * page_size + offset`` is slot `offset` of the page. A slot number that is negative or has no page is
+        skipped, a slot that is listed twice counts twice, and a query token without any slot gives zeros and an lse of
+        -inf. Nothing is returned.
+
+        Args:
+            out: [num_tokens, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
+                contiguous.
+            lse: [num_tokens, num_heads] float32, written: the log-sum-exp of the logits; or None.
+            q_nope: [num_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last: a
+                view of the first 512 elements of queries of 576 will do. Any number of heads.
+            q_pe: [num_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype or fp8, or [num_pages, page_size, 656]
+                uint8 in the format "fp8_ds_mla", as `sm100_cutlass_mla_decode` takes it.
+            indices: [num_tokens, topk], int32 or int64, any token stride: slot numbers.
+            topk_length: [num_tokens], int32 or int64, any stride: how many of a token's indices count, the first ones; or
+                None for all of them. Longer lists than topk end with it.
+            scale: factor of the logits.
+            num_kv_splits: most splits of a list; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
+        """
+    @staticmethod
+    def new(
+        lse: Tensor | None,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        indices: Tensor,
+        topk_length: Tensor | None,
+        scale: float,
+        num_kv_splits: int,
+    ) -> Tensor:
+        """Multi-head latent attention of each query token over a list of slots of a paged cache, on any GPU.
+
+        DeepSeek sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2): an indexer has chosen, for each query token, the tokens
+        that it attends to (`fp8_mqa_logits`, `top_k_per_row_prefill`). Decode and prefill are the same call, in which a
+        prompt has many query tokens: causality is a property of the lists. The formula is that of
+        `sm100_cutlass_mla_decode`, with the entry of the cache in slot ``indices[t, i]`` as token i of query token t. Slot
+        number ``page * page_size + offset`` is slot `offset` of the page. A slot number that is negative or has no page is
+        skipped, a slot that is listed twice counts twice, and a query token without any slot gives zeros and an lse of
+        -inf. Nothing is returned.
+
+        Args:
+            lse: [num_tokens, num_heads] float32, written: the log-sum-exp of the logits; or None.
+            q_nope: [num_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last: a
+                view of the first 512 elements of queries of 576 will do. Any number of heads.
+            q_pe: [num_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype or fp8, or [num_pages, page_size, 656]
+                uint8 in the format "fp8_ds_mla", as `sm100_cutlass_mla_decode` takes it.
+            indices: [num_tokens, topk], int32 or int64, any token stride: slot numbers.
+            topk_length: [num_tokens], int32 or int64, any stride: how many of a token's indices count, the first ones; or
+                None for all of them. Longer lists than topk end with it.
+            scale: factor of the logits.
+            num_kv_splits: most splits of a list; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
+
+        Returns:
+            out: [num_tokens, num_heads, 512], of the queries' dtype, or bfloat16 for queries of fp8.
+        """
+
+sparse_mla_attention: _sparse_mla_attention
+
 class _paged_attention_v2(_Attributes, Protocol):
     def __call__(
         self,
