@@ -2470,6 +2470,143 @@ class _sparse_mla_attention(_Attributes, Protocol):
 
 sparse_mla_attention: _sparse_mla_attention
 
+class _fp8_mqa_logits(_Attributes, Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor,
+        k: Tensor,
+        k_scales: Tensor,
+        weights: Tensor,
+        cu_seqlen_ks: Tensor,
+        cu_seqlen_ke: Tensor,
+        clean_logits: bool,
+        compressed: bool,
+    ) -> None:
+        """Logits of the indexer of DeepSeek sparse attention for the query tokens of prompts, on any GPU.
+
+        The keys of all heads are the same (MQA). For query token m and a key n with ``ks[m] <= n < ke[m]``
+        (DeepSeek-AI 2025, DeepSeek-V3.2, the lightning indexer)::
+
+            logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
+
+        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
+        queries. `top_k_per_row_prefill` then finds the largest of each row.
+
+        Args:
+            logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns contiguous, any row
+                stride. Or, if `compressed`, [num_tokens, columns] with logit n of row m in column ``n - ks[m]``; keys
+                beyond the columns have no logit.
+            q: [num_tokens, num_heads, head_size] float8_e4m3fn; heads contiguous, any token stride.
+            k: [num_keys, head_size] float8_e4m3fn or uint8 of the same bits; any row stride.
+            k_scales: [num_keys] float32, contiguous.
+            weights: [num_tokens, num_heads] float32; any row stride.
+            cu_seqlen_ks: [num_tokens] int32, contiguous: the first key of each query token.
+            cu_seqlen_ke: [num_tokens] int32, contiguous: the key after the last one. Bounds beyond the keys end with them.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged. Only without
+                `compressed`.
+            compressed: whether a row begins with its first key.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k: Tensor,
+        k_scales: Tensor,
+        weights: Tensor,
+        cu_seqlen_ks: Tensor,
+        cu_seqlen_ke: Tensor,
+        clean_logits: bool,
+        compressed: bool,
+    ) -> Tensor:
+        """Logits of the indexer of DeepSeek sparse attention for the query tokens of prompts, on any GPU.
+
+        The keys of all heads are the same (MQA). For query token m and a key n with ``ks[m] <= n < ke[m]``
+        (DeepSeek-AI 2025, DeepSeek-V3.2, the lightning indexer)::
+
+            logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
+
+        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
+        queries. `top_k_per_row_prefill` then finds the largest of each row.
+
+        Args:
+            q: [num_tokens, num_heads, head_size] float8_e4m3fn; heads contiguous, any token stride.
+            k: [num_keys, head_size] float8_e4m3fn or uint8 of the same bits; any row stride.
+            k_scales: [num_keys] float32, contiguous.
+            weights: [num_tokens, num_heads] float32; any row stride.
+            cu_seqlen_ks: [num_tokens] int32, contiguous: the first key of each query token.
+            cu_seqlen_ke: [num_tokens] int32, contiguous: the key after the last one. Bounds beyond the keys end with them.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged. Only without
+                `compressed`.
+            compressed: whether a row begins with its first key.
+
+        Returns:
+            logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns, any row
+                stride. Or, if `compressed`, [num_tokens, columns] with logit n of row m in column ``n -
+                ks[m]``; keys beyond the columns have no logit. Zeros where the op leaves it as it is.
+        """
+
+fp8_mqa_logits: _fp8_mqa_logits
+
+class _fp8_paged_mqa_logits(_Attributes, Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        clean_logits: bool,
+    ) -> None:
+        """`fp8_mqa_logits` of the last tokens of each sequence with the keys of the indexer's paged cache.
+
+        Row ``s * next_n + j`` of the logits is that of token j of sequence s. It has the keys at positions
+        ``n < context_lens[s] - (next_n - 1 - j)``, logit n in column n, for as many columns as there are. A key with a
+        block number out of range has a logit of -inf. `top_k_per_row_decode` then finds the largest of each row.
+
+        Args:
+            logits: [num_seqs * next_n, columns] float32, written where rows have keys; columns contiguous, any row stride.
+            q: [num_seqs, next_n, num_heads, head_size] float8_e4m3fn, contiguous.
+            kv_cache: [num_blocks, block_size, head_size + 4] uint8, blocks contiguous, any block stride: the keys of all
+                slots of a block, then their float32 scales (`indexer_k_quant_and_cache` with groups of head_size).
+            weights: [num_seqs * next_n, num_heads] float32; any row stride.
+            context_lens: [num_seqs] int32 or int64, any stride; or [num_seqs, next_n], contiguous: a length for each row.
+                Longer contexts than the block table or the columns end with them.
+            block_tables: [num_seqs, max_blocks] int32 or int64, any strides.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        clean_logits: bool,
+    ) -> Tensor:
+        """`fp8_mqa_logits` of the last tokens of each sequence with the keys of the indexer's paged cache.
+
+        Row ``s * next_n + j`` of the logits is that of token j of sequence s. It has the keys at positions
+        ``n < context_lens[s] - (next_n - 1 - j)``, logit n in column n, for as many columns as there are. A key with a
+        block number out of range has a logit of -inf. `top_k_per_row_decode` then finds the largest of each row.
+
+        Args:
+            q: [num_seqs, next_n, num_heads, head_size] float8_e4m3fn, contiguous.
+            kv_cache: [num_blocks, block_size, head_size + 4] uint8, blocks contiguous, any block stride: the keys of all
+                slots of a block, then their float32 scales (`indexer_k_quant_and_cache` with groups of head_size).
+            weights: [num_seqs * next_n, num_heads] float32; any row stride.
+            context_lens: [num_seqs] int32 or int64, any stride; or [num_seqs, next_n], contiguous: a length for each row.
+                Longer contexts than the block table or the columns end with them.
+            block_tables: [num_seqs, max_blocks] int32 or int64, any strides.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged.
+
+        Returns:
+            logits: [num_seqs * next_n, columns] float32, written where rows have keys; columns, any row
+                stride. Zeros where the op leaves it as it is.
+        """
+
+fp8_paged_mqa_logits: _fp8_paged_mqa_logits
+
 class _paged_attention_v2(_Attributes, Protocol):
     def __call__(
         self,
