@@ -115,8 +115,9 @@ def example_sparse_mla_attention(
     num_heads: Literal[20, 12] = 20,
     topk: Literal[96, 2048] = 96,
     with_lengths: bool = False,
+    num_pages: int = 37,
 ) -> tuple[Any, ...]:
-    page_size, num_pages = 16, 37
+    page_size = 16
     if kv_cache_dtype == "fp8_ds_mla":
         if dtype in ("float32", "float8_e4m3fn"):
             dtype = "bfloat16"

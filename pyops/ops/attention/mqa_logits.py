@@ -172,8 +172,8 @@ def example_fp8_mqa_logits(
     num_heads: Literal[64, 20] = 64,
     head_size: Literal[128, 64, 40] = 128,
     form: Literal["clean", "unclean", "compressed"] = "clean",
+    num_keys: int = 300,
 ) -> tuple[Any, ...]:
-    num_keys = 300
     return (
         make.empty(num_tokens, num_keys, dtype="float32"),
         make.randn(num_tokens, num_heads, head_size, dtype="float8_e4m3fn"),
@@ -325,8 +325,10 @@ def example_fp8_paged_mqa_logits(
     next_n: Literal[1, 2] = 1,
     clean_logits: bool = False,
     with_row_lengths: bool = False,
+    num_blocks: int = 7,
+    max_blocks: int = 5,
 ) -> tuple[Any, ...]:
-    block_size, num_blocks, max_blocks = 64, 7, 5
+    block_size = 64
     num_seqs = -(-num_tokens // next_n)
     rows = num_seqs * next_n
     longest = max_blocks * block_size
