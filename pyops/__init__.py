@@ -46,6 +46,8 @@ from .ops.activation.sparse import *
 from .ops.attention.decode import *
 from .ops.attention.merge import *
 from .ops.attention.mla import *
+from .ops.attention.mla_sparse import *
+from .ops.attention.mqa_logits import *
 from .ops.attention.partitioned import *
 from .ops.attention.ragged import *
 from .ops.attention.sparse import *

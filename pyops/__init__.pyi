@@ -2390,6 +2390,223 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
 
 sm100_cutlass_mla_decode: _sm100_cutlass_mla_decode
 
+class _sparse_mla_attention(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        indices: Tensor,
+        topk_length: Tensor | None,
+        scale: float,
+        num_kv_splits: int,
+    ) -> None:
+        """Multi-head latent attention of each query token over a list of slots of a paged cache, on any GPU.
+
+        DeepSeek sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2): an indexer has chosen, for each query token, the tokens
+        that it attends to (`fp8_mqa_logits`, `top_k_per_row_prefill`). Decode and prefill are the same call, in which a
+        prompt has many query tokens: causality is a property of the lists. The formula is that of
+        `sm100_cutlass_mla_decode`, with the entry of the cache in slot ``indices[t, i]`` as token i of query token t. Slot
+        number ``page * page_size + offset`` is slot `offset` of the page. A slot number that is negative or has no page is
+        skipped, a slot that is listed twice counts twice, and a query token without any slot gives zeros and an lse of
+        -inf. Nothing is returned.
+
+        Args:
+            out: [num_tokens, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
+                contiguous.
+            lse: [num_tokens, num_heads] float32, written: the log-sum-exp of the logits; or None.
+            q_nope: [num_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last: a
+                view of the first 512 elements of queries of 576 will do. Any number of heads.
+            q_pe: [num_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype or fp8, or [num_pages, page_size, 656]
+                uint8 in the format "fp8_ds_mla", as `sm100_cutlass_mla_decode` takes it.
+            indices: [num_tokens, topk], int32 or int64, any token stride: slot numbers.
+            topk_length: [num_tokens], int32 or int64, any stride: how many of a token's indices count, the first ones; or
+                None for all of them. Longer lists than topk end with it.
+            scale: factor of the logits.
+            num_kv_splits: most splits of a list; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
+        """
+    @staticmethod
+    def new(
+        lse: Tensor | None,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        indices: Tensor,
+        topk_length: Tensor | None,
+        scale: float,
+        num_kv_splits: int,
+    ) -> Tensor:
+        """Multi-head latent attention of each query token over a list of slots of a paged cache, on any GPU.
+
+        DeepSeek sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2): an indexer has chosen, for each query token, the tokens
+        that it attends to (`fp8_mqa_logits`, `top_k_per_row_prefill`). Decode and prefill are the same call, in which a
+        prompt has many query tokens: causality is a property of the lists. The formula is that of
+        `sm100_cutlass_mla_decode`, with the entry of the cache in slot ``indices[t, i]`` as token i of query token t. Slot
+        number ``page * page_size + offset`` is slot `offset` of the page. A slot number that is negative or has no page is
+        skipped, a slot that is listed twice counts twice, and a query token without any slot gives zeros and an lse of
+        -inf. Nothing is returned.
+
+        Args:
+            lse: [num_tokens, num_heads] float32, written: the log-sum-exp of the logits; or None.
+            q_nope: [num_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last: a
+                view of the first 512 elements of queries of 576 will do. Any number of heads.
+            q_pe: [num_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype or fp8, or [num_pages, page_size, 656]
+                uint8 in the format "fp8_ds_mla", as `sm100_cutlass_mla_decode` takes it.
+            indices: [num_tokens, topk], int32 or int64, any token stride: slot numbers.
+            topk_length: [num_tokens], int32 or int64, any stride: how many of a token's indices count, the first ones; or
+                None for all of them. Longer lists than topk end with it.
+            scale: factor of the logits.
+            num_kv_splits: most splits of a list; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
+
+        Returns:
+            out: [num_tokens, num_heads, 512], of the queries' dtype, or bfloat16 for queries of fp8.
+        """
+
+sparse_mla_attention: _sparse_mla_attention
+
+class _fp8_mqa_logits(_Attributes, Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor,
+        k: Tensor,
+        k_scales: Tensor,
+        weights: Tensor,
+        cu_seqlen_ks: Tensor,
+        cu_seqlen_ke: Tensor,
+        clean_logits: bool,
+        compressed: bool,
+    ) -> None:
+        """Logits of the indexer of DeepSeek sparse attention for the query tokens of prompts, on any GPU.
+
+        The keys of all heads are the same (MQA). For query token m and a key n with ``ks[m] <= n < ke[m]``
+        (DeepSeek-AI 2025, DeepSeek-V3.2, the lightning indexer)::
+
+            logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
+
+        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
+        queries. `top_k_per_row_prefill` then finds the largest of each row.
+
+        Args:
+            logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns contiguous, any row
+                stride. Or, if `compressed`, [num_tokens, columns] with logit n of row m in column ``n - ks[m]``; keys
+                beyond the columns have no logit.
+            q: [num_tokens, num_heads, head_size] float8_e4m3fn; heads contiguous, any token stride.
+            k: [num_keys, head_size] float8_e4m3fn or uint8 of the same bits; any row stride.
+            k_scales: [num_keys] float32, contiguous.
+            weights: [num_tokens, num_heads] float32; any row stride.
+            cu_seqlen_ks: [num_tokens] int32, contiguous: the first key of each query token.
+            cu_seqlen_ke: [num_tokens] int32, contiguous: the key after the last one. Bounds beyond the keys end with them.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged. Only without
+                `compressed`.
+            compressed: whether a row begins with its first key.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k: Tensor,
+        k_scales: Tensor,
+        weights: Tensor,
+        cu_seqlen_ks: Tensor,
+        cu_seqlen_ke: Tensor,
+        clean_logits: bool,
+        compressed: bool,
+    ) -> Tensor:
+        """Logits of the indexer of DeepSeek sparse attention for the query tokens of prompts, on any GPU.
+
+        The keys of all heads are the same (MQA). For query token m and a key n with ``ks[m] <= n < ke[m]``
+        (DeepSeek-AI 2025, DeepSeek-V3.2, the lightning indexer)::
+
+            logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
+
+        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
+        queries. `top_k_per_row_prefill` then finds the largest of each row.
+
+        Args:
+            q: [num_tokens, num_heads, head_size] float8_e4m3fn; heads contiguous, any token stride.
+            k: [num_keys, head_size] float8_e4m3fn or uint8 of the same bits; any row stride.
+            k_scales: [num_keys] float32, contiguous.
+            weights: [num_tokens, num_heads] float32; any row stride.
+            cu_seqlen_ks: [num_tokens] int32, contiguous: the first key of each query token.
+            cu_seqlen_ke: [num_tokens] int32, contiguous: the key after the last one. Bounds beyond the keys end with them.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged. Only without
+                `compressed`.
+            compressed: whether a row begins with its first key.
+
+        Returns:
+            logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns, any row
+                stride. Or, if `compressed`, [num_tokens, columns] with logit n of row m in column ``n -
+                ks[m]``; keys beyond the columns have no logit. Zeros where the op leaves it as it is.
+        """
+
+fp8_mqa_logits: _fp8_mqa_logits
+
+class _fp8_paged_mqa_logits(_Attributes, Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        clean_logits: bool,
+    ) -> None:
+        """`fp8_mqa_logits` of the last tokens of each sequence with the keys of the indexer's paged cache.
+
+        Row ``s * next_n + j`` of the logits is that of token j of sequence s. It has the keys at positions
+        ``n < context_lens[s] - (next_n - 1 - j)``, logit n in column n, for as many columns as there are. A key with a
+        block number out of range has a logit of -inf. `top_k_per_row_decode` then finds the largest of each row.
+
+        Args:
+            logits: [num_seqs * next_n, columns] float32, written where rows have keys; columns contiguous, any row stride.
+            q: [num_seqs, next_n, num_heads, head_size] float8_e4m3fn, contiguous.
+            kv_cache: [num_blocks, block_size, head_size + 4] uint8, blocks contiguous, any block stride: the keys of all
+                slots of a block, then their float32 scales (`indexer_k_quant_and_cache` with groups of head_size).
+            weights: [num_seqs * next_n, num_heads] float32; any row stride.
+            context_lens: [num_seqs] int32 or int64, any stride; or [num_seqs, next_n], contiguous: a length for each row.
+                Longer contexts than the block table or the columns end with them.
+            block_tables: [num_seqs, max_blocks] int32 or int64, any strides.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        clean_logits: bool,
+    ) -> Tensor:
+        """`fp8_mqa_logits` of the last tokens of each sequence with the keys of the indexer's paged cache.
+
+        Row ``s * next_n + j`` of the logits is that of token j of sequence s. It has the keys at positions
+        ``n < context_lens[s] - (next_n - 1 - j)``, logit n in column n, for as many columns as there are. A key with a
+        block number out of range has a logit of -inf. `top_k_per_row_decode` then finds the largest of each row.
+
+        Args:
+            q: [num_seqs, next_n, num_heads, head_size] float8_e4m3fn, contiguous.
+            kv_cache: [num_blocks, block_size, head_size + 4] uint8, blocks contiguous, any block stride: the keys of all
+                slots of a block, then their float32 scales (`indexer_k_quant_and_cache` with groups of head_size).
+            weights: [num_seqs * next_n, num_heads] float32; any row stride.
+            context_lens: [num_seqs] int32 or int64, any stride; or [num_seqs, next_n], contiguous: a length for each row.
+                Longer contexts than the block table or the columns end with them.
+            block_tables: [num_seqs, max_blocks] int32 or int64, any strides.
+            clean_logits: whether the other elements become -inf; otherwise they are left unchanged.
+
+        Returns:
+            logits: [num_seqs * next_n, columns] float32, written where rows have keys; columns, any row
+                stride. Zeros where the op leaves it as it is.
+        """
+
+fp8_paged_mqa_logits: _fp8_paged_mqa_logits
+
 class _paged_attention_v2(_Attributes, Protocol):
     def __call__(
         self,

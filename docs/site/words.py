@@ -21,6 +21,8 @@ WORDS = {
     "paged_attention_v1": ("paged attention", "PagedAttention", "decode attention", "flash decoding", "split-KV"),
     "attention_varlen": ("flash_attn_varlen_func", "ragged attention", "SDPA", "encoder attention"),
     "sm100_cutlass_mla_decode": ("MLA", "FlashMLA", "multi-head latent attention"),
+    "sparse_mla_attention": ("DSA", "DeepSeek sparse attention", "flash_mla_sparse_fwd", "sparse MLA"),
+    "fp8_mqa_logits": ("lightning indexer", "DeepGEMM mqa_logits"),
     "merge_attn_states": ("cascade attention",),
     # cache
     "reshape_and_cache_flash": ("KV cache", "paged KV cache", "fp8 KV cache"),

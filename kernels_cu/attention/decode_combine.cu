@@ -20,6 +20,7 @@
 //     DIRECT                        attention_decode has already written sequences of one split to out
 //     HAS_OUT_SCALE                 out is divided by fp8_out_scale
 //     SPLIT_UNIT                    every split is a multiple of this number of tokens
+//     HAS_LENGTHS                   seq_lens is given; otherwise every sequence has max_tokens tokens
 //     LSE_BY_ROW                    lse is [num_rows, NUM_HEADS], not [NUM_HEADS, num_rows]
 
 #include "attention.cuh"
@@ -57,8 +58,8 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
                                         max_splits, HEAD_SIZE);
         planned_splits = balance.splits_of(seq);
     }
-    const Splits splits(seq_lens[seq * length_step], max_tokens, sliding_window, PARTITION, planned_splits,
-                        int(min_split), SPLIT_UNIT);
+    const Splits splits(HAS_LENGTHS ? int64_t(seq_lens[seq * length_step]) : max_tokens, max_tokens, sliding_window,
+                        PARTITION, planned_splits, int(min_split), SPLIT_UNIT);
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : seq;
     if (row < 0) return;
     if (DIRECT && splits.count <= 1) return;

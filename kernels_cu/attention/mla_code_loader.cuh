@@ -15,7 +15,6 @@
 #pragma once
 #include "async.cuh"
 #include "mla_tiles.cuh"
-#include "paged.cuh"
 
 constexpr int SCALES = IS_DS_MLA ? 2 * 2 * TOKENS : 1;  // scales in shared memory: those of two pairs of tiles
 
@@ -35,7 +34,6 @@ struct CodeLoader {
     const EntryTiles& tiles;
     const Split& split;
     const cache_t* cache;
-    int64_t page_stride, slot_stride;
     float4* scales;  // [4 warps][2 pairs][WARP_SIZE], shared: the scales of each entry, if IS_DS_MLA
     int rank;        // rank of the CTA in its cluster
     chunk_t codes[AHEAD][CHUNKS];
@@ -221,12 +219,11 @@ public:
         const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
         const auto page_at = [&](int pair) {
             const int token = split.token_of(pair) + own;
-            return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
+            return token < split.end ? split.table.at(token) : int64_t(-1);
         };
-        const auto place_on = [&](table_t page, int pair) {
-            if (page < 0 || page >= split.num_pages) return NOWHERE;
-            const int slot = (split.token_of(pair) + own) % PAGE_SIZE;
-            const int64_t place = page * page_stride + slot * slot_stride;
+        const auto place_on = [&](int64_t page, int pair) {
+            if (!split.table.exists(page)) return NOWHERE;
+            const int64_t place = split.table.offset(page, split.token_of(pair) + own);
             // Prefetch to L2 ahead of the loads: registers hold no more than AHEAD steps in flight.
             if (lane() / WARP_ROWS % CLUSTER == rank) {
                 for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
@@ -235,7 +232,7 @@ public:
         };
         int pair = split.first_pair;
         int64_t place = place_on(page_at(pair), pair);
-        table_t next_page = page_at(pair + 1);
+        int64_t next_page = page_at(pair + 1);
         load_step<0>(rows_of<0>(place));
         if constexpr (AHEAD > 1) load_step<1>(rows_of<1>(place));
         load_scales(pair, place);

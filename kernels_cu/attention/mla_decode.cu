@@ -17,7 +17,7 @@
 // 2. Online softmax: ROW_THREADS threads convert the logits of one head to probabilities, rounded to product_t.
 // 3. O += P V: each warp has WARP_DIMS elements of the latent vector, for all heads.
 //
-// A token with an invalid page number contributes nothing. A slot after the end of the sequence is not read.
+// A token with an invalid page or slot number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
 //     query_t        element type of the queries: half_t, bf16_t or fp8_e4m3_t
@@ -26,6 +26,8 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
+//     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     HEADS          heads of a CTA: 16, 32 or 64
 //     TOKENS         entries of a tile
 //     NUM_WARPS      warps of a CTA: 4 or 8
@@ -35,7 +37,7 @@
 
 #include "attention.cuh"
 #include "mla_entry_tiles.cuh"
-#include "paged.cuh"
+#include "mla_tokens.cuh"
 #include "product.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
@@ -77,10 +79,10 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
            const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
            const length_t* seq_lens,            // [num_seqs]
            const table_t* page_table,           // [num_seqs, max_pages]
-           int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
-           int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
-           int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
-           int64_t length_step, float scale) {
+           int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+           int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride,
+           int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+           float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
@@ -91,7 +93,8 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const int64_t seq = blockIdx.x / head_blocks;
     const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
-    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split));
+    const int64_t length = HAS_LENGTHS ? int64_t(seq_lens[seq * length_step]) : max_tokens;
+    const Splits splits(length, max_tokens, 0, 0, int(max_splits), int(min_split));
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
     const int end = splits.end(split);
@@ -103,10 +106,10 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     product_t* const probabilities = reinterpret_cast<product_t*>(behind + LOGIT_BYTES);
 
     // The offset in the cache of the lane's entry of the tile at `start`.
-    const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
+    const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
         const int token = start + EntryTiles::row_of_lane();
-        return token < end ? pages.at_position(token, page_table + seq * table_stride, max_pages, table_step) : NOWHERE;
+        return token < end ? table.place(table.at(token), token) : NOWHERE;
     };
     held_entries_t held;
 

@@ -9,13 +9,15 @@
 //     query_t, cache_t, out_t    element types of the queries, the cache and out
 //     table_t, length_t          element types of page_table and seq_lens
 //     PAGE_SIZE                  slots of a page of the cache
+//     LISTS_SLOTS                page_table lists the slot of each token (mla_tokens.cuh)
+//     HAS_LENGTHS                seq_lens is given; otherwise every sequence has max_tokens tokens
 //     NUM_WARPS                  warps (of 32 lanes) of a CTA
 //     IS_DS_MLA                  the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
 #include "cache.cuh"
 #include "mla_entry.cuh"
-#include "paged.cuh"
+#include "mla_tokens.cuh"
 #include "reduce.cuh"
 
 constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
@@ -50,14 +52,15 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
                 const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                 const length_t* seq_lens,            // [num_seqs]
                 const table_t* page_table,           // [num_seqs, max_pages]
-                int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
-                int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                 int64_t table_step, int64_t length_step, float scale) {
     await_previous_kernel();
     const int64_t seq = blockIdx.x / uint32_t(num_heads), head = blockIdx.x % uint32_t(num_heads);
     const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split));
+    const int64_t length = HAS_LENGTHS ? int64_t(seq_lens[seq * length_step]) : max_tokens;
+    const Splits splits(length, max_tokens, 0, 0, int(max_splits), int(min_split));
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
 
@@ -73,11 +76,11 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
         q[DIMS + i] = to_float(q_pe[seq * pe_stride + head * pe_head_stride + element_of(i)]);
     }
 
-    const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
+    const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
     float max_logit = minus_infinity(), exp_sum = 0.0f;
     const int end = splits.end(split);
     for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
-        const int64_t at = pages.at_position(token, page_table + seq * table_stride, max_pages, table_step);
+        const int64_t at = table.place(table.at(token), token);
         if (at == NOWHERE) continue;
         float entry[DIMS + ROPE_DIMS], logit = 0.0f;
 #pragma unroll

@@ -22,13 +22,15 @@
 // A warpgroup has its own probabilities as A fragments in registers. The other warpgroup reads them from shared memory:
 // they overwrite the last panel of their tile, the rotated keys, which no MMA needs any more.
 //
-// A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
+// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
 //     cache_t        element type of the cache: query_t or fp8_e4m3_t
 //     out_t, table_t, length_t    element types of out, page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
+//     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is fp8, PAGE_SIZE
 //     HALF_BOXES     a box has the four panels of a half (rotated keys: one panel); else one panel
 //     CLUSTER        CTAs of a cluster: 1, or, with IS_DS_MLA, 2
@@ -44,7 +46,7 @@ constexpr int HEADS = 64;
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
-static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
+static_assert(IS_FP8 || (!IS_DS_MLA && !LISTS_SLOTS && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_sm90(
@@ -86,8 +88,9 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     await_previous_kernel();
 
     const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, first_head = (blockIdx.x * CLUSTER + rank) * HEADS;
-    MlaSchedule<2 * TOKENS, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
-                                               piece_units, gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
+    MlaSchedule<2 * TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
+                                                            join_units, piece_units, gridDim.y / CLUSTER,
+                                                            blockIdx.y / CLUSTER);
     int first_pair = 0;  // number of an item's first pair of tiles, 0 or 1: the phase of the pair's mbarriers
 
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
@@ -98,10 +101,12 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         for (; schedule.has_item(); schedule.next()) {
             const MlaItem item = schedule.item();
             if (item.begin == item.end) continue;
-            const Split own{page_table + item.seq * table_stride, table_step, num_pages,
-                            item.begin - first_pair * 2 * TOKENS, item.end,   first_pair};
+            const Split own{{page_table + item.seq * table_stride, table_step, num_pages, page_stride, slot_stride},
+                            item.begin - first_pair * 2 * TOKENS,
+                            item.end,
+                            first_pair};
             if constexpr (IS_FP8) {
-                CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, rank, {}};
+                CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, scales, rank, {}};
                 first_pair = loader.run() % 2;
             } else {
                 first_pair = load_boxes(tiles, own, &cache_map, &half_map) % 2;

@@ -18,7 +18,7 @@
 // 3. O += P V with MMAs of 16 heads x 8 elements of the warp's part. The B operands of S are transposed between lanes.
 // At the end the results of the groups are combined.
 //
-// A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
+// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -26,6 +26,8 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
+//     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     GROUPS         groups of warps of a CTA: 2 or 4
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
@@ -34,6 +36,7 @@
 #include "barrier.cuh"
 #include "mla_operands.cuh"
 #include "mla_schedule.cuh"
+#include "mla_tokens.cuh"
 #include "tma.cuh"
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
@@ -44,6 +47,7 @@ constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), 
 constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats
 constexpr int UNIT = 64;                        // tokens; shares are cut at multiples of it
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
+static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
 static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
@@ -82,24 +86,25 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
     if (threadIdx.x < ENTRY_BYTES / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     await_previous_kernel();
-    MlaSchedule<UNIT, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
-                                         piece_units, gridDim.x, blockIdx.x);
+    MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
+                                                      join_units, piece_units, gridDim.x, blockIdx.x);
     int stage = 0, phase = 0;
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
         const bool direct = item.is_whole();
         if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // In the warp that copies a group's entries, lane i has the page number of entry i.
         const auto page_at = [&](int start) {
             const int token = start + group * GROUP + lane;
             const bool is_token = lane < GROUP && token < end;
-            return is_token ? page_table[seq * table_stride + token / PAGE_SIZE * table_step] : table_t(-1);
+            return is_token ? table.at(token) : int64_t(-1);
         };
-        table_t page = part == 0 ? page_at(begin) : table_t(-1);  // page number in the next tile to be copied
+        int64_t page = part == 0 ? page_at(begin) : int64_t(-1);  // page number in the next tile to be copied
         const auto copy = [&](int stage, int start) {
             if (part > 0 || start >= end) return;
-            const uint32_t found = ballot(page >= 0 && page < num_pages);
+            const uint32_t found = ballot(table.exists(page));
             uint64_t* const barrier = &full[stage][group];
             if (lane == 0) {
                 exists[stage][group] = found;
@@ -109,10 +114,9 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             const uint32_t run =
                 found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
             if (lane % COPY_TOKENS == 0 && run) {
-                const int slot = (start + group * GROUP + lane) % PAGE_SIZE;
+                const int64_t place = table.offset(page, start + group * GROUP + lane);
                 bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
-                          kv_c_and_k_pe_cache + page * page_stride + slot * slot_stride, count_bits(run) * ENTRY_BYTES,
-                          barrier);
+                          kv_c_and_k_pe_cache + place, count_bits(run) * ENTRY_BYTES, barrier);
             }
             page = page_at(start + TOKENS);
         };

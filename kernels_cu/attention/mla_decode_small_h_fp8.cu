@@ -18,7 +18,7 @@
 // 3. O += P V: a warp has WARP_DIMS elements of the latent vectors of all entries. ldmatrix transposes pairs of fp8
 //    values; a word then holds two adjacent entries, and a byte permutation sorts them.
 //
-// A token with an invalid page number contributes nothing. A slot after the end of the sequence is not read.
+// A token with an invalid page or slot number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -26,12 +26,15 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
+//     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     IS_DS_MLA      false (mla_entry.cuh)
 
 #include "async.cuh"
 #include "attention.cuh"
 #include "mla_entry.cuh"
 #include "mla_schedule.cuh"
+#include "mla_tokens.cuh"
 #include "mma.cuh"
 
 constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM_WARPS, STAGES = 2;
@@ -83,25 +86,26 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     uint8_t* const tiles = probabilities + HEADS * PROBABILITY_PITCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
-    MlaSchedule<TOKENS, length_t> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits, join_units,
-                                           piece_units, gridDim.x, blockIdx.x);
+    MlaSchedule<TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
+                                                        join_units, piece_units, gridDim.x, blockIdx.x);
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
         const bool direct = item.is_whole();
         if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
         const auto page_at = [&](int start, int i) {
             const int token = start + warp * WARP_TOKENS + i * 8 + g;
-            return token < end ? int64_t(page_table[seq * table_stride + token / PAGE_SIZE * table_step]) : int64_t(-1);
+            return token < end ? table.at(token) : int64_t(-1);
         };
         uint32_t found[2];  // bit 4j: entry j of 8 exists
         const auto copy = [&](int stage, int start, const int64_t (&pages)[2]) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = warp * WARP_TOKENS + i * 8 + g;
-                const bool exists = pages[i] >= 0 && pages[i] < num_pages;
-                const int64_t place = exists ? pages[i] * page_stride + (start + row) % PAGE_SIZE * slot_stride : 0;
+                const bool exists = table.exists(pages[i]);
+                const int64_t place = exists ? table.offset(pages[i], start + row) : 0;
                 const cache_t* const from = kv_c_and_k_pe_cache + place + t * 16;
                 uint8_t* const to = tiles + stage * TILE_BYTES + place_in_tile(row, t);
                 found[i] = ballot(exists);

@@ -28,7 +28,8 @@ struct alignas(8) MlaPieces {
     DEVICE int slot(int piece) const { return piece ? (first_slot / 2 + piece) * 2 : first_slot; }
 };
 
-template <int UNIT, typename L>
+// HAS_LENGTHS: seq_lens is given; otherwise every sequence has max_tokens tokens.
+template <int UNIT, typename L, bool HAS_LENGTHS>
 struct MlaSchedule {
     const L* seq_lens;
     int64_t length_step;
@@ -85,6 +86,7 @@ struct MlaSchedule {
         }
     }
     DEVICE int length_of(int s) const {
+        if (!HAS_LENGTHS) return max_tokens;
         return int(min(max(int64_t(seq_lens[s * length_step]), int64_t(0)), int64_t(max_tokens)));
     }
     static DEVICE int units_of(int length) { return max(length / UNIT + (length % UNIT > 0), 1); }

@@ -15,6 +15,7 @@
 #include "attention.cuh"
 #include "cluster.cuh"
 #include "mla_entry.cuh"
+#include "mla_tokens.cuh"
 #include "mma.cuh"
 #include "query_rows.cuh"
 #include "tma.cuh"
@@ -70,8 +71,7 @@ struct EntryTiles {
 // The tokens of an item in pairs of tiles, from pair number `first_pair` on: the parity of a pair's number is the phase
 // of its mbarriers.
 struct Split {
-    const table_t* pages;  // the sequence's row of the page table
-    int64_t table_step, num_pages;
+    TokenTable table;
     int origin, end, first_pair;  // origin: the first token less `first_pair` pairs
 
     DEVICE int token_of(int pair) const { return origin + pair * 2 * TOKENS; }
@@ -107,8 +107,8 @@ load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_m
     const auto page_at = [&](int pair) {
         const int token = split.token_of(pair) + lane % (2 * BOXES) * BOX_TOKENS;
         if (token >= split.end) return -1;
-        const int64_t page = split.pages[token / PAGE_SIZE * split.table_step];
-        return page >= 0 && page < split.num_pages ? int(page) : -1;
+        const int64_t page = split.table.at(token);
+        return split.table.exists(page) ? int(page) : -1;
     };
     int pair = split.first_pair, next_page = page_at(pair);
     for (; split.has(pair); ++pair) {

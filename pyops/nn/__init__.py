@@ -81,7 +81,10 @@ MISSING = {
         "StaticSinkAttention",
         "is vLLM's attention of an engine, with tokens put before its cache",
     ),
-    "sparse_attn_indexer": ("SparseAttnIndexer", "no op has logits of fp8 queries and keys of a cache (DeepGEMM's)"),
+    "sparse_attn_indexer": (
+        "SparseAttnIndexer",
+        "is part of vLLM's engine; its logits are `pyops.fp8_mqa_logits` and `pyops.fp8_paged_mqa_logits`",
+    ),
     "bailing_moe_linear_attention": (
         "BailingMoELinearAttention",
         "is put together by its model; its scan is `pyops.mamba_chunk_scan_varlen` with time steps of 1",

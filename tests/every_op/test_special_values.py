@@ -275,8 +275,9 @@ OPS = [
 ]
 # Two scales for each sum, or for each partial sum of K: the order decides whether one is infinite, or zero, on the way.
 OF_TWO_SCALES = {"cutlass_scaled_mm", "cutlass_w4a8_moe_mm", "grouped_gemm"}
-# Growing states become infinite earlier in one order than in another, and so does the mean of two largest numbers.
-WITHOUT_LARGEST = OF_GROWING_STATES | {"merge_attn_states"}
+# Growing states become infinite earlier in one order than in another, and so does the mean of two largest numbers, or
+# the sum over heads under the largest weights.
+WITHOUT_LARGEST = OF_GROWING_STATES | {"merge_attn_states", "fp8_mqa_logits", "fp8_paged_mqa_logits"}
 SCALES = (0.0, -0.0, 2.0**-149, -1e-42, 2.0**-127, 2.0**-126, 1e-30, -1.0, 3e38, INF, NAN)
 
 

@@ -146,6 +146,15 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
 
 @_adapter
+def cooperative_topk(*args: Any) -> None:
+    """persistent_topk, by its name for GPUs with clusters"""
+    try:
+        adapters.persistent_topk(*args)
+    except OpError as error:
+        raise error.within("cooperative_topk", {}) from None
+
+
+@_adapter
 def topk_softplus_sqrt(*args: Any) -> None:
     """topk_softplus_sqrt, without the bias of image tokens"""
     if len(args) == 12 and args[10] is not None and args[11] > 0:  # without a sentinel the bias has no effect

@@ -63,6 +63,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
     if combines:
         constants |= {
             "length_t": problem.kv.seq_lens.dtype,
+            "HAS_LENGTHS": True,
             "out_t": problem.out_dtype,
             "HAS_OUT_SCALE": problem.fp8_out_scale is not None,
             "LSE_BY_ROW": False,

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["sm100_cutlass_mla_decode", "sm100_cutlass_mla_get_workspace_size"]
 
 
-def _absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
+def absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
     """The rounding errors of a softmax weight, in the dtype of the MMA operands, and of its logit."""
-    cache = _entries(kv_c_and_k_pe_cache, q_nope)
+    cache = cache_entries(kv_c_and_k_pe_cache, q_nope)
     product = torch.float16 if q_nope.dtype == torch.float8_e4m3fn else q_nope.dtype
     return float(torch.finfo(product).eps) + float32_logits(
         torch.cat((q_nope.double(), q_pe.double()), -1), cache, scale
     )
 
 
-def _entries(cache: Tensor, q_nope: Tensor) -> Tensor:
+def cache_entries(cache: Tensor, q_nope: Tensor) -> Tensor:
     """The cache in its element type: bytes as fp8, "fp8_ds_mla" dequantized to the dtype of the queries."""
     if cache.shape[2] == DS_MLA_BYTES:
         codes, scales, rotated = (part.contiguous() for part in cache.split((LATENT_SIZE, 16, 2 * ROPE_SIZE), -1))
@@ -41,7 +41,7 @@ def _entries(cache: Tensor, q_nope: Tensor) -> Tensor:
     return cache.view(fp8.cache_codes(cache, "fp8")) if cache.element_size() == 1 else cache
 
 
-@op(out=("out", "lse"), atol=_absolute_error)
+@op(out=("out", "lse"), atol=absolute_error)
 def sm100_cutlass_mla_decode(
     out: Tensor,
     lse: Tensor | None,
@@ -94,7 +94,7 @@ def sm100_cutlass_mla_decode(
         num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
             that keeps the device busy.
     """
-    cache = _entries(kv_c_and_k_pe_cache, q_nope)
+    cache = cache_entries(kv_c_and_k_pe_cache, q_nope)
     num_pages, page_size, _ = cache.shape
     queries = torch.cat((q_nope.double(), q_pe.double()), -1)
     for s, length in enumerate(seq_lens.tolist()):
@@ -104,12 +104,17 @@ def sm100_cutlass_mla_decode(
         pages = page_table[s][tokens // page_size]
         there = (pages >= 0) & (pages < num_pages)
         entries = cache[pages[there], tokens[there] % page_size].double()
-        logits = queries[s] @ entries.T * scale
-        max_logit = largest_of(logits)
-        weights = torch.exp(logits - max_logit.masked_fill(max_logit == -torch.inf, 0.0)[:, None])
-        latents = entries[:, :LATENT_SIZE]
-        total = weighted_sum(weights[:, None], logits[:, None], latents[:, None])[0]
-        finish(out[s], max_logit, weights.sum(-1), total, None, None if lse is None else lse[s])
+        attend(out[s], None if lse is None else lse[s], queries[s], entries, scale)
+
+
+def attend(out: Tensor, lse: Tensor | None, queries: Tensor, entries: Tensor, scale: float) -> None:
+    """Write the attention of one token's queries [num_heads, 576] over latent KV [tokens, 576], both in float64."""
+    logits = queries @ entries.T * scale
+    max_logit = largest_of(logits)
+    weights = torch.exp(logits - max_logit.masked_fill(max_logit == -torch.inf, 0.0)[:, None])
+    latents = entries[:, :LATENT_SIZE]
+    total = weighted_sum(weights[:, None], logits[:, None], latents[:, None])[0]
+    finish(out, max_logit, weights.sum(-1), total, None, lse)
 
 
 @sm100_cutlass_mla_decode.result

@@ -14,7 +14,16 @@ from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_launch import NO_STARTS, workspace
 from .layout import absent, heads_stride
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem
+from .mla_problem import (
+    ENTRY_SIZE,
+    LATENT_SIZE,
+    ROPE_SIZE,
+    MlaProblem,
+    arguments_of,
+    constants_of,
+    lengths_of,
+    query_strides,
+)
 from .mla_sm90 import MlaSm90Config
 from .mla_small_h import FewHeadsConfig
 from .mla_small_h_fp8 import CodesConfig
@@ -144,17 +153,17 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
     arguments = {
         **absent(lse=problem.lse),
         **workspace(rows, LATENT_SIZE),
-        "max_tokens": problem.max_tokens,
+        **lengths_of(problem),
         "max_splits": config.max_splits,
         "min_split": config.min_split,
         "out_stride": heads_stride(problem.out),
-        "length_step": problem.seq_lens.strides[0],
     }
     launches = [_launch_splits(problem, config, arguments)]
     if is_combined:
         constants = {
             "out_t": problem.out.dtype,
-            "length_t": problem.seq_lens.dtype,
+            "length_t": problem.length_dtype,
+            "HAS_LENGTHS": problem.seq_lens is not None,
             "partial_t": float32,
             "PARTITION": 0,
             "DIRECT": True,
@@ -177,31 +186,8 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
 
 
 def _launch_splits(problem: MlaProblem, config: MlaConfig, arguments: dict[str, Any]) -> Launch:
-    q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
-    constants = {
-        "query_t": q_nope.dtype,
-        "cache_t": problem.cache_dtype,
-        "out_t": problem.out.dtype,
-        "length_t": problem.seq_lens.dtype,
-        "table_t": page_table.dtype,
-        "PAGE_SIZE": cache.shape[1],
-        "HAS_LSE": problem.lse is not None,
-        "NUM_WARPS": config.num_warps,
-        "IS_DS_MLA": problem.is_ds_mla,
-    }
-    arguments = arguments | {
-        "num_heads": problem.num_heads,
-        "num_pages": cache.shape[0],
-        "max_pages": page_table.shape[1],
-        "nope_stride": q_nope.strides[0],
-        "nope_head_stride": q_nope.strides[1],
-        "pe_stride": q_pe.strides[0],
-        "pe_head_stride": q_pe.strides[1],
-        "page_stride": cache.strides[0],
-        "slot_stride": cache.strides[1],
-        "table_stride": page_table.strides[0],
-        "table_step": page_table.strides[1],
-    }
+    constants = constants_of(problem) | {"NUM_WARPS": config.num_warps}
+    arguments = arguments | arguments_of(problem) | query_strides(problem) | {"num_heads": problem.num_heads}
     heads, tokens = config.heads_per_block, config.step_tokens
     if tokens:
         kernel = _decode(
@@ -210,11 +196,11 @@ def _launch_splits(problem: MlaProblem, config: MlaConfig, arguments: dict[str, 
             HEADS=heads,
             TOKENS=tokens,
             MIN_BLOCKS=config.min_blocks,
-            QUERY_ACCESS=min(8, check.vector_width(ROPE_SIZE, q_nope, q_pe)),
+            QUERY_ACCESS=min(8, check.vector_width(ROPE_SIZE, problem.q_nope, problem.q_pe)),
             OUT_ACCESS=min(2, check.vector_width(LATENT_SIZE, problem.out)),
         )
     else:
         kernel = _decode_simt(**constants)
     grid = (problem.num_seqs * -(-problem.num_heads // heads), config.max_splits)
-    num_threads = config.num_warps * (cache.device.warp_size if tokens else 32)
+    num_threads = config.num_warps * (problem.cache.device.warp_size if tokens else 32)
     return kernel.launch(grid, num_threads, shared_memory(heads, tokens, _code_bytes(problem)), **arguments)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ... import check, tuning
-from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
+from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .._shared.products import multiplies
@@ -25,17 +25,22 @@ _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaProblem:
-    """One query token per sequence against a paged cache of latent KV: the arguments of the op that matter."""
+    """One query token per sequence against a paged cache of latent KV: the arguments of the op that matter.
+
+    Attributes:
+        lists_slots: whether a row of the page table lists the slot of each token.
+    """
 
     out: TensorArg
     lse: TensorArg | None
     q_nope: TensorArg
     q_pe: TensorArg
     kv_c_and_k_pe_cache: TensorArg
-    seq_lens: TensorArg
+    seq_lens: TensorArg | None
     page_table: TensorArg
     workspace: TensorArg | None
     num_kv_splits: int
+    lists_slots: ClassVar[bool] = False
 
     @property
     def cache(self) -> TensorArg:
@@ -47,6 +52,11 @@ class MlaProblem:
         if self.is_ds_mla:
             return float8_e4m3fn
         return fp8.cache_dtype(self.cache, "fp8" if self.is_fp8 else "auto", self.q_nope.dtype)
+
+    @property
+    def length_dtype(self) -> DType:
+        """The element type of the lengths, also where there are none."""
+        return int32 if self.seq_lens is None else self.seq_lens.dtype
 
     @property
     def num_seqs(self) -> int:
@@ -78,7 +88,7 @@ class MlaProblem:
     @property
     def max_tokens(self) -> int:
         """The longest sequence that the page table holds."""
-        return min(self.page_table.shape[1] * self.cache.shape[1], MAX_TOKENS)
+        return min(self.page_table.shape[1] * (1 if self.lists_slots else self.cache.shape[1]), MAX_TOKENS)
 
     @property
     def may_use_mma(self) -> bool:
@@ -103,7 +113,7 @@ class MlaProblem:
             and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
             and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
-            and (self.cache.shape[1] % 8 == 0 or self.is_fp8)
+            and (self.is_fp8 or (self.cache.shape[1] % 8 == 0 and not self.lists_slots))
             and self.out.alignment == 16
             and self.out.strides[0] % 8 == 0
             and self.q_nope.numel * self.cache.numel > 0
@@ -142,7 +152,15 @@ class MlaProblem:
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"tokens={tuning.power_of_two(self.max_tokens)}",
         ]
-        return " ".join(words + [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0))
+        words += [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0)
+        return " ".join(words + ["sparse"] * self.lists_slots)
+
+
+class SparseMlaProblem(MlaProblem):
+    """The same for a list of slots of each query token: `page_table` is the lists, `seq_lens` their lengths."""
+
+    __slots__ = ()
+    lists_slots = True
 
 
 def _rows_are_aligned(arg: TensorArg) -> bool:
@@ -171,35 +189,57 @@ def check_mla(problem: MlaProblem) -> None:
     if cache.shape[1] == 0:
         raise cache.error(f"expected pages of at least one slot, got shape {cache.shape}")
     check.index(problem.seq_lens, num_seqs=num_seqs)
-    check.index(problem.page_table, num_seqs=num_seqs, max_pages=None)
+    check.index(problem.page_table, num_seqs=num_seqs, **{"topk" if problem.lists_slots else "max_pages": None})
     check.dtype(problem.workspace, uint8)
     check.dtype(cache, uint8, problem.cache_dtype)
 
 
 def constants_of(problem: MlaProblem) -> dict[str, Any]:
-    """The constants that the kernels for few heads have in common."""
+    """The constants that all kernels have in common."""
     return {
         "query_t": problem.q_nope.dtype,
         "cache_t": problem.cache_dtype,
         "out_t": problem.out.dtype,
-        "length_t": problem.seq_lens.dtype,
+        "length_t": problem.length_dtype,
         "table_t": problem.page_table.dtype,
         "PAGE_SIZE": problem.cache.shape[1],
         "HAS_LSE": problem.lse is not None,
+        "HAS_LENGTHS": problem.seq_lens is not None,
+        "LISTS_SLOTS": problem.lists_slots,
+        "IS_DS_MLA": problem.is_ds_mla,
     }
 
 
 def arguments_of(problem: MlaProblem) -> dict[str, Any]:
-    """The arguments that the kernels for few heads have in common."""
-    q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
+    """The arguments that say where the tokens of a sequence are."""
+    cache, page_table = problem.cache, problem.page_table
     return {
+        **lengths_of(problem),
+        "page_table": page_table,
         "num_pages": cache.shape[0],
-        "nope_stride": q_nope.strides[0],
-        "nope_head_stride": q_nope.strides[1],
-        "pe_stride": q_pe.strides[0],
-        "pe_head_stride": q_pe.strides[1],
         "page_stride": cache.strides[0],
         "slot_stride": cache.strides[1],
         "table_stride": page_table.strides[0],
         "table_step": page_table.strides[1],
+    }
+
+
+def lengths_of(problem: MlaProblem) -> dict[str, Any]:
+    """The arguments that say how many tokens a sequence has."""
+    seq_lens = problem.seq_lens
+    return {
+        "seq_lens": 0 if seq_lens is None else seq_lens,
+        "length_step": 0 if seq_lens is None else seq_lens.strides[0],
+        "max_tokens": problem.max_tokens,
+    }
+
+
+def query_strides(problem: MlaProblem) -> dict[str, int]:
+    """The strides of queries that are loaded without a tensor map."""
+    q_nope, q_pe = problem.q_nope, problem.q_pe
+    return {
+        "nope_stride": q_nope.strides[0],
+        "nope_head_stride": q_nope.strides[1],
+        "pe_stride": q_pe.strides[0],
+        "pe_head_stride": q_pe.strides[1],
     }

@@ -64,11 +64,9 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
     }
     arguments = {
-        "max_tokens": problem.max_tokens,
         "max_splits": 1 if not is_cut else problem.num_kv_splits if problem.num_kv_splits > 0 else _ANY_SPLITS,
         "join_units": join_units,
         "piece_units": piece_units,
-        "length_step": problem.seq_lens.strides[0],
     }
     launches = [config.launch(problem, shared | arguments)]
     if is_cut:

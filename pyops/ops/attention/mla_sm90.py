@@ -11,7 +11,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
@@ -51,23 +51,16 @@ class MlaSm90Config:
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 64 heads."""
-        cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
-        num_pages, page_size, _ = cache.shape
+        cache, device = problem.cache, problem.cache.device
+        page_size = cache.shape[1]
         box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS)
         has_half_boxes = box_tokens < _TOKENS and not problem.is_fp8
         panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # fp8 latent KV is loaded without TMA
         kernel = _decode.for_arch(device.arch_feature)(
-            query_t=problem.q_nope.dtype,
-            cache_t=problem.cache_dtype,
-            out_t=problem.out.dtype,
-            length_t=problem.seq_lens.dtype,
-            table_t=page_table.dtype,
-            PAGE_SIZE=page_size,
+            **constants_of(problem),
             BOX_TOKENS=box_tokens,
             CLUSTER=self.cluster,
             HALF_BOXES=has_half_boxes,
-            HAS_LSE=problem.lse is not None,
-            IS_DS_MLA=problem.is_ds_mla,
         )
         grid = (_groups(problem) // self.cluster, self.num_shares * self.cluster)
         return kernel.launch(
@@ -78,11 +71,7 @@ class MlaSm90Config:
             pe_map=_map(problem.q_pe, _HEADS),
             cache_map=panels,
             half_map=_map_of_halves(cache, box_tokens) if has_half_boxes else panels,
-            num_pages=num_pages,
-            page_stride=cache.strides[0],
-            slot_stride=cache.strides[1],
-            table_stride=page_table.strides[0],
-            table_step=page_table.strides[1],
+            **arguments_of(problem),
             **arguments,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of
+from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of, query_strides
 from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
@@ -50,7 +50,6 @@ class FewHeadsConfig:
         """A block for each share."""
         kernel = _decode(
             **constants_of(problem),
-            IS_DS_MLA=problem.is_ds_mla,
             GROUPS=self.groups,
             COPY_TOKENS=_copy_tokens(problem),
         )
@@ -59,6 +58,7 @@ class FewHeadsConfig:
             self.groups * _GROUP_THREADS,
             shared_memory(problem, self.groups),
             **arguments_of(problem),
+            **query_strides(problem),
             **arguments,
         )
 
@@ -76,6 +76,8 @@ def _entry_bytes(problem: MlaProblem) -> int:
 def _copy_tokens(problem: MlaProblem) -> int:
     """Tokens that one bulk copy loads: up to 16 with contiguous latent KV in a page."""
     cache = problem.cache
+    if problem.lists_slots:
+        return 1
     lie_dense = cache.strides[1] == cache.shape[2] or cache.shape[1] == 1
     return gcd(cache.shape[1], 16) if lie_dense else 1
 

@@ -8,7 +8,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of
+from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of, query_strides
 from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
@@ -43,15 +43,12 @@ class CodesConfig:
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share."""
-        kernel = _decode(
-            **constants_of(problem),
-            IS_DS_MLA=False,
-        )
-        return kernel.launch(
+        return _decode(**constants_of(problem)).launch(
             self.num_shares,
             _NUM_THREADS,
             SHARED_MEMORY,
             **arguments_of(problem),
+            **query_strides(problem),
             **arguments,
         )
 

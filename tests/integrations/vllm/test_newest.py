@@ -287,6 +287,18 @@ def test_routing_with_a_scaling_factor() -> None:
     assert same_bits(scaled, 2 * plain)
 
 
+def test_cooperative_topk() -> None:
+    """The positions of the largest among the first `lengths` elements; an error has the op's own name."""
+    logits, lengths = torch.randn(3, 40), torch.tensor([40, 5, 20], dtype=torch.int32)
+    output, workspace = torch.empty(3, 8, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)
+    _torch_op("cooperative_topk")(logits, lengths, output, workspace, 8, 40)
+    for row, length in enumerate(lengths.tolist()):
+        right = logits[row, :length].topk(min(8, length))[1].sort()[0].tolist()
+        assert output[row].tolist() == right + [-1] * (8 - len(right))
+    with pytest.raises(pyops.OpError, match=r"^cooperative_topk: lengths: expected 3 elements, got 2"):
+        _torch_op("cooperative_topk")(logits, lengths[:2], output, workspace, 8, 40)
+
+
 def test_sum_of_experts_on_this_device() -> None:
     x, ids = torch.randn(3, 4, 32), torch.tensor([[0, 1, 2, 3], [-1, 3, 3, 1], [2, 2, -1, -1]], dtype=torch.int32)
     expert_map = torch.tensor([-1, 0, -1, 7], dtype=torch.int32)

@@ -207,4 +207,5 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "top_k_per_row_prefill": _TOP_K,
     "top_k_per_row_decode": _TOP_K,
     "persistent_topk": (),
+    "cooperative_topk": (),
 }

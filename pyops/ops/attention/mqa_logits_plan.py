@@ -1,0 +1,92 @@
+"""The logits of sparse attention's indexer: the launch, which both ops share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.tensors.dtypes import DType, float32, int32
+from ..._core.tensors.tensor import TensorArg
+
+_mqa_logits = Kernel("attention/mqa_logits.cu")
+_mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
+
+# mqa_logits.cu: threads of a block, keys of a tile, blocks per SM. Two blocks of 192 threads leave 168 registers to a
+# thread; of 256 threads they leave 128, and the keys of a warp take 64: some architectures would spill.
+_NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
+_RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
+_SIMT_WARPS = 4  # warps of a block of mqa_logits_simt.cu, a key each
+_HEAD_SIZES = (64, 128)  # head sizes of mqa_logits.cu
+_MAX_HEADS = 192  # most heads of mqa_logits.cu: a thread loads a weight
+_MAX_POSITIONS = 2**30  # most keys and columns: kernels count them in ints
+_MAX_GRID_Y = 2**16 - 1  # most blocks of a group of rows
+# Waves of blocks: enough that a last partial wave costs little, few enough that a block reads its queries, or keys,
+# many times.
+_WAVES = 4
+
+
+def blocks_in_flight(arg: TensorArg) -> int:
+    """Blocks of some waves of mqa_logits.cu."""
+    return _WAVES * _BLOCKS * arg.device.num_sms
+
+
+def launch(
+    tensors: tuple[TensorArg, TensorArg, TensorArg],
+    *,
+    q_stride: int,
+    aligned: bool,
+    groups: int,
+    tiles: int,
+    constants: dict[str, Any],
+    **arguments: int,
+) -> Launch:
+    """The launch of `groups` groups of rows with up to `tiles` blocks each, for (logits, q, weights).
+
+    Args:
+        aligned: whether every key begins at a multiple of 16 bytes.
+    """
+    logits, q, weights = tensors
+    num_heads, head_size = q.shape[-2:]
+    num_rows, columns = logits.shape
+    if not num_heads or not head_size:
+        raise q.error(f"expected at least one head of at least one element, got shape {q.shape}")
+    check.dtype(logits, float32)
+    check.row_size(logits)
+    check.dtype(weights, float32)
+    check.sizes(weights, num_rows=num_rows, num_heads=num_heads)
+    check.row_size(weights)
+    if max(columns, arguments["num_keys"]) > _MAX_POSITIONS:
+        raise logits.error(f"expected at most {_MAX_POSITIONS} columns and keys, got shape {logits.shape}")
+    absent: dict[str, DType | int | bool] = {
+        "length_t": int32,
+        "table_t": int32,
+        "BLOCK_SIZE": 1,
+        "SCALE_ACCESS": 4,
+        "LENGTH_PER_ROW": False,
+        "COMPRESSED": False,
+    }
+    strides = ("num_blocks", "key_stride", "block_stride", "table_stride", "table_step", "length_step")
+    fed = dict.fromkeys(strides, 0) | arguments
+    fed |= {"columns": columns, "q_stride": q_stride}
+    fed |= {"logits_stride": logits.strides[0], "weights_stride": weights.strides[0]}
+    sizes = {"NUM_HEADS": num_heads, "HEAD_SIZE": head_size}
+    padded_heads = -(-num_heads // 16) * 16
+    shared = 2 * padded_heads * ((head_size + 8) * 2 + 4)
+    uses_mma = (
+        q.device.supports("mma")
+        and aligned
+        and q.alignment == 16
+        and (q_stride % 16 == 0 or num_rows == 1)
+        and head_size in _HEAD_SIZES
+        and num_heads <= _MAX_HEADS
+        and shared <= q.device.shared_memory
+    )
+    if uses_mma:
+        grid = groups, min(tiles, _MAX_GRID_Y)
+        fitting = q.device.shared_memory // (shared + _RESERVED_SHARED)
+        kernel = _mqa_logits(**absent | constants | sizes, MIN_BLOCKS=max(1, min(_BLOCKS, fitting)))
+        return kernel.launch(grid, _NUM_THREADS, shared, **fed)
+    grid = groups, min(tiles * (TILE // _SIMT_WARPS), _MAX_GRID_Y)
+    kernel = _mqa_logits_simt(**absent | constants | sizes, NUM_WARPS=_SIMT_WARPS)
+    return kernel.launch(grid, 32 * _SIMT_WARPS, **fed)
