@@ -600,7 +600,7 @@ def chunk_kda(
         A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
         dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
             zeros; only with A_log.
-        lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+        lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
     """
 
 def fused_recurrent_gated_delta_rule(
@@ -6926,6 +6926,104 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
 
 mamba_chunk_scan_varlen: _mamba_chunk_scan_varlen
 
+class _fused_kda_decode(_Attributes, Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        raw_g: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state_indices: Tensor,
+        state: Tensor,
+        out: Tensor,
+        lower_bound: float | None = None,
+        output_gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-05,
+    ) -> None:
+        """One token of Kimi Delta Attention for each sequence: causal convolution, gates, delta rule, gated RMS norm.
+
+        ``q, k, v = silu(bias + sum_w weight[:, w] * (conv_state, x)[w])``; then `kda_update` with normalised q and k, the
+        scale ``head_size**-0.5``, the gate of A_log, dt_bias and lower_bound, and ``sigmoid(raw_beta)``; then ``norm(o) *
+        norm_weight * sigmoid(output_gate)`` for each head. All is float32, and rounded once. A sequence with a slot out of
+        range (-1 for a padded one) is skipped: its outputs are left unchanged. The slots of sequences differ (Kimi Team
+        2025, arXiv:2510.26692, with vLLM's arguments).
+
+        Args:
+            x: [num_seqs, 3 * num_heads * head_size], float32, float16 or bfloat16: q, k and v of all heads; constant row
+                stride. head_size is at most 128.
+            weight: [3, width, num_heads * head_size], contiguous, float32, float16 or bfloat16, width 2 to 8.
+            bias: [3 * num_heads * head_size] of the dtype of `weight`, contiguous; or None for zeros.
+            conv_state: [num_slots, 3 * num_heads * head_size, width - 1] of the dtype of x, any strides, updated.
+            raw_g: [1, num_seqs, num_heads, head_size], float32, float16 or bfloat16, contiguous: logits of decays.
+            raw_beta: [1, num_seqs, num_heads], of any of these dtypes; heads contiguous.
+            A_log: [num_heads], of any of these dtypes, contiguous.
+            dt_bias: [num_heads * head_size] or [num_heads, head_size], of any of these dtypes, contiguous.
+            state_indices: [num_seqs] int32 or int64, contiguous: the slot of both states.
+            state: [num_slots, num_heads, head_size, head_size], float32, float16 or bfloat16, values before keys, updated;
+                slots contiguous, any slot stride.
+            out: [1, num_seqs, num_heads, head_size] of the dtype of x, contiguous, written where sequences are not skipped.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            output_gate: [num_seqs, num_heads, head_size] or [1, num_seqs, num_heads, head_size] of the dtype of x, heads
+                contiguous; or None for no norm.
+            norm_weight: [head_size], float32, float16 or bfloat16, contiguous; given if and only if `output_gate` is.
+            norm_eps: added to the mean of squares.
+        """
+    @staticmethod
+    def new(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        raw_g: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state_indices: Tensor,
+        state: Tensor,
+        lower_bound: float | None = None,
+        output_gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-05,
+    ) -> Tensor:
+        """One token of Kimi Delta Attention for each sequence: causal convolution, gates, delta rule, gated RMS norm.
+
+        ``q, k, v = silu(bias + sum_w weight[:, w] * (conv_state, x)[w])``; then `kda_update` with normalised q and k, the
+        scale ``head_size**-0.5``, the gate of A_log, dt_bias and lower_bound, and ``sigmoid(raw_beta)``; then ``norm(o) *
+        norm_weight * sigmoid(output_gate)`` for each head. All is float32, and rounded once. A sequence with a slot out of
+        range (-1 for a padded one) is skipped: its outputs are left unchanged. The slots of sequences differ (Kimi Team
+        2025, arXiv:2510.26692, with vLLM's arguments).
+
+        Args:
+            x: [num_seqs, 3 * num_heads * head_size], float32, float16 or bfloat16: q, k and v of all heads; constant row
+                stride. head_size is at most 128.
+            weight: [3, width, num_heads * head_size], contiguous, float32, float16 or bfloat16, width 2 to 8.
+            bias: [3 * num_heads * head_size] of the dtype of `weight`, contiguous; or None for zeros.
+            conv_state: [num_slots, 3 * num_heads * head_size, width - 1] of the dtype of x, any strides, updated.
+            raw_g: [1, num_seqs, num_heads, head_size], float32, float16 or bfloat16, contiguous: logits of decays.
+            raw_beta: [1, num_seqs, num_heads], of any of these dtypes; heads contiguous.
+            A_log: [num_heads], of any of these dtypes, contiguous.
+            dt_bias: [num_heads * head_size] or [num_heads, head_size], of any of these dtypes, contiguous.
+            state_indices: [num_seqs] int32 or int64, contiguous: the slot of both states.
+            state: [num_slots, num_heads, head_size, head_size], float32, float16 or bfloat16, values before keys, updated;
+                slots contiguous, any slot stride.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            output_gate: [num_seqs, num_heads, head_size] or [1, num_seqs, num_heads, head_size] of the dtype of x, heads
+                contiguous; or None for no norm.
+            norm_weight: [head_size], float32, float16 or bfloat16, contiguous; given if and only if `output_gate` is.
+            norm_eps: added to the mean of squares.
+
+        Returns:
+            out: [1, num_seqs, num_heads, head_size] of the dtype of x, written where sequences are not
+                skipped. Zeros where the op leaves it as it is.
+        """
+
+fused_kda_decode: _fused_kda_decode
+
 class _gated_delta_rule(_Attributes, Protocol):
     def __call__(
         self,
@@ -7173,7 +7271,7 @@ class _kda(_Attributes, Protocol):
             A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
             dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
                 zeros; only with A_log.
-            lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
             initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
                 for zeros.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
@@ -7237,7 +7335,7 @@ class _kda(_Attributes, Protocol):
             A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
             dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
                 zeros; only with A_log.
-            lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
             initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
                 for zeros.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
@@ -7302,7 +7400,7 @@ class _kda_update(_Attributes, Protocol):
             A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
             dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
                 zeros; only with A_log.
-            lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
                 ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
                 not a valid range, the sequence has no tokens. Sequences may not overlap.
@@ -7358,7 +7456,7 @@ class _kda_update(_Attributes, Protocol):
             A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
             dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
                 zeros; only with A_log.
-            lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
                 ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
                 not a valid range, the sequence has no tokens. Sequences may not overlap.

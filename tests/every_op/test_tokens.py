@@ -37,6 +37,7 @@ TOKENS_OF = {
     "attention_varlen": 100,
     "causal_conv1d_decode": 20,
     "convert_vertical_slash_indexes_mergehead": 512,
+    "fused_kda_decode": 20,
     "gated_delta_rule": 100,
     "gated_delta_rule_update": 20,
     "kda": 100,

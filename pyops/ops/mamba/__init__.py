@@ -9,6 +9,7 @@ from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .chunk_scan import mamba_chunk_scan_combined_varlen, mamba_chunk_scan_varlen
 from .conv_decode import causal_conv1d_decode
 from .conv_prefill import causal_conv1d_prefill
+from .fused_kda_decode import fused_kda_decode
 from .gated_delta_rule import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -27,6 +28,7 @@ __all__ = [
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_kda",
+    "fused_kda_decode",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "gated_delta_rule",

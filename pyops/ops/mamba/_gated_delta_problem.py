@@ -175,8 +175,14 @@ def _check_gates(gates: Gates, tokens: Tokens) -> None:
             check.shape(dt_bias, value_heads_by_key_size=value_heads * key_size)
         else:
             check.shape(dt_bias, value_heads=value_heads, key_size=key_size)
-    if gates.lower_bound is not None and not gates.lower_bound < 0:
-        raise check.refuse(tokens.q, "lower_bound", f"expected a negative number or None, got {gates.lower_bound}")
+    if gates.lower_bound is not None:
+        check_lower_bound(tokens.q, gates.lower_bound)
+
+
+def check_lower_bound(arg: TensorArg, lower_bound: float) -> None:
+    """The least logarithm of a decay, of the call that `arg` belongs to, is at most 0."""
+    if not lower_bound <= 0:
+        raise check.refuse(arg, "lower_bound", f"expected a number up to 0 or None, got {lower_bound}")
 
 
 def _check_checkpoints(checkpoints: Checkpoints, num_seqs: int) -> None:
@@ -190,13 +196,19 @@ def _check_checkpoints(checkpoints: Checkpoints, num_seqs: int) -> None:
         raise given.error("expected checkpoint_state and checkpoint_offsets, or neither")
 
 
-def _check_slots(slots: Slots, num_seqs: int) -> None:
-    """The state and the slots of `gated_delta_rule_update`."""
-    state, indices, accepted, inner = slots.state, slots.ssm_state_indices, slots.num_accepted_tokens, 1
+def check_contiguous_slots(state: TensorArg) -> None:
+    """Each slot of a state is contiguous; slots may have any stride."""
+    inner = 1
     for size, stride in zip(reversed(state.shape[1:]), reversed(state.strides[1:]), strict=True):
         if size > 1 and stride != inner and state.numel:
             raise state.error(f"expected contiguous slots, got shape {state.shape} with strides {state.strides}")
         inner *= size
+
+
+def _check_slots(slots: Slots, num_seqs: int) -> None:
+    """The state and the slots of `gated_delta_rule_update`."""
+    indices, accepted = slots.ssm_state_indices, slots.num_accepted_tokens
+    check_contiguous_slots(slots.state)
     if indices is not None:
         check.index(indices, **{"num_seqs": num_seqs, **({"tokens": None} if len(indices.shape) == 2 else {})})
         if len(indices.shape) == 2 and indices.shape[1] > 1 and indices.strides[1] != 1:

@@ -56,14 +56,13 @@ class KdaProblem(DeltaProblem):
 
 
 def choose(problem: KdaProblem, device: Device) -> GatedDeltaConfig:
-    """The largest blocks that occupy all SMs."""
+    """Blocks by which the busiest SM has the fewest warps, and of these the largest, which load the fewest tiles."""
     if not problem.uses_products:
         return GatedDeltaConfig(4, 1)
     _, _, value_heads, value_size = problem.tokens.v.shape
     heads = problem.num_seqs * value_heads
-    fitting = [w for w in _WARPS if value_size % (16 * w) == 0]
-    filling = (w for w in fitting if heads * value_size // (16 * w) >= device.num_sms)
-    return GatedDeltaConfig(next(filling, fitting[-1]), 1)
+    fitting = (w for w in _WARPS if value_size % (16 * w) == 0)
+    return GatedDeltaConfig(min(fitting, key=lambda w: w * -(-heads * value_size // (16 * w * device.num_sms))), 1)
 
 
 def plan(op: str, problem: KdaProblem) -> list[Launch]:

@@ -273,9 +273,9 @@ def bad_slots(state: Tensor, ssm_state_indices: Tensor | None, num_accepted_toke
     return found
 
 
-def _example_tokens(make: Any, batch: int, num_tokens: int, key_heads: int, head_dim: int, dtype: str) -> list[Any]:
+def _example_tokens(make: Any, batch: int, num_tokens: int, num_heads: int, head_dim: int, dtype: str) -> list[Any]:
     """[q, k, v, g, beta] with two heads of v to a head of k."""
-    keys, values = (batch, num_tokens, key_heads, head_dim), (batch, num_tokens, 2 * key_heads, head_dim)
+    keys, values = (batch, num_tokens, num_heads // 2, head_dim), (batch, num_tokens, num_heads, head_dim)
     return [
         make.randn(*keys, dtype=dtype),
         make.randn(*keys, dtype=dtype),
@@ -290,6 +290,7 @@ def example_gated_delta_rule(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -298,16 +299,16 @@ def example_gated_delta_rule(
     # no sequence.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
     batch = min(num_tokens, 2) if options else 1
-    states = (batch, 4, head_dim, head_dim)
+    states = (batch, num_heads, head_dim, head_dim)
     return (
-        *_example_tokens(make, batch, num_tokens, 2, head_dim, dtype),
+        *_example_tokens(make, batch, num_tokens, num_heads, head_dim, dtype),
         head_dim**-0.5,
         make.randn(*states, dtype="float32") if options else None,
         None if options else make.values(starts, dtype="int32"),
         True,
         options,
         make.empty(*states, dtype="float32") if options else None,
-        make.empty(batch, num_tokens, 4, head_dim, dtype=dtype),
+        make.empty(batch, num_tokens, num_heads, head_dim, dtype=dtype),
     )
 
 
@@ -316,6 +317,7 @@ def example_gated_delta_rule_update(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -324,13 +326,13 @@ def example_gated_delta_rule_update(
     draft = 1 + num_tokens % 3 if options else 1
     slots = make.permutation(num_tokens * draft + 2, num_tokens, draft, dtype="int32")
     return (
-        make.randn(num_tokens * draft + 2, 4, head_dim, head_dim, dtype="float32"),
-        *_example_tokens(make, num_tokens, draft, 2, head_dim, dtype),
+        make.randn(num_tokens * draft + 2, num_heads, head_dim, head_dim, dtype="float32"),
+        *_example_tokens(make, num_tokens, draft, num_heads, head_dim, dtype),
         head_dim**-0.5,
         None,
         slots if options else make.permutation(num_tokens + 2, num_tokens, dtype="int32"),
         make.randint(1, draft + 1, num_tokens, dtype="int32") if options else None,
         True,
         options,
-        make.empty(num_tokens, draft, 4, head_dim, dtype=dtype),
+        make.empty(num_tokens, draft, num_heads, head_dim, dtype=dtype),
     )

@@ -142,7 +142,7 @@ def kda(
         A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
         dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
             zeros; only with A_log.
-        lower_bound: the least logarithm of a decay, negative, or None; only with A_log.
+        lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
         initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
             for zeros.
         cu_seqlens: as in `gated_delta_rule`.
@@ -255,9 +255,9 @@ def bad_indices_kda_update(
     return bad_starts(q, cu_seqlens) | bad_slots(state, ssm_state_indices, num_accepted_tokens)
 
 
-def _example_tokens(make: Any, batch: int, num_tokens: int, heads: int, head_dim: int, dtype: str) -> list[Any]:
+def _example_tokens(make: Any, batch: int, num_tokens: int, num_heads: int, head_dim: int, dtype: str) -> list[Any]:
     """[q, k, v, g, beta] with two heads of v to a head of k; logits of gates and strengths."""
-    keys, values = (batch, num_tokens, heads, head_dim), (batch, num_tokens, 2 * heads, head_dim)
+    keys, values = (batch, num_tokens, num_heads // 2, head_dim), (batch, num_tokens, num_heads, head_dim)
     return [
         make.randn(*keys, dtype=dtype),
         make.randn(*keys, dtype=dtype),
@@ -272,6 +272,7 @@ def example_kda(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -280,12 +281,12 @@ def example_kda(
     # after a third of the tokens; without tokens, no sequence.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
     batch = min(num_tokens, 2) if options else 1
-    states = (batch, 4, head_dim, head_dim)
+    states = (batch, num_heads, head_dim, head_dim)
     return (
-        *_example_tokens(make, batch, num_tokens, 2, head_dim, dtype),
+        *_example_tokens(make, batch, num_tokens, num_heads, head_dim, dtype),
         head_dim**-0.5,
-        make.randn(4, dtype="float32", scale=0.5),
-        make.randn(4, head_dim, dtype="float32"),
+        make.randn(num_heads, dtype="float32", scale=0.5),
+        make.randn(num_heads, head_dim, dtype="float32"),
         None if options else -5.0,
         make.randn(*states, dtype="float32") if options else None,
         None if options else make.values(starts, dtype="int32"),
@@ -295,7 +296,7 @@ def example_kda(
         make.empty(*states, dtype="float32") if options else None,
         make.empty(*states, dtype="float32") if options else None,
         make.values([max(1, num_tokens // 3)] * batch, dtype="int32") if options else None,
-        make.empty(batch, num_tokens, 4, head_dim, dtype=dtype),
+        make.empty(batch, num_tokens, num_heads, head_dim, dtype=dtype),
     )
 
 
@@ -304,6 +305,7 @@ def example_kda_update(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -312,11 +314,11 @@ def example_kda_update(
     draft = 1 + num_tokens % 3 if options else 1
     slots = make.permutation(num_tokens * draft + 2, num_tokens, draft, dtype="int32")
     return (
-        make.randn(num_tokens * draft + 2, 4, head_dim, head_dim, dtype="float32"),
-        *_example_tokens(make, num_tokens, draft, 2, head_dim, dtype),
+        make.randn(num_tokens * draft + 2, num_heads, head_dim, head_dim, dtype="float32"),
+        *_example_tokens(make, num_tokens, draft, num_heads, head_dim, dtype),
         head_dim**-0.5,
-        make.randn(4, dtype="float32", scale=0.5),
-        make.randn(4, head_dim, dtype="float32"),
+        make.randn(num_heads, dtype="float32", scale=0.5),
+        make.randn(num_heads, head_dim, dtype="float32"),
         None if options else -5.0,
         None,
         slots if options else make.permutation(num_tokens + 2, num_tokens, dtype="int32"),
@@ -324,5 +326,5 @@ def example_kda_update(
         True,
         True,
         options,
-        make.empty(num_tokens, draft, 4, head_dim, dtype=dtype),
+        make.empty(num_tokens, draft, num_heads, head_dim, dtype=dtype),
     )

@@ -171,6 +171,50 @@ def test_speculative_tokens(device: str) -> None:
     assert_near(state.cpu(), held, torch.float32)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float32, 20)])
+def test_fused_decode(device: str, dtype: torch.dtype, size: int) -> None:
+    """Three tokens, one at a time, are a causal convolution, the recurrence and a gated norm of each head."""
+    torch.manual_seed(size)
+    heads, count, slots = 2, 3, torch.tensor([3, -1, 0], dtype=torch.int32)
+    width = heads * size
+    x, gate = torch.randn(3, count, 3 * width).to(dtype), torch.randn(3, count, heads, size).to(dtype)
+    raw_g, raw_beta = torch.randn(3, count, heads, size).to(dtype) - 2, torch.randn(3, count, heads).to(dtype)
+    weight, bias, norm_weight = torch.randn(3, 4, width) / 2, torch.randn(3 * width), torch.randn(size)
+    A_log, dt_bias = torch.randn(heads) / 2, torch.randn(width)
+    conv, state = torch.randn(5, 3, 3 * width).to(dtype).transpose(1, 2), torch.randn(5, heads, size, size)
+    held = [each.clone().to(device) for each in (conv, state)]
+    call = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0, "scale": size**-0.5}
+    call |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    parameters = [p.to(device) for p in (A_log, dt_bias, slots)]
+    results = []
+    for t in range(count):
+        out = torch.full((1, 3, heads, size), 7.0, dtype=dtype, device=device)
+        of_token = [p[None, :, t].contiguous().to(device) for p in (raw_g, raw_beta)]
+        pyops.fused_kda_decode(
+            *(x[:, t].to(device), weight.to(device), bias.to(device), held[0], *of_token, *parameters, held[1], out),
+            *(-5.0, gate[:, t].to(device), norm_weight.to(device), 1e-5),
+        )
+        results.append(out[0].cpu())
+    for seq, slot in enumerate(slots.tolist()):
+        actual = torch.stack([result[seq] for result in results])
+        if slot < 0:
+            assert torch.equal(actual, torch.full_like(actual, 7.0))
+            continue
+        history = torch.cat([conv[slot].double(), x[seq].double().T], 1)
+        taps = weight.double().transpose(1, 2).reshape(3 * width, 1, 4)
+        parts = torch.nn.functional.conv1d(history[None], taps, bias.double(), groups=3 * width)
+        q, k, v = torch.nn.functional.silu(parts)[0].T.view(1, count, 3, heads, size).unbind(2)
+        rest = {"g": raw_g[seq][None], "beta": raw_beta[seq][None]}
+        o, states = truth(call | {"q": q, "k": k, "v": v} | rest, state[slot].transpose(1, 2))
+        wanted = torch.nn.functional.rms_norm(o[0], (size,), norm_weight.double(), 1e-5) * gate[seq].double().sigmoid()
+        assert_near(actual, wanted, dtype)
+        assert_near(held[1][slot].cpu().transpose(1, 2), states[-1], torch.float32)
+        assert torch.equal(held[0][slot].cpu().double(), history[:, -3:])
+    untouched = [1, 2, 4]
+    assert torch.equal(held[1][untouched].cpu(), state[untouched])
+    assert torch.equal(held[0][untouched].cpu(), conv[untouched])
+
+
 @pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1])
 def test_hostile_checkpoints(device: str, value: int) -> None:
     """An offset that no token has leaves its state alone, and the other sequence has its own."""
