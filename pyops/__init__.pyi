@@ -553,6 +553,56 @@ def chunk_gated_delta_rule(
         state_v_first: whether states are [..., value_size, key_size].
     """
 
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, final_state) of `kda` for prefill, with the arguments of flash-linear-attention.
+
+    `scale` is ``key_size**-0.5`` if None; the final state is float32, or None without `output_final_state`. `A_log`,
+    `dt_bias` and `lower_bound` have no effect without `use_gate_in_kernel`.
+
+    Args:
+        q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+            contiguous, constant token stride, as in o and the other inputs.
+        k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+            contiguous, constant token stride, as in o and the other inputs.
+        v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+        g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+        beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+            corrected.
+        scale: factor of the outputs.
+        initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+            for zeros.
+        output_final_state: whether the final state is returned.
+        use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+            v, intermediate results that overflow float32 become infinite or NaN.
+        use_gate_in_kernel: whether g are logits of the gate, which needs `A_log`; otherwise logarithms of decays.
+        use_beta_sigmoid_in_kernel: whether beta is replaced by its sigmoid.
+        state_v_first: whether states are [..., value_size, key_size].
+        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+            not a valid range, the sequence has no tokens. Sequences may not overlap.
+        A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
+        dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
+            zeros; only with A_log.
+        lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+    """
+
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -590,6 +640,47 @@ def fused_recurrent_gated_delta_rule(
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
         use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
             v, intermediate results that overflow float32 become infinite or NaN.
+        state_v_first: whether states are [..., value_size, key_size].
+    """
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(o, final_state) of `kda_update`, with vLLM's arguments: the state in slots is updated in place.
+
+    With `inplace_final_state` False, the result is that of `chunk_kda`: new states, one for each sequence.
+
+    Args:
+        q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+            contiguous, constant token stride, as in o and the other inputs.
+        k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+            contiguous, constant token stride, as in o and the other inputs.
+        v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+        g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+        beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+            corrected.
+        scale: factor of the outputs.
+        initial_state: the states in slots, `state` of `kda_update`.
+        inplace_final_state: whether these states are updated.
+        use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+            v, intermediate results that overflow float32 become infinite or NaN.
+        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+            not a valid range, the sequence has no tokens. Sequences may not overlap.
+        ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
+        num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
         state_v_first: whether states are [..., value_size, key_size].
     """
 
@@ -7052,6 +7143,104 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
 
 mamba_chunk_scan_varlen: _mamba_chunk_scan_varlen
 
+class _fused_kda_decode(_Attributes, Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        raw_g: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state_indices: Tensor,
+        state: Tensor,
+        out: Tensor,
+        lower_bound: float | None = None,
+        output_gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-05,
+    ) -> None:
+        """One token of Kimi Delta Attention for each sequence: causal convolution, gates, delta rule, gated RMS norm.
+
+        ``q, k, v = silu(bias + sum_w weight[:, w] * (conv_state, x)[w])``; then `kda_update` with normalised q and k, the
+        scale ``head_size**-0.5``, the gate of A_log, dt_bias and lower_bound, and ``sigmoid(raw_beta)``; then ``norm(o) *
+        norm_weight * sigmoid(output_gate)`` for each head. All is float32, and rounded once. A sequence with a slot out of
+        range (-1 for a padded one) is skipped: its outputs are left unchanged. The slots of sequences differ (Kimi Team
+        2025, arXiv:2510.26692, with vLLM's arguments).
+
+        Args:
+            x: [num_seqs, 3 * num_heads * head_size], float32, float16 or bfloat16: q, k and v of all heads; constant row
+                stride. head_size is at most 128.
+            weight: [3, width, num_heads * head_size], contiguous, float32, float16 or bfloat16, width 2 to 8.
+            bias: [3 * num_heads * head_size] of the dtype of `weight`, contiguous; or None for zeros.
+            conv_state: [num_slots, 3 * num_heads * head_size, width - 1] of the dtype of x, any strides, updated.
+            raw_g: [1, num_seqs, num_heads, head_size], float32, float16 or bfloat16, contiguous: logits of decays.
+            raw_beta: [1, num_seqs, num_heads], of any of these dtypes; heads contiguous.
+            A_log: [num_heads], of any of these dtypes, contiguous.
+            dt_bias: [num_heads * head_size] or [num_heads, head_size], of any of these dtypes, contiguous.
+            state_indices: [num_seqs] int32 or int64, contiguous: the slot of both states.
+            state: [num_slots, num_heads, head_size, head_size], float32, float16 or bfloat16, values before keys, updated;
+                slots contiguous, any slot stride.
+            out: [1, num_seqs, num_heads, head_size] of the dtype of x, contiguous, written where sequences are not skipped.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            output_gate: [num_seqs, num_heads, head_size] or [1, num_seqs, num_heads, head_size] of the dtype of x, heads
+                contiguous; or None for no norm.
+            norm_weight: [head_size], float32, float16 or bfloat16, contiguous; given if and only if `output_gate` is.
+            norm_eps: added to the mean of squares.
+        """
+    @staticmethod
+    def new(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        raw_g: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state_indices: Tensor,
+        state: Tensor,
+        lower_bound: float | None = None,
+        output_gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-05,
+    ) -> Tensor:
+        """One token of Kimi Delta Attention for each sequence: causal convolution, gates, delta rule, gated RMS norm.
+
+        ``q, k, v = silu(bias + sum_w weight[:, w] * (conv_state, x)[w])``; then `kda_update` with normalised q and k, the
+        scale ``head_size**-0.5``, the gate of A_log, dt_bias and lower_bound, and ``sigmoid(raw_beta)``; then ``norm(o) *
+        norm_weight * sigmoid(output_gate)`` for each head. All is float32, and rounded once. A sequence with a slot out of
+        range (-1 for a padded one) is skipped: its outputs are left unchanged. The slots of sequences differ (Kimi Team
+        2025, arXiv:2510.26692, with vLLM's arguments).
+
+        Args:
+            x: [num_seqs, 3 * num_heads * head_size], float32, float16 or bfloat16: q, k and v of all heads; constant row
+                stride. head_size is at most 128.
+            weight: [3, width, num_heads * head_size], contiguous, float32, float16 or bfloat16, width 2 to 8.
+            bias: [3 * num_heads * head_size] of the dtype of `weight`, contiguous; or None for zeros.
+            conv_state: [num_slots, 3 * num_heads * head_size, width - 1] of the dtype of x, any strides, updated.
+            raw_g: [1, num_seqs, num_heads, head_size], float32, float16 or bfloat16, contiguous: logits of decays.
+            raw_beta: [1, num_seqs, num_heads], of any of these dtypes; heads contiguous.
+            A_log: [num_heads], of any of these dtypes, contiguous.
+            dt_bias: [num_heads * head_size] or [num_heads, head_size], of any of these dtypes, contiguous.
+            state_indices: [num_seqs] int32 or int64, contiguous: the slot of both states.
+            state: [num_slots, num_heads, head_size, head_size], float32, float16 or bfloat16, values before keys, updated;
+                slots contiguous, any slot stride.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            output_gate: [num_seqs, num_heads, head_size] or [1, num_seqs, num_heads, head_size] of the dtype of x, heads
+                contiguous; or None for no norm.
+            norm_weight: [head_size], float32, float16 or bfloat16, contiguous; given if and only if `output_gate` is.
+            norm_eps: added to the mean of squares.
+
+        Returns:
+            out: [1, num_seqs, num_heads, head_size] of the dtype of x, written where sequences are not
+                skipped. Zeros where the op leaves it as it is.
+        """
+
+fused_kda_decode: _fused_kda_decode
+
 class _gated_delta_rule(_Attributes, Protocol):
     def __call__(
         self,
@@ -7253,6 +7442,254 @@ class _gated_delta_rule_update(_Attributes, Protocol):
         """
 
 gated_delta_rule_update: _gated_delta_rule_update
+
+class _kda(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        scale: float,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        state_v_first: bool = False,
+        final_state: Tensor | None = None,
+        checkpoint_state: Tensor | None = None,
+        checkpoint_offsets: Tensor | None = None,
+        *,
+        o: Tensor | None = None,
+    ) -> Tensor:
+        """Kimi Delta Attention: `gated_delta_rule` with decays ``exp(g)`` for each key channel of each value head.
+
+        With `A_log`, g are logits of the gate, and the logarithms of decays are ``lower_bound * sigmoid(exp(A_log) * (g +
+        dt_bias))``, or without `lower_bound` ``-exp(A_log) * softplus(g + dt_bias)``. Accumulators and the state are
+        float32. From sm_80 on, float16 and bfloat16 use MMAs where possible, 32 tokens at a time, with operands that are
+        rounded to the element type: those of `gated_delta_rule`, and keys and queries times decays. This takes a workspace
+        of about 0.9 KB for each token and value head with keys of 128 elements (Kimi Team 2025, arXiv:2510.26692, as
+        flash-linear-attention and FlashKDA compute it).
+
+        Args:
+            q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+            g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+            beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+                corrected.
+            scale: factor of the outputs.
+            A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
+            dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
+                zeros; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+                for zeros.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
+            use_beta_sigmoid_in_kernel: whether beta is replaced by its sigmoid.
+            state_v_first: whether states are [..., value_size, key_size].
+            final_state: as `initial_state`, written: the state of each sequence after its last token; or None.
+            checkpoint_state: as `initial_state`, written: the state of sequence s after its first
+                ``checkpoint_offsets[s]`` tokens. It is left unchanged if the sequence has fewer tokens, or the offset is
+                not positive.
+            checkpoint_offsets: [num_seqs] int32 or int64, contiguous; given if and only if `checkpoint_state` is.
+            o: as `v`, written where sequences have tokens, and returned; new unless given.
+
+        Returns:
+            o: as `v`, written where sequences have tokens.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        scale: float,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        state_v_first: bool = False,
+        final_state: Tensor | None = None,
+        checkpoint_state: Tensor | None = None,
+        checkpoint_offsets: Tensor | None = None,
+        *,
+        o: Tensor | None = None,
+    ) -> Tensor:
+        """Kimi Delta Attention: `gated_delta_rule` with decays ``exp(g)`` for each key channel of each value head.
+
+        With `A_log`, g are logits of the gate, and the logarithms of decays are ``lower_bound * sigmoid(exp(A_log) * (g +
+        dt_bias))``, or without `lower_bound` ``-exp(A_log) * softplus(g + dt_bias)``. Accumulators and the state are
+        float32. From sm_80 on, float16 and bfloat16 use MMAs where possible, 32 tokens at a time, with operands that are
+        rounded to the element type: those of `gated_delta_rule`, and keys and queries times decays. This takes a workspace
+        of about 0.9 KB for each token and value head with keys of 128 elements (Kimi Team 2025, arXiv:2510.26692, as
+        flash-linear-attention and FlashKDA compute it).
+
+        Args:
+            q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+            g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+            beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+                corrected.
+            scale: factor of the outputs.
+            A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
+            dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
+                zeros; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+                for zeros.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
+            use_beta_sigmoid_in_kernel: whether beta is replaced by its sigmoid.
+            state_v_first: whether states are [..., value_size, key_size].
+            final_state: as `initial_state`, written: the state of each sequence after its last token; or None.
+            checkpoint_state: as `initial_state`, written: the state of sequence s after its first
+                ``checkpoint_offsets[s]`` tokens. It is left unchanged if the sequence has fewer tokens, or the offset is
+                not positive.
+            checkpoint_offsets: [num_seqs] int32 or int64, contiguous; given if and only if `checkpoint_state` is.
+            o: as `v`, written where sequences have tokens, and returned; new unless given.
+
+        Returns:
+            o: as `v`, written where sequences have tokens.
+        """
+
+kda: _kda
+
+class _kda_update(_Attributes, Protocol):
+    def __call__(
+        self,
+        state: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        scale: float,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        ssm_state_indices: Tensor | None = None,
+        num_accepted_tokens: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        state_v_first: bool = False,
+        *,
+        o: Tensor | None = None,
+    ) -> Tensor:
+        """`kda` for a few tokens of each sequence, with states in slots that are updated in place.
+
+        Everything is computed in float32. The slots of sequences, also of several speculative tokens, are those of
+        `gated_delta_rule_update`.
+
+        Args:
+            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
+                any slot stride.
+            q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+            g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+            beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+                corrected.
+            scale: factor of the outputs.
+            A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
+            dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
+                zeros; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
+            num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
+            use_beta_sigmoid_in_kernel: whether beta is replaced by its sigmoid.
+            state_v_first: whether states are [..., value_size, key_size].
+            o: as `v`, written where sequences are not skipped, and returned; new unless given.
+
+        Returns:
+            o: as `v`, written where sequences are not skipped.
+        """
+    @staticmethod
+    def new(
+        state: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        scale: float,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        ssm_state_indices: Tensor | None = None,
+        num_accepted_tokens: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        state_v_first: bool = False,
+        *,
+        o: Tensor | None = None,
+    ) -> Tensor:
+        """`kda` for a few tokens of each sequence, with states in slots that are updated in place.
+
+        Everything is computed in float32. The slots of sequences, also of several speculative tokens, are those of
+        `gated_delta_rule_update`.
+
+        Args:
+            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
+                any slot stride.
+            q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+                contiguous, constant token stride, as in o and the other inputs.
+            v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+            g: [batch, num_tokens, value_heads, key_size], float32, float16 or bfloat16: logarithms of decays, or logits.
+            beta: [batch, num_tokens, value_heads], of any of these dtypes, or None for ones: how much of the error is
+                corrected.
+            scale: factor of the outputs.
+            A_log: [value_heads] float32, float16 or bfloat16, contiguous, or None.
+            dt_bias: [value_heads, key_size] or [value_heads * key_size], of any of these dtypes, contiguous, or None for
+                zeros; only with A_log.
+            lower_bound: the least logarithm of a decay, at most 0, or None; only with A_log.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
+            num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
+            use_beta_sigmoid_in_kernel: whether beta is replaced by its sigmoid.
+            state_v_first: whether states are [..., value_size, key_size].
+            o: as `v`, written where sequences are not skipped, and returned; new unless given.
+
+        Returns:
+            o: as `v`, written where sequences are not skipped.
+        """
+
+kda_update: _kda_update
 
 class _selective_scan_fwd(_Attributes, Protocol):
     def __call__(

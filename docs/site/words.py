@@ -53,6 +53,7 @@ WORDS = {
     "mamba_chunk_scan_varlen": ("Mamba-2", "SSD"),
     "causal_conv1d_prefill": ("causal conv1d",),
     "chunk_gated_delta_rule": ("gated delta rule", "Gated DeltaNet", "linear attention"),
+    "chunk_kda": ("Kimi Delta Attention", "KDA", "Kimi Linear"),
     # memory
     "get_cuda_view_from_cpu_tensor": ("UVA", "pinned memory"),
     # moe

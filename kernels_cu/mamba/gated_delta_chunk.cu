@@ -29,17 +29,24 @@
 //     STAGES         tiles in shared memory: 4; or 3, only where registers hold copies (async.cuh)
 //     WARPS          warps with state rows; ROWS = 16 * WARPS divides VALUE_SIZE
 
+#include "gated_delta_state.cuh"
 #include "gated_delta_tokens.cuh"
 
-constexpr int ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * WARP_SIZE, TILES = VALUE_SIZE / ROWS;
+constexpr int NUM_THREADS = (WARPS + 4) * WARP_SIZE;
 constexpr int KEYS = WARPS, NORMS = WARPS + 1, SOLVE = WARPS + 2, WEIGH = WARPS + 3;
 static_assert(STAGES == 4 || HOLDS_COPIES);
 
-using value_tile = SwizzledTile<scalar_t, ROWS / 8>;         // values: one row per token
-using summed_tile = SummedTile<scalar_t, KEY_SIZE, TOKENS>;  // keys as operand b with tokens as the K dimension
-constexpr int KEY_BYTES = key_tile::bytes(TOKENS), VALUE_BYTES = value_tile::bytes(TOKENS);
 constexpr int SUMMED_BYTES = ON_MATRIX_CORES ? summed_tile::BYTES : 0;  // 0: the tile of keys serves both uses
-constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES + SUMMED_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
+constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES + SUMMED_BYTES;
+
+// The factors of a tile, for StateRows. All columns of the state share a decay.
+struct HeadFactors {
+    const Factors& of;
+    DEVICE float of_key(int l) const { return of.of_keys[l]; }
+    DEVICE float of_query(int l) const { return of.of_queries[l]; }
+    DEVICE float of_change(int l) const { return of.of_changes[l]; }
+    DEVICE float kept(int) const { return of.kept; }
+};
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, VALUE_SIZE]
@@ -62,7 +69,6 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     __shared__ Factors factors[3];
     __shared__ alignas(16) Prepared prepared[2];
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const int row_of_lane = lane_row(lane), t = lane_column(lane);
     const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
     const int64_t seq = blockIdx.x / (TILES * value_heads), key_head = head / heads_per_key;
     int64_t begin = cu_seqlens ? int64_t(cu_seqlens[seq]) : seq * seq_tokens;
@@ -129,99 +135,17 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         relate_keys(prepared[tile % 2], keys_of(tile));
     };
 
-    Block s[STEPS] = {};
-    // Calls `visit` with each element of the thread's state and its offset in a state of all heads.
-    const auto each_of_state = [&](auto visit) {
-#pragma unroll
-        for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i) {
-            const int n = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
-            const int64_t row = first_row + warp * 16 + pair_row(pair) + row_of_lane;
-            const int64_t column = n * 16 + pair_column(pair) + t + i % 2;
-            visit(s[n].at(pair, i % 2),
-                  int64_t(head) * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride + column * state_column_stride);
-        }
-    };
+    StateRows rows{head, first_row};
     const auto advance = [&](int tile) {
-        const Factors& factor = factors[tile % 3];
-        const key_tile keys = keys_of(tile), queries = queries_of(tile);
-        const summed_tile summed = summed_of(tile);
-        Block r[BLOCKS] = {}, y[BLOCKS] = {}, u[BLOCKS] = {};  // rows by tokens: S k, then r; S q, then o; u
-        // Multiplies each column of blocks by the factor of its token.
-        const auto scale_tokens = [&](Block(&blocks)[BLOCKS], const float (&by)[TOKENS]) {
-#pragma unroll
-            for (int i = 0; i < BLOCKS * BLOCK_PAIRS * 2; ++i) {
-                const int n = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
-                blocks[n].at(pair, i % 2) *= by[n * 16 + pair_column(pair) + t + i % 2];
-            }
-        };
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            order_steps(step);
-            uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
-            s[step].pack<scalar_t>(a);
-#pragma unroll
-            for (int n = 0; n < BLOCKS; ++n) {
-                load_columns(b, keys, n * 16, step, lane);
-                r[n].add_product<scalar_t>(a, b);
-                load_columns(b, queries, n * 16, step, lane);
-                y[n].add_product<scalar_t>(a, b);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < BLOCKS; ++k) {
-            uint32_t values[BLOCK_PAIRS];
-            load_block(values, values_of(tile), k * 16, warp, lane);
-#pragma unroll
-            for (int i = 0; i < BLOCK_PAIRS; ++i) {
-                const int l = k * 16 + pair_column(i) + t;
-                float pair[2];
-                unpack_pair<scalar_t>(values[i], pair[0], pair[1]);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) r[k].at(i, j) = fmaf(-factor.of_keys[l + j], r[k].at(i, j), pair[j]);
-            }
-        }
-        const auto times_square = [&](Block(&d)[BLOCKS], const Block(&x)[BLOCKS], const square_tile& square) {
-#pragma unroll
-            for (int k = 0; k < BLOCKS; ++k) {
-                uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
-                x[k].pack<scalar_t>(a);
-#pragma unroll
-                for (int n = k; n < BLOCKS; ++n) {
-                    load_columns(b, square, n * 16, k, lane);
-                    d[n].add_product<scalar_t>(a, b);
-                }
-            }
-        };
-        times_square(u, r, inverse_of(tile));
-        scale_tokens(y, factor.of_queries);
-        times_square(y, u, weights_of(tile));
-        const int64_t token = begin + int64_t(tile) * TOKENS;
-#pragma unroll
-        for (int n = 0; n < BLOCKS; ++n) {
-            scalar_t* const to = o + (token + n * 16) * o_stride + int64_t(head) * VALUE_SIZE + first_row + warp * 16;
-            y[n].store_transposed(to, o_stride, count_of(tile) - n * 16);
-        }
-#pragma unroll
-        for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i) {
-            s[i / (2 * BLOCK_PAIRS)].at(i / 2 % BLOCK_PAIRS, i % 2) *= factor.kept;
-        }
-        scale_tokens(u, factor.of_changes);
-#pragma unroll
-        for (int k = 0; k < BLOCKS; ++k) {
-            uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
-            u[k].pack<scalar_t>(a);
-#pragma unroll
-            for (int n = 0; n < STEPS; ++n) {
-                order_steps(n);
-                summed.load_elements(b, k * 16, n, lane);
-                s[n].add_product<scalar_t>(a, b);
-            }
-        }
+        const StateTile tokens{keys_of(tile),   queries_of(tile), summed_of(tile),
+                               values_of(tile), inverse_of(tile), weights_of(tile)};
+        rows.advance(tokens, HeadFactors{factors[tile % 3]}, o + (begin + int64_t(tile) * TOKENS) * o_stride, o_stride,
+                     count_of(tile));
     };
 
     const bool has_rows = warp < WARPS;
     if (has_rows && initial_state) {
-        each_of_state([&](float& value, int64_t at) { value = to_float(initial_state[seq * state_stride + at]); });
+        rows.load(initial_state + seq * state_stride, state_row_stride, state_column_stride);
     }
     if (warp == KEYS) load_decay(0);
     load(0);
@@ -232,7 +156,10 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         load(tile + 3);
         if (has_rows && tile >= 0) advance(tile);
         if (tile + 1 >= 0 && tile + 1 < num_tiles) {
-            if (warp == SOLVE) solve(prepared[(tile + 1) % 2], inverse_of(tile + 1));
+            if (warp == SOLVE) {
+                const Prepared& from = prepared[(tile + 1) % 2];
+                solve(from.columns, from.strengths, inverse_of(tile + 1));
+            }
             if (warp == WEIGH) {
                 weigh(prepared[(tile + 1) % 2], queries_of(tile + 1), keys_of(tile + 1), weights_of(tile + 1),
                       factors[(tile + 1) % 3]);
@@ -249,7 +176,6 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         store_held(tile + 3);
     }
     if (has_rows && final_state) {
-        each_of_state(
-            [&](float& value, int64_t at) { final_state[seq * state_stride + at] = from_float<state_t>(value); });
+        rows.store(final_state + seq * state_stride, state_row_stride, state_column_stride);
     }
 }

@@ -2,8 +2,9 @@
 //
 //     S_l = exp(g_l) S_{l-1} + b_l (v_l - exp(g_l) S_{l-1} k_l) (outer) k_l,    o_l = T(scale * S_l q_l)
 //
-// S has a row for each element of v and a column for each element of k. With QK_NORM, q and k are first divided by
-// sqrt(their sum of squares + 1e-6). (Yang et al. 2024, arXiv:2412.06464)
+// S has a row for each element of v and a column for each element of k. g_l is a number, or with CHANNEL_DECAYS has an
+// element for each column. With QK_NORM, q and k are first divided by sqrt(their sum of squares + 1e-6). (Yang et al.
+// 2024, arXiv:2412.06464; with a decay for each column: Kimi Team 2025, arXiv:2510.26692)
 //
 // Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES adjacent lanes share a row; a lane
 // holds every LANES-th run of four columns. Tiles of TOKENS tokens are staged in shared memory.
@@ -21,8 +22,12 @@
 //     LANES, ROWS    lanes of a row and rows of a block; LANES is a power of two up to 32, the block has LANES * ROWS
 //                    threads
 //     STATE_VEC      columns of a state in one memory access: 4 if the columns of a row are contiguous, else 1
-//     QK_NORM, SLOTS, PER_TOKEN    as above
+//     QK_NORM, SLOTS, PER_TOKEN, CHANNEL_DECAYS    as above
+//     CHECKPOINTS    the state after the first checkpoint_offsets[i] tokens of sequence i goes to checkpoint_state[i]
+//     checkpoint_t, offset_t    element types of checkpoint_state and checkpoint_offsets
+//     A_t, bias_t, HAS_GATE, BOUNDED, BETA_SIGMOID    of delta_gate.cuh; A_log and dt_bias have the types A_t and bias_t
 
+#include "delta_gate.cuh"
 #include "gated_delta_norm.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -30,6 +35,12 @@
 constexpr int TOKENS = 8, NUM_THREADS = LANES * ROWS, TILES = ceil_div(VALUE_SIZE, ROWS);
 constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns per lane
 constexpr int KEYS = RUNS * 4 * LANES;               // columns, padded to whole runs of all lanes
+constexpr int DECAYS = CHANNEL_DECAYS ? KEYS : 1;    // decays of a token
+
+template <typename T, int N>
+DEVICE void store_floats(T* to, const float (&x)[N]) {
+    Vec<T, N>::from_floats(x).store(to);
+}
 
 // The sum of squares of a token's row scaled by `by`. A whole warp calls it.
 DEVICE float squares(const scalar_t* from, float by) {
@@ -68,22 +79,27 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
                       const scalar_t* q,                      // [num_tokens, key_heads, KEY_SIZE]
                       const scalar_t* k,                      // likewise
                       const scalar_t* v,                      // [num_tokens, value_heads, VALUE_SIZE]
-                      const g_t* g,                           // [num_tokens, value_heads]
-                      const beta_t* beta,                     // likewise
+                      const g_t* g,                           // [num_tokens, value_heads], or with CHANNEL_DECAYS
+                                                              // [num_tokens, value_heads, KEY_SIZE]
+                      const beta_t* beta,                     // [num_tokens, value_heads]
+                      const A_t* A_log,                       // [value_heads]
+                      const bias_t* dt_bias,                  // [value_heads, KEY_SIZE]
                       const starts_t* cu_seqlens,             // [num_seqs + 1]
                       const index_t* ssm_state_indices,       // [num_seqs, index_columns]
                       const accepted_t* num_accepted_tokens,  // [num_seqs]
+                      checkpoint_t* checkpoint_state,         // as final_state
+                      const offset_t* checkpoint_offsets,     // [num_seqs]
                       int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key,
                       int64_t num_slots, int64_t index_stride, int64_t index_columns, int64_t o_stride,
                       int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t g_stride, int64_t g_step,
                       int64_t beta_stride, int64_t beta_step, int64_t state_stride, int64_t state_row_stride,
-                      int64_t state_column_stride, float scale) {
+                      int64_t state_column_stride, float scale, float lower_bound) {
     await_previous_kernel();
     __shared__ alignas(16) float keys[TOKENS][KEYS];
     __shared__ alignas(16) float queries[TOKENS][KEYS];
     __shared__ float values[TOKENS][ROWS];
     __shared__ float outputs[TOKENS][ROWS];
-    __shared__ float kept[TOKENS];
+    __shared__ alignas(16) float kept[TOKENS][DECAYS];
     __shared__ float strengths[TOKENS];
     const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
@@ -115,12 +131,11 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
             if (row < rows && key < KEY_SIZE) visit(&s[i / 4][i % 4], at);
         }
     };
-    const auto store_state = [&](int64_t slot) {
-        each_of_state([&](float* run, int64_t at) {
-            Vec<state_t, STATE_VEC>::from_floats(*reinterpret_cast<float (*)[STATE_VEC]>(run))
-                .store((SLOTS ? state : final_state) + slot * state_stride + at);
-        });
+    const auto store_to = [&](auto* to) {
+        each_of_state(
+            [&](float* run, int64_t at) { store_floats(to + at, *reinterpret_cast<float (*)[STATE_VEC]>(run)); });
     };
+    const auto store_state = [&](int64_t slot) { store_to((SLOTS ? state : final_state) + slot * state_stride); };
     const auto load_state = [&](const auto* from) {
         each_of_state([&](float* run, int64_t at) {
             load_floats<STATE_VEC>(from + first_slot * state_stride + at, *reinterpret_cast<float (*)[STATE_VEC]>(run));
@@ -128,6 +143,8 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     };
     if (SLOTS) load_state(state);
     else if (initial_state) load_state(initial_state);
+    const int64_t checkpoint = CHECKPOINTS ? int64_t(checkpoint_offsets[seq]) : 0;  // tokens before it
+    const DeltaGate gate{HAS_GATE ? expf(to_float(A_log[head])) : 0.0f, lower_bound};
 
     for (int64_t token = begin; token < end; token += TOKENS) {
         const int count = int(min(end - token, int64_t(TOKENS)));
@@ -143,21 +160,33 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
             const scalar_t* const from = v + (token + l) * v_stride + int64_t(head) * VALUE_SIZE + first_row;
             values[l][own] = own < rows ? to_float(from[own]) : 0.0f;
         }
+        if constexpr (CHANNEL_DECAYS) {
+            for (int i = threadIdx.x; i < count * KEYS; i += NUM_THREADS) {
+                const int l = i / KEYS, key = i % KEYS;
+                const bool exists = key < KEY_SIZE;
+                const float bias = exists && HAS_GATE && dt_bias ? to_float(dt_bias[head * KEY_SIZE + key]) : 0.0f;
+                const float given = exists ? to_float(g[(token + l) * g_stride + head * g_step + key]) : 0.0f;
+                kept[l][key] = expf(gate.log_decay(given, bias));
+            }
+        }
         if (int(threadIdx.x) < count) {
             const int64_t at = token + threadIdx.x;
-            kept[threadIdx.x] = expf(to_float(g[at * g_stride + head * g_step]));
-            strengths[threadIdx.x] = beta ? to_float(beta[at * beta_stride + head * beta_step]) : 1.0f;
+            if constexpr (!CHANNEL_DECAYS) kept[threadIdx.x][0] = expf(to_float(g[at * g_stride + head * g_step]));
+            strengths[threadIdx.x] = beta ? update_strength(to_float(beta[at * beta_stride + head * beta_step])) : 1.0f;
         }
         __syncthreads();
         for (int l = 0; l < count; ++l) {
-            const float keep = kept[l];
+            const float decay = kept[l][0];
             float predicted = 0.0f, result = 0.0f;
 #pragma unroll
             for (int i = 0; i < RUNS; ++i) {
-                const auto key = Vec<float, 4>::load(keys[l] + (i * LANES + lane) * 4);
+                const int column = (i * LANES + lane) * 4;
+                const auto key = Vec<float, 4>::load(keys[l] + column);
+                float keep[4] = {decay, decay, decay, decay};
+                if constexpr (CHANNEL_DECAYS) Vec<float, 4>::load(kept[l] + column).to_floats(keep);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    s[i][j] *= keep;
+                    s[i][j] *= keep[j];
                     predicted = fmaf(s[i][j], key[j], predicted);
                 }
             }
@@ -178,6 +207,9 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
             if constexpr (PER_TOKEN) {
                 const int64_t slot = slot_at(token - begin + l);
                 if (is_slot(slot)) store_state(slot);
+            }
+            if constexpr (CHECKPOINTS) {
+                if (token - begin + l + 1 == checkpoint) store_to(checkpoint_state + seq * state_stride);
             }
         }
         __syncthreads();

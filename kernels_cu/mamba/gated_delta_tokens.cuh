@@ -2,14 +2,7 @@
 // for the warps that hold rows of the state. The header of gated_delta_chunk.cu gives the formulas and constants.
 #pragma once
 #include "gated_delta_norm.cuh"
-#include "state_tiles.cuh"
-
-constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
-constexpr int PITCH = TOKENS + 4;  // stride between columns of L, in floats: columns begin on different banks
-static_assert(TOKENS <= 32);
-
-using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: one row per token
-using square_tile = square_tile_t<scalar_t, TOKENS>;
+#include "gated_delta_tiles.cuh"
 
 // Per-token factors that the warps with state rows use, in addition to the two square matrices.
 struct Factors {
@@ -119,31 +112,6 @@ DEVICE void relate_keys(Prepared& to, const key_tile& keys) {
         const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
         to.columns[m * PITCH + l] = m < l ? element : 0.0f;
     });
-}
-
-// (I + L)^-1 b. Each lane computes one column of the inverse by forward substitution.
-DEVICE void solve(const Prepared& from, const square_tile& inverse) {
-    const int lane = threadIdx.x % WARP_SIZE;
-    if (lane >= TOKENS) return;
-    float x[TOKENS];
-#pragma unroll
-    for (int l = 0; l < TOKENS; ++l) x[l] = l == lane ? 1.0f : 0.0f;
-#pragma unroll
-    for (int m = 0; m < TOKENS - 1; ++m) {
-#pragma unroll
-        for (int l = (m + 1) / 4 * 4; l < TOKENS; l += 4) {
-            const auto four = Vec<float, 4>::load(from.columns + m * PITCH + l);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (l + i > m) x[l + i] = fmaf(-four[i], x[m], x[l + i]);
-            }
-        }
-    }
-    const float strength_of_column = from.strengths[lane];
-#pragma unroll
-    for (int l = 0; l < TOKENS; ++l) {
-        inverse.at(l, lane / 8)[lane % 8] = from_float<scalar_t>(x[l] * strength_of_column);
-    }
 }
 
 // The weights of u in o, and the factors of queries (Factors::of_queries).

@@ -11,7 +11,7 @@ merged embedding                     merged projections, token embeddings
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, the base of Mamba mixers, the mixers
-delta_rule                           the gated delta rule and its mixers
+delta_rule kimi_delta                the gated delta rule and its mixers
 
 docs/layers.md lists them.
 """
@@ -31,6 +31,7 @@ from . import (
     embedding,
     experts,
     factory,
+    kimi_delta,
     latent,
     linear,
     logits,
@@ -56,6 +57,7 @@ from .delta_rule import *
 from .embedding import *
 from .experts import *
 from .factory import *
+from .kimi_delta import *
 from .latent import *
 from .linear import *
 from .logits import *
@@ -91,10 +93,6 @@ MISSING = {
     ),
     "qwen2_decoder": ("CustomQwen2Decoder", "is a model of transformers"),
     "hc_head": ("HCHeadOp", _NO_HYPER_CONNECTIONS),
-    "kimi_gated_delta_net_attention": (
-        "KimiGatedDeltaNetAttention",
-        "no op has a decay for each channel of a key (KDA)",
-    ),
     "mhc_fused_post_pre": ("MHCFusedPostPreOp", _NO_HYPER_CONNECTIONS),
     "mhc_post": ("MHCPostOp", _NO_HYPER_CONNECTIONS),
     "mhc_pre": ("MHCPreOp", _NO_HYPER_CONNECTIONS),
@@ -136,6 +134,7 @@ for _module in (
     embedding,
     experts,
     factory,
+    kimi_delta,
     latent,
     linear,
     logits,

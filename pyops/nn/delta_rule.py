@@ -73,7 +73,7 @@ class ChunkGatedDeltaRule(OpLayer, op=gated_delta_rule):
         return o, final_state
 
 
-class _DeltaMixer(Mixer):
+class DeltaMixer(Mixer):
     """The base of mixers with the gated delta rule. `_project` returns (qkv, gate of the norm, b, a)."""
 
     largest_beta = 1.0
@@ -116,7 +116,7 @@ class _DeltaMixer(Mixer):
             if prompts.has_initial is not None:
                 initial = read_slots(ssm_state, num_seqs, prompts.slots, prompts.has_initial)
         o = torch.empty_like(heads[2], memory_format=torch.contiguous_format)
-        ops.delta_rule(*heads, self.head_k_dim**-0.5, initial, prompts.starts, True, True, states, o=o)
+        self._rule(ops, heads, initial, prompts.starts, states, o)
         if ssm_state is not None and states is not None:
             write_slots(ssm_state, states, prompts.starts, prompts.slots)
         return o[0].flatten(1)
@@ -124,9 +124,18 @@ class _DeltaMixer(Mixer):
     def _step(self, ops: Ops, x: Tensor, rest: tuple[Tensor, ...], slots: Tensor | None, ssm_state: Tensor) -> Tensor:
         heads = [each.unsqueeze(1) for each in self._heads(x, rest)]
         o = torch.empty_like(heads[2], memory_format=torch.contiguous_format)
-        how = self.head_k_dim**-0.5, None, slots, None, True, True
-        ops.delta_rule_step(ssm_state, *heads, *how, o=o)
+        self._rule_step(ops, ssm_state, heads, slots, o)
         return o[:, 0].flatten(1)
+
+    def _rule(
+        self, ops: Ops, heads: list[Tensor], initial: Tensor | None, starts: Tensor, states: Tensor | None, o: Tensor
+    ) -> None:
+        """The rule for prompts, by the tensors of `_heads`."""
+        ops.delta_rule(*heads, self.head_k_dim**-0.5, initial, starts, True, True, states, o=o)
+
+    def _rule_step(self, ops: Ops, state: Tensor, heads: list[Tensor], slots: Tensor | None, o: Tensor) -> None:
+        """The rule for one token of each sequence."""
+        ops.delta_rule_step(state, *heads, self.head_k_dim**-0.5, None, slots, None, True, True, o=o)
 
     def _normed(self, norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
         """The outputs of the heads, with the gated norm of each head."""
@@ -135,7 +144,7 @@ class _DeltaMixer(Mixer):
 
 
 @CustomOp.register("qwen_gated_delta_net_attention")
-class QwenGatedDeltaNetAttention(_DeltaMixer):
+class QwenGatedDeltaNetAttention(DeltaMixer):
     """The linear attention of Qwen3-Next and Qwen3.5: ``out_proj(norm(rule(silu(conv(qkv))), z))``.
 
     For ``[q, k, v, z] = in_proj_qkvz(x)`` and ``[b, a] = in_proj_ba(x)``, beta is ``sigmoid(b)`` and the logarithm of
@@ -202,7 +211,7 @@ class QwenGatedDeltaNetAttention(_DeltaMixer):
 
 
 @CustomOp.register("olmo_hybrid_gated_delta_net_attention")
-class OlmoHybridGatedDeltaNetAttention(_DeltaMixer):
+class OlmoHybridGatedDeltaNetAttention(DeltaMixer):
     """The linear attention of OLMo Hybrid: `QwenGatedDeltaNetAttention` with other projections and a beta of up to 2.
 
     ``[q, k, v, gate] = in_proj_qkvg(x)``, ``b = b_proj(x)``, ``a = a_proj(x)``; with `linear_allow_neg_eigval` beta is

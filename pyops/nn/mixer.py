@@ -12,6 +12,8 @@ from ..ops.mamba import (
     causal_conv1d_prefill,
     gated_delta_rule,
     gated_delta_rule_update,
+    kda,
+    kda_update,
     mamba_chunk_scan_varlen,
     selective_scan_fwd,
     selective_state_update,
@@ -39,6 +41,8 @@ class Ops(NamedTuple):
     step: Callable[..., None]
     delta_rule: Callable[..., Any]
     delta_rule_step: Callable[..., Any]
+    kda: Callable[..., Any]
+    kda_step: Callable[..., Any]
 
 
 _OPS = (
@@ -49,6 +53,8 @@ _OPS = (
     selective_state_update,
     gated_delta_rule,
     gated_delta_rule_update,
+    kda,
+    kda_update,
 )
 OPS = Ops(*_OPS)
 REFERENCES = Ops(*(op.reference for op in _OPS))

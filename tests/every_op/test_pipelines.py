@@ -168,6 +168,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "mamba/gated_delta_chunk.cu": [
         partial(run_example, "gated_delta_rule", num_tokens=300, head_dim=128, dtype="bfloat16", options=True)
     ],
+    "mamba/kda_chunk.cu": [
+        partial(run_example, "kda", num_tokens=300, head_dim=128, dtype="bfloat16", options=True),
+    ],
 }
 
 
@@ -242,6 +245,7 @@ ROUNDS: dict[str, Rounds] = {
     "mamba/chunk_scan.cu": of_segment(),
     "mamba/chunk_scan_states.cu": of_segment(64),
     "mamba/gated_delta_chunk.cu": of_keys(300),
+    "mamba/kda_chunk.cu": of_keys(300),
 }
 
 

@@ -61,15 +61,31 @@ def theirs_and_ours(kind: str) -> tuple[Any, Any]:
     return theirs, ours
 
 
-def states() -> tuple[Tensor, Tensor]:
+def kimi() -> tuple[Any, Any]:
+    """The same of Kimi Linear."""
+    torch.manual_seed(6)
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    sizes = {"head_dim": 16, "num_heads": 2, "short_conv_kernel_size": 4}
+    own: dict[str, Any] = {"linear_head_dim": 16, "linear_num_heads": 2, "linear_conv_kernel_dim": 4}
+    own |= {"hidden_size": 32, "hidden_act": "silu", "rms_norm_eps": 1e-5, "layer_types": ["linear_attention"]}
+    config = SimpleNamespace(**own)
+    theirs = modeling.KimiLinearDeltaAttention(config, 0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    ours = layers.KimiGatedDeltaNetAttention(SimpleNamespace(hidden_size=32, linear_attn_config=sizes), None)
+    ours.load_state_dict({name.removeprefix("forget_gate."): weight for name, weight in theirs.state_dict().items()})
+    return theirs, ours
+
+
+def states(shape: tuple[int, ...] = (4, 8, 16)) -> tuple[Tensor, Tensor]:
     """Five state slots. No sequence without an initial state may read their contents."""
-    return torch.full((5, 96, 3), torch.nan), torch.full((5, 4, 8, 16), torch.nan)
+    return torch.full((5, 96, 3), torch.nan), torch.full((5, *shape), torch.nan)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
 def test_matches_transformers(kind: str, mode: Any) -> None:
-    theirs, ours = theirs_and_ours(kind)
+    theirs, ours = kimi() if kind == "kimi_linear" else theirs_and_ours(kind)
     texts = [torch.randn(length, 32) for length in LENGTHS]
     expected = torch.cat([theirs(text[None])[0] for text in texts])
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)])
@@ -77,7 +93,7 @@ def test_matches_transformers(kind: str, mode: Any) -> None:
         for method in (ours.forward_native, ours.forward_cuda):
             torch.testing.assert_close(method(torch.cat(texts), None, None, starts), expected, rtol=1e-4, atol=1e-5)
         # In two pieces, and the last two tokens of each sequence one by one.
-        kept, slots, found = states(), torch.tensor([3, 0, 4]), [[], [], []]
+        kept, slots, found = states(ours.state_shape), torch.tensor([3, 0, 4]), [[], [], []]
         cuts = [[0, 2, length - 2, length - 1, length] for length in LENGTHS]
         cuts[1] = [0, 1, 1, 2, 3]
         for piece in range(4):

@@ -28,7 +28,7 @@ KERNELS = [HOST, CUDA]
 DEVICES = ["cpu", *KERNELS]
 
 # States that grow with every token: infinity times zero occurs earlier in one order than in another.
-OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update", "mamba_chunk_scan_varlen"}
+OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update", "kda", "kda_update", "mamba_chunk_scan_varlen"}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

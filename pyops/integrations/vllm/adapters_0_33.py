@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import OpError
+from ..._core.system.lazy import torch
 from ...ops.cache import concat_and_cache_mla as _concat_and_cache_mla
 from ...ops.cache import cp_gather_and_upconvert_fp8_kv_cache as _cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.cache import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert as _fused_deepseek_v4_insert
@@ -13,9 +14,12 @@ from ...ops.cache import reshape_and_cache as _reshape_and_cache
 from ...ops.linear import dsv3_fused_a_gemm as _dsv3_fused_a_gemm
 from ...ops.linear import gptq_gemm as _gptq_gemm
 from ...ops.linear import gptq_marlin_repack as _gptq_marlin_repack
+from ...ops.mamba import gated_delta_rule_update as _gated_delta_rule_update
+from ...ops.mamba import kda as _kda
 from ...ops.moe import moe_sum as _moe_sum
 from ...ops.moe import moe_sum_experts as _moe_sum_experts
 from ...ops.moe import topk_softplus_sqrt as _topk_softplus_sqrt
+from ...ops.norm import rms_norm_gated as _rms_norm_gated
 from ...ops.quantize import gptq_shuffle as _gptq_shuffle
 from . import adapters
 
@@ -160,3 +164,76 @@ def topk_softplus_sqrt(*args: Any) -> None:
     if len(args) == 12 and args[10] is not None and args[11] > 0:  # without a sentinel the bias has no effect
         raise OpError("topk_softplus_sqrt", "bias_vl", "expected None, or an image_sentinel_lo of 0, got a tensor")
     _topk_softplus_sqrt(*args[:10])
+
+
+@_adapter
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """0: kda has a workspace of its own"""
+    return 0
+
+
+@_adapter
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    workspace: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    checkpoint_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+) -> None:
+    """kda with all its gates, and states that have values before keys; without the workspace"""
+    states = final_state, checkpoint_state, checkpoint_offsets
+    gates = A_log, dt_bias, lower_bound
+    _kda(q, k, v, g, beta, scale, *gates, initial_state, cu_seqlens, True, True, True, *states, o=out)
+
+
+@_adapter
+def fused_gdn_decode_post_conv_mtp(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_indices: Tensor,
+    cu_seqlens: Tensor,
+    num_accepted_tokens: Tensor,
+    state: Tensor,
+    output_gate: Tensor,
+    norm_weight: Tensor,
+    out: Tensor,
+    scale: float,
+    norm_eps: float = 1e-5,
+    output_gate_activation: str = "silu",
+) -> None:
+    """gated_delta_rule_update, then rms_norm_gated in float32; slot 0 means no slot, with outputs of 0"""
+    value_heads, value_size, key_size = state.shape[1:]
+    key_heads = (mixed_qkv.shape[1] - value_heads * value_size) // (2 * key_size)
+    widths = [key_heads * key_size, key_heads * key_size, value_heads * value_size]
+    parts = zip(mixed_qkv.unsqueeze(0).split(widths, 2), (key_size, key_size, value_size), strict=True)
+    q, k, v = (part.unflatten(2, (-1, size)) for part, size in parts)
+    decays = -A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
+    slots = state_indices.masked_fill(state_indices <= 0, -1)
+    o = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    how = scale, cu_seqlens, slots, num_accepted_tokens, True, True
+    _gated_delta_rule_update(state, q, k, v, decays[None], b.float().sigmoid()[None], *how, o=o)
+    gate, normed = output_gate.float(), torch.empty_like(o[0], dtype=torch.float32)
+    _rms_norm_gated(
+        normed,
+        o[0].float(),
+        norm_weight.float(),
+        norm_eps,
+        gate,
+        norm_before_gate=True,
+        activation=output_gate_activation,
+    )
+    out.copy_(normed)

@@ -11,8 +11,9 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors import tensor
 from ..._core.tensors.tensor import TensorArg
-from ._gated_delta_plan import GatedDeltaProblem, Slots, Tokens, check_rule, choose, launch
-from ._gated_delta_reference import Rows, spans_of, v_first
+from ._gated_delta_plan import GatedDeltaProblem, choose, launch
+from ._gated_delta_problem import Slots, Tokens, check_rule
+from ._gated_delta_reference import Rows, spans_of, update_slots, v_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,12 +118,12 @@ def fused_recurrent_gated_delta_rule(
     return o, initial_state
 
 
-def _absolute_error(q: Tensor) -> float:
+def absolute_error(q: Tensor) -> float:
     """16-bit MMA operands are rounded once: the state, the errors and updates, and the products of token pairs."""
     return 2.0**-16 if q.dtype == torch.float32 else float(torch.finfo(q.dtype).eps)
 
 
-@op(out="final_state", returns="o", atol=_absolute_error)
+@op(out="final_state", returns="o", atol=absolute_error)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -208,20 +209,7 @@ def gated_delta_rule_update(
         o: as `v`, written where sequences are not skipped, and returned; new unless given.
     """
     rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
-    for seq, (begin, end) in enumerate(spans_of(q, cu_seqlens)):
-        slots = [seq] if ssm_state_indices is None else ssm_state_indices[seq].reshape(-1).tolist()
-        column = 0 if num_accepted_tokens is None else max(int(num_accepted_tokens[seq]), 1) - 1
-        if begin == end or column >= len(slots) or not 0 <= slots[column] < len(state):
-            continue
-        held = v_first(state[slots[column]], state_v_first).double()
-        for token in range(begin, end):
-            held = rows.step(held, token)
-            t = token - begin
-            if ssm_state_indices is not None and ssm_state_indices.ndim == 2:
-                if t < len(slots) and 0 <= slots[t] < len(state):
-                    v_first(state[slots[t]], state_v_first).copy_(held)
-            elif token == end - 1:
-                v_first(state[slots[0]], state_v_first).copy_(held)
+    update_slots(rows, spans_of(q, cu_seqlens), state, ssm_state_indices, num_accepted_tokens, state_v_first)
 
 
 @gated_delta_rule.result
@@ -249,7 +237,8 @@ def _launch(op: str, problem: GatedDeltaProblem) -> Launch:
     return launch(problem, tuning.config(op, problem, problem.tokens.q.device, choose))
 
 
-def _bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+def bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    """Which starts of sequences are no valid ones."""
     if cu_seqlens is None:
         return {}
     outside = (cu_seqlens < 0) | (cu_seqlens > q.shape[1])
@@ -259,7 +248,7 @@ def _bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
 
 @gated_delta_rule.bad_indices
 def bad_indices_gated_delta_rule(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
-    return _bad_starts(q, cu_seqlens)
+    return bad_starts(q, cu_seqlens)
 
 
 @gated_delta_rule_update.bad_indices
@@ -270,7 +259,12 @@ def bad_indices_gated_delta_rule_update(
     ssm_state_indices: Tensor | None,
     num_accepted_tokens: Tensor | None,
 ) -> dict[str, Tensor]:
-    found = _bad_starts(q, cu_seqlens)
+    return bad_starts(q, cu_seqlens) | bad_slots(state, ssm_state_indices, num_accepted_tokens)
+
+
+def bad_slots(state: Tensor, ssm_state_indices: Tensor | None, num_accepted_tokens: Tensor | None) -> dict[str, Tensor]:
+    """Which slots, and numbers of accepted tokens, do not exist."""
+    found = {}
     if ssm_state_indices is not None:
         found["ssm_state_indices"] = (ssm_state_indices < -1) | (ssm_state_indices >= state.shape[0])
     if num_accepted_tokens is not None and ssm_state_indices is not None:
@@ -279,9 +273,9 @@ def bad_indices_gated_delta_rule_update(
     return found
 
 
-def _example_tokens(make: Any, batch: int, num_tokens: int, key_heads: int, head_dim: int, dtype: str) -> list[Any]:
+def _example_tokens(make: Any, batch: int, num_tokens: int, num_heads: int, head_dim: int, dtype: str) -> list[Any]:
     """[q, k, v, g, beta] with two heads of v to a head of k."""
-    keys, values = (batch, num_tokens, key_heads, head_dim), (batch, num_tokens, 2 * key_heads, head_dim)
+    keys, values = (batch, num_tokens, num_heads // 2, head_dim), (batch, num_tokens, num_heads, head_dim)
     return [
         make.randn(*keys, dtype=dtype),
         make.randn(*keys, dtype=dtype),
@@ -296,6 +290,7 @@ def example_gated_delta_rule(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -304,16 +299,16 @@ def example_gated_delta_rule(
     # no sequence.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
     batch = min(num_tokens, 2) if options else 1
-    states = (batch, 4, head_dim, head_dim)
+    states = (batch, num_heads, head_dim, head_dim)
     return (
-        *_example_tokens(make, batch, num_tokens, 2, head_dim, dtype),
+        *_example_tokens(make, batch, num_tokens, num_heads, head_dim, dtype),
         head_dim**-0.5,
         make.randn(*states, dtype="float32") if options else None,
         None if options else make.values(starts, dtype="int32"),
         True,
         options,
         make.empty(*states, dtype="float32") if options else None,
-        make.empty(batch, num_tokens, 4, head_dim, dtype=dtype),
+        make.empty(batch, num_tokens, num_heads, head_dim, dtype=dtype),
     )
 
 
@@ -322,6 +317,7 @@ def example_gated_delta_rule_update(
     make: Any,
     *,
     num_tokens: int = 64,
+    num_heads: int = 4,
     head_dim: Literal[32, 128, 7] = 32,
     dtype: str = "bfloat16",
     options: bool = False,
@@ -330,13 +326,13 @@ def example_gated_delta_rule_update(
     draft = 1 + num_tokens % 3 if options else 1
     slots = make.permutation(num_tokens * draft + 2, num_tokens, draft, dtype="int32")
     return (
-        make.randn(num_tokens * draft + 2, 4, head_dim, head_dim, dtype="float32"),
-        *_example_tokens(make, num_tokens, draft, 2, head_dim, dtype),
+        make.randn(num_tokens * draft + 2, num_heads, head_dim, head_dim, dtype="float32"),
+        *_example_tokens(make, num_tokens, draft, num_heads, head_dim, dtype),
         head_dim**-0.5,
         None,
         slots if options else make.permutation(num_tokens + 2, num_tokens, dtype="int32"),
         make.randint(1, draft + 1, num_tokens, dtype="int32") if options else None,
         True,
         options,
-        make.empty(num_tokens, draft, 4, head_dim, dtype=dtype),
+        make.empty(num_tokens, draft, num_heads, head_dim, dtype=dtype),
     )
