@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from ... import tuning
 from ..._core.launch.kernel import Launch
-from .grouped_blocks import block_size_for
 from .grouped_engines import choose
 from .grouped_problem import GroupedProblem
-
-__all__ = ["block_size_for", "plan"]
 
 
 def plan(problem: GroupedProblem) -> Launch:
