@@ -27,7 +27,7 @@ from pyops.host.toolchain import toolchains
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
-from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
+from pyops.ops.linear.ggml_configs import GgmlMulMatConfig, GgmlRowConfig, GgmlVecConfig
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
@@ -147,9 +147,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(dense.test_linear, SwapConfig(16, 72, splits=2), 16, 200, 1160),
         partial(dense.test_scaled_mm, SwapConfig(16, 112, splits=1), FP8, 1168),  # accumulators of half a k-tile
     ],
-    "linear/ggml_mul_mat.cu": [partial(multiply_ggml, MulMatConfig(4, 1, 2, 2, 1), 3)],
-    "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
-    "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, VecConfig(1, 1, 2, 2), 1)],
+    "linear/ggml_mul_mat.cu": [partial(multiply_ggml, GgmlMulMatConfig(4, 1, 2, 2, 1), 3)],
+    "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, GgmlRowConfig(2, 2), 1)],
+    "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, GgmlVecConfig(1, 1, 2, 2), 1)],
     "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
