@@ -12,14 +12,16 @@ from ..._core.system.device import Device
 from ..._core.tensors import dtypes
 from ..._core.tensors.dtypes import bfloat16, uint8
 from .._shared.scalar_type import SCALAR_TYPES
-from . import grouped_engines, grouped_rates, wq_grouped_engines
+from . import grouped_engines, grouped_rates, packed_grouped_engines, wq_grouped_engines
 from .grouped_problem import ACTIVATIONS
 from .grouped_shape import GroupedShape, Scales
+from .packed_grouped_engines import PackedGroupedShape
 from .wq_grouped_problem import WqGroupedShape
 
 # {shape: (choice, block sizes)}: the row tiles of the kernels.
 _CHOICES: dict[type[GroupedShape], tuple[Any, tuple[int, ...]]] = {
     GroupedShape: (grouped_engines.choose, (16, 32, 48, 64, 96, 128, 192)),
+    PackedGroupedShape: (packed_grouped_engines.choose, (16, 32, 48, 64, 96, 128, 160, 192)),
     WqGroupedShape: (wq_grouped_engines.choose, (8, 16, 32, 48, 64, 96, 128, 160, 192)),
 }
 _SAME = 1.02  # a block size that served fewer rows is kept while no other is faster by this factor

@@ -74,8 +74,13 @@ class GroupedShape:
     @property
     def nbytes(self) -> float:
         """Bytes of a, of the weights of experts that have rows, and of out."""
-        operands = self.rows / self.top_k + self.row_tiles(self.rows) * self.n
+        operands = self.rows / self.top_k + self.chosen_experts * self.n
         return operands * self.k * self.dtype.itemsize + self.rows * self.columns * self.out_dtype.itemsize
+
+    @property
+    def chosen_experts(self) -> float:
+        """The expected number of experts that have rows."""
+        return self.row_tiles(self.rows)
 
     def row_tiles(self, tile_m: int) -> float:
         """The expected row tiles of all experts, if tokens choose experts at random."""

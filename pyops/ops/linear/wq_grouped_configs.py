@@ -39,7 +39,7 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 STEPS = 128, 64  # elements of K in a k-tile; the first number that divides K is taken
 # {tile M: tile N}: a weight is dequantized once for all rows of a tile, so the largest accumulator tile that registers
 # allow is best (docs/performance/experts.md).
-_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+SM90_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 _MAX_STEP_BYTES = 64  # most bytes of a weight row in a k-tile: a lane reads a quarter of them at once
 _BOX, _BOX_BYTES = 64, 128  # elements of a row of a in a TMA box, and their bytes
 _BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
@@ -197,7 +197,7 @@ class WqGroupedSm90Config:
 
 def sm90_configs(shape: WqGroupedShape, device: Device) -> Iterator[WqGroupedSm90Config]:
     """The tiles that divide blocks of the lists."""
-    for tile_m, tile_n in _TILES.items():
+    for tile_m, tile_n in SM90_TILES.items():
         if shape.block_size % tile_m == 0:
             yield WqGroupedSm90Config(tile_m, tile_n, step_of(shape))
 

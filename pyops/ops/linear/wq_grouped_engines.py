@@ -18,13 +18,15 @@ from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn
 from ...tuning import engines
 from ...tuning.engines import Choice, Engine, overlapped
 from .._shared.products import multiplies
+from .._shared.scalar_type import ScalarType
 from . import grouped_engines, packed_tile, wq_grouped_configs
 from .gemm_shape import K_TILE_BYTES
+from .grouped_shape import GroupedShape
+from .packed_tile import TileGeometry
 from .wq_grouped_configs import (
     LANE_BYTES,
     ROWS,
     DequantizeExpertsConfig,
-    WqGroupedCdnaConfig,
     WqGroupedSm80Config,
     WqGroupedSm90Config,
     step_of,
@@ -45,16 +47,20 @@ class WqGroupedRates:
         launch: a launch, with the first loads.
         bytes_per_us: bytes from device memory.
         mma_uint4, mma_e2m1, mma_e4m3, mma_int8: wq_grouped_gemm_sm80.cu: to dequantize a weight of an SM.
+        mma_marlin, mma_groups: wq_gemm_sm80.cu: factors on it, in Marlin's layout and with several groups in a k-tile.
         mma_row: to multiply a weight of an SM by a row of a.
         wgmma_uint4, wgmma_e2m1, wgmma_e4m3: wq_grouped_gemm_sm90.cu: to dequantize a row of the weight in 64 elements
             of K.
+        wgmma_table: the same for W4A8, by tables of products: wq_gemm_sm90.cu.
         wgmma: the tensor cores, for 64 elements of K, each row of a and each 128 rows of the weight.
+        wgmma_eight_bits, wgmma_promote: W4A8: factor on it; to promote accumulators to float32 registers.
         short_k_tile: factor on dequantization in k-tiles of 64 instead of 128 elements.
         narrow: factor on dequantization in tiles of 128 instead of 256 rows of the weight.
         tile: a tile: its first loads and its epilogue.
         cdna_row: wq_grouped_gemm_cdna.cu: a k-tile of a compute unit, for each row of a and each 128 rows of the
             weight.
         cdna_code: to dequantize a row of the weight in a k-tile.
+        cdna_part: wq_gemm_cdna.cu: to write, or to read and add, a part of a tile of split-K.
         written_bytes_per_us: bytes that wna16_to_dense.cu reads and writes.
         expanded_bytes_per_us: bytes that block_scaled_to_bf16.cu reads and writes.
     """
@@ -65,28 +71,35 @@ class WqGroupedRates:
     mma_e2m1: float
     mma_e4m3: float
     mma_int8: float
+    mma_marlin: float
+    mma_groups: float
     mma_row: float
     wgmma_uint4: float
     wgmma_e2m1: float
     wgmma_e4m3: float
+    wgmma_table: float
     wgmma: float
+    wgmma_eight_bits: float
+    wgmma_promote: float
     short_k_tile: float
     narrow: float
     tile: float
     cdna_row: float
     cdna_code: float
+    cdna_part: float
     written_bytes_per_us: float
     expanded_bytes_per_us: float
+
+    def mma(self, kind: ScalarType) -> float:
+        """mma.sync: to dequantize a weight of this type."""
+        if kind.size_bits == 8:
+            return self.mma_e4m3 if kind.exponent else self.mma_int8
+        return self.mma_e2m1 if kind.exponent else self.mma_uint4
 
 
 def rates_of(device: Device) -> WqGroupedRates:
     """The rates of a device."""
     return engines.rates(WqGroupedRates, FAMILY, device.name)
-
-
-def _name(shape: WqGroupedShape) -> str:
-    """The name of a type of quants among the rates."""
-    return {4: "uint4", 8: "int8"}[shape.bits] if not shape.type.exponent else {4: "e2m1", 8: "e4m3"}[shape.bits]
 
 
 def unread(shape: WqGroupedShape) -> str | None:
@@ -129,7 +142,7 @@ def _sm80_refusal(shape: WqGroupedShape, device: Device) -> str | None:
 def _sm80_us(config: WqGroupedSm80Config, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
     """A tile of padding alone ends at once."""
     tiles = -(-round(shape.row_tiles(config.tile_m)) * (shape.n // ROWS) // device.num_sms)  # of the busiest SM
-    weight = getattr(rates, f"mma_{_name(shape)}") + rates.mma_row * config.tile_m
+    weight = rates.mma(shape.type) + rates.mma_row * config.tile_m
     return rates.launch + overlapped(tiles * ROWS * shape.k * weight, shape.nbytes / rates.bytes_per_us)
 
 
@@ -151,11 +164,30 @@ def _sm90_refusal(shape: WqGroupedShape, device: Device) -> str | None:
 
 def _sm90_us(config: WqGroupedSm90Config, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
     """A launch gathers the rows. Every tile of a block of the lists is multiplied, also without rows."""
+    code = rates.wgmma_uint4
+    if shape.type.exponent:
+        code = rates.wgmma_e2m1 if shape.bits == 4 else rates.wgmma_e4m3
+    is_short = config.step == min(wq_grouped_configs.STEPS)
+    return k_tiles_us(shape, device, rates, config.tile_m, config.tile_n, code, rates.wgmma, is_short=is_short)
+
+
+def k_tiles_us(
+    shape: GroupedShape,
+    device: Device,
+    rates: WqGroupedRates,
+    tile_m: int,
+    tile_n: int,
+    code: float,
+    mma: float,
+    *,
+    is_short: bool,
+) -> float:
+    """A launch that gathers rows, and a persistent grid. For 64 elements of K, `code` is the time to dequantize a row
+    of the weight, and `mma` that to multiply 128 of them by a row of a."""
     slots = round(shape.row_tiles(shape.block_size)) * shape.block_size
-    waves = -(-slots // config.tile_m * -(-shape.n // config.tile_n) // device.num_sms)
-    row = getattr(rates, f"wgmma_{_name(shape)}") * (rates.narrow if config.tile_n == _NARROW else 1.0)
-    row *= rates.short_k_tile if config.step == min(wq_grouped_configs.STEPS) else 1.0
-    k_tile = config.tile_n * (row + rates.wgmma * config.tile_m / _COLUMNS)
+    waves = -(-slots // tile_m * -(-shape.n // tile_n) // device.num_sms)
+    code *= (rates.narrow if tile_n == _NARROW else 1.0) * (rates.short_k_tile if is_short else 1.0)
+    k_tile = tile_n * (code + mma * tile_m / _COLUMNS)
     gathered = (slots + shape.rows / shape.top_k) * shape.k * shape.dtype.itemsize / rates.bytes_per_us
     loop = overlapped(waves * shape.k / _K_TILE * k_tile, shape.nbytes / rates.bytes_per_us)
     return 2 * rates.launch + gathered + loop + waves * rates.tile
@@ -175,12 +207,14 @@ def _cdna_refusal(shape: WqGroupedShape, device: Device) -> str | None:
     return unread(shape)
 
 
-def _cdna_us(config: WqGroupedCdnaConfig, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
+def cdna_us(config: TileGeometry, shape: GroupedShape, device: Device, rates: WqGroupedRates, splits: int = 1) -> float:
+    """The time by matrix cores; with split-K, CTAs add their parts through device memory."""
     places = packed_tile.places_of(shape.block_size, config.tile_m)
-    tiles = -(-round(shape.row_tiles(places)) * -(-shape.n // config.tile_n) // device.num_sms)
+    tiles = -(-round(shape.row_tiles(places)) * -(-shape.n // config.tile_n) * splits // device.num_sms)
     k_tile = config.tile_n * (rates.cdna_row * config.tile_m / _COLUMNS + rates.cdna_code)
-    loop = tiles * -(-shape.k // packed_tile.STEP) * k_tile
-    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
+    loop = tiles * -(-shape.k // (packed_tile.STEP * splits)) * k_tile
+    parts = splits if splits > 1 else 0
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + parts * rates.cdna_part
 
 
 # wna16_to_dense.cu or block_scaled_to_bf16.cu, and a grouped GEMM
@@ -206,7 +240,7 @@ choose: Choice[WqGroupedShape, WqGroupedRates] = Choice(
     rates_of,
     Engine("wq_grouped_gemm_sm80.cu", _sm80_refusal, wq_grouped_configs.sm80_configs, _sm80_us),
     Engine("wq_grouped_gemm_sm90.cu", _sm90_refusal, wq_grouped_configs.sm90_configs, _sm90_us),
-    Engine("wq_grouped_gemm_cdna.cu", _cdna_refusal, wq_grouped_configs.cdna_configs, _cdna_us),
+    Engine("wq_grouped_gemm_cdna.cu", _cdna_refusal, wq_grouped_configs.cdna_configs, cdna_us),
     Engine("dequantize, then a grouped GEMM", lambda shape, device: None, _dequantize_configs, _dequantize_us),
 )
 

@@ -130,8 +130,3 @@ class WqGroupedShape(GroupedShape):
         """Bytes of a, of the quantized weights of experts that have rows, and of out."""
         rows = self.rows / self.top_k * self.k * self.dtype.itemsize
         return rows + self.chosen_experts * self.expert_bytes + self.rows * self.columns * self.out_dtype.itemsize
-
-    @property
-    def chosen_experts(self) -> float:
-        """The expected number of experts that have rows."""
-        return self.row_tiles(self.rows)
