@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
@@ -61,6 +61,11 @@ class GroupedShape:
             problem.lists.block_size,
             problem.vec_size * problem.dtype.itemsize,
         )
+
+    @property
+    def dense(self) -> GroupedShape:
+        """The shape of the GEMM with dequantized weights, of a shape with quantized ones."""
+        return GroupedShape(*(getattr(self, one.name) for one in fields(GroupedShape)))
 
     @property
     def columns(self) -> int:

@@ -66,11 +66,6 @@ class PackedGroupedShape(GroupedShape):
         return cls(**{one.name: getattr(dense, one.name) for one in fields(dense)}, weight=PackedShape.of(problem))
 
     @property
-    def dense(self) -> GroupedShape:
-        """The shape of the GEMM with dequantized weights."""
-        return GroupedShape(*(getattr(self, one.name) for one in fields(GroupedShape)))
-
-    @property
     def mean_rows(self) -> int:
         """The expected rows of an expert that has any, a power of two."""
         return tuning.power_of_two(-(-self.rows // max(1, round(self.chosen_experts))))

@@ -100,11 +100,6 @@ class WqGroupedShape(GroupedShape):
         )
 
     @property
-    def dense(self) -> GroupedShape:
-        """The shape of the GEMM with dequantized weights."""
-        return GroupedShape(*(getattr(self, one.name) for one in fields(GroupedShape)))
-
-    @property
     def bits(self) -> int:
         """Bits of a quant."""
         return self.type.size_bits
