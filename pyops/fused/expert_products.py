@@ -171,7 +171,7 @@ def _quants_of(config: Any) -> Quants | None:
         return None
     in_groups = index(config.block_shape[1]) if config.block_shape else 0
     has_zeros = any(one is not None for one in zeros_of(config))
-    return Quants(kind, MX_BLOCK if kind == "float4_e2m1f" else max(0, in_groups), has_zeros)
+    return kind, MX_BLOCK if kind == "float4_e2m1f" else max(0, in_groups), has_zeros
 
 
 def _index_of(value: Any) -> int:

@@ -53,7 +53,7 @@ class GgmlRates:
         vec: ggml_mul_mat_vec.cu: to dequantize a weight of each type and multiply it by one row of X.
         vec_row: to multiply it by a second row.
         mul_mat: ggml_mul_mat.cu: to dequantize a weight of each type.
-        mul_mat_row: to multiply it by a row of X, of which an MMA has eight.
+        mul_mat_row: to multiply it by a row of X; an MMA has eight of them.
         simt: ggml_mul_mat_simt.cu: factor on dequantization, by the rates of `mul_mat`.
         simt_row: to multiply a weight by a row of X.
         dequantized_bytes_per_us: bytes that ggml_dequantize.cu reads and writes.

@@ -24,6 +24,9 @@ _CHOICES: dict[type[GroupedShape], tuple[Any, tuple[int, ...]]] = {
     PackedGroupedShape: (packed_grouped_engines.choose, (16, 32, 48, 64, 96, 128, 160, 192)),
     WqGroupedShape: (wq_grouped_engines.choose, (8, 16, 32, 48, 64, 96, 128, 160, 192)),
 }
+# Of K-major quantized weights: `b_type` of `grouped_gemm_packed`, elements of K under one scale or 0 for one scale per
+# row, and whether groups have zero points.
+Quants = tuple[str, int, bool]
 _SAME = 1.02  # a block size that served fewer rows is kept while no other is faster by this factor
 _MAX_LIMITS = 1024  # results of `limits` that a process remembers
 _FEW_ROWS, _MOST_ROWS = 8, 1024  # rows of an expert below and above which the block size hardly changes
@@ -34,20 +37,6 @@ class Limit(NamedTuple):
 
     rows: int
     block_size: int
-
-
-class Quants(NamedTuple):
-    """The format of K-major quantized weights.
-
-    Attributes:
-        type: name of the type of a quant, as `b_type` of `grouped_gemm_packed`.
-        group_size: elements of K under one scale; 0 for one scale per row.
-        has_zeros: whether groups have zero points.
-    """
-
-    type: str
-    group_size: int
-    has_zeros: bool
 
 
 def block_size_for(shape: GroupedShape, device: Device) -> int:
@@ -82,7 +71,7 @@ def limits_of_experts(
         names: names of the dtypes of the results, and of the operands.
         scales: of the operands.
         device_index: ordinal of the device; -1 for host memory.
-        quants: of weights that are quantized alone; or None.
+        quants: of weights that are quantized while activations are not; or None.
     """
     num_experts, top_k, hidden, width = sizes
     of_host = torch_library.observed_device() or devices.host()
@@ -99,14 +88,14 @@ limits_of_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 
 def _quantized(shape: GroupedShape, quants: Quants) -> WqGroupedShape:
     """The shape with K-major quantized weights."""
-    kind = SCALAR_TYPES[quants.type]
-    dense = shape if quants.group_size else replace(shape, scales="row")
+    name, group_size, has_zeros = quants
+    kind, dense = SCALAR_TYPES[name], shape if group_size else replace(shape, scales="row")
     return WqGroupedShape(
         **{one.name: getattr(dense, one.name) for one in fields(GroupedShape)},
         type=kind,
-        group_size=quants.group_size or shape.k,
-        scale_dtype=uint8 if kind.exponent else shape.dtype if quants.group_size else None,
-        has_zeros=quants.has_zeros,
+        group_size=group_size or shape.k,
+        scale_dtype=uint8 if kind.exponent else shape.dtype if group_size else None,
+        has_zeros=has_zeros,
     )
 
 

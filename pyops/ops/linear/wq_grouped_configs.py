@@ -167,8 +167,8 @@ class WqGroupedSm90Config:
         gather, a = gathered(
             product.a, product.lists, *sizes, by_place=True, lane_step=self.step, lane_pairs=16 // weight.bits
         )
-        of_places = replace(problem, product=replace(product, a=a))
-        kernel, constants, arguments = _fed(_wq_grouped_gemm_sm90.for_arch(device.arch_feature), of_places, self.tile_m)
+        of_slots = replace(problem, product=replace(product, a=a))
+        kernel, constants, arguments = _fed(_wq_grouped_gemm_sm90.for_arch(device.arch_feature), of_slots, self.tile_m)
         halves = 2 if product.gated == 1 else 1
         quant_bytes = self.step * weight.bits // 8  # bytes of a weight row in a k-tile
         stage = self.tile_m * self.step * 2 + self.tile_n * quant_bytes + _BARRIER_BYTES
@@ -231,8 +231,8 @@ class WqGroupedCdnaConfig(TileGeometry):
         """One CTA for each possible tile, after the launch that writes scales in tiles in row-major order."""
         before, weight = problem.weight.untiled()
         product, problem = problem.product, replace(problem, weight=weight)
-        places = packed_tile.places_of(product.lists.block_size, self.tile_m)
-        kernel, constants, arguments = _fed(_wq_grouped_gemm_cdna, problem, places)
+        slots = packed_tile.places_of(product.lists.block_size, self.tile_m)
+        kernel, constants, arguments = _fed(_wq_grouped_gemm_cdna, problem, slots)
         del constants["HAS_ZEROS"]
         launch = kernel(
             **constants
@@ -249,9 +249,9 @@ class WqGroupedCdnaConfig(TileGeometry):
                 "IN_PAIRS": product.dtype is float16 and not weight.type.exponent,
                 "WHOLE_STEPS": weight.k % packed_tile.STEP == 0,
             },
-            **self.constants(places),
+            **self.constants(slots),
         ).launch(
-            product.max_tiles(places) * -(-product.b_rows // self.tile_n),
+            product.max_tiles(slots) * -(-product.b_rows // self.tile_n),
             self.num_threads(problem.device),
             self.shared_memory,
             groups=weight.groups,

@@ -209,8 +209,8 @@ def _cdna_refusal(shape: WqGroupedShape, device: Device) -> str | None:
 
 def cdna_us(config: TileGeometry, shape: GroupedShape, device: Device, rates: WqGroupedRates, splits: int = 1) -> float:
     """The time by matrix cores; with split-K, CTAs add their parts through device memory."""
-    places = packed_tile.places_of(shape.block_size, config.tile_m)
-    tiles = -(-round(shape.row_tiles(places)) * -(-shape.n // config.tile_n) * splits // device.num_sms)
+    slots = packed_tile.places_of(shape.block_size, config.tile_m)
+    tiles = -(-round(shape.row_tiles(slots)) * -(-shape.n // config.tile_n) * splits // device.num_sms)
     k_tile = config.tile_n * (rates.cdna_row * config.tile_m / _COLUMNS + rates.cdna_code)
     loop = tiles * -(-shape.k // (packed_tile.STEP * splits)) * k_tile
     parts = splits if splits > 1 else 0

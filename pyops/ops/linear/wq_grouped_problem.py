@@ -16,7 +16,7 @@ from .grouped_problem import ExpertLists, GroupedProblem
 from .grouped_shape import GroupedShape
 from .quantized_experts import QuantizedExperts
 
-_MAX_SCALES = 2**32  # scales of an expert: kernels have 32-bit offsets, with room for the rows of a last tile
+_MAX_SCALES = 2**32  # scales of an expert: kernels have 32-bit offsets, also to the rows of a last tile
 _TILE_ROWS, _TILE_SCALES = 127, 3  # rows, and scales of a row, by which a tile may reach past the last one
 
 

@@ -167,9 +167,9 @@ def problem(shape: WqGroupedShape, on: Device) -> WqGroupedProblem:
         scales = arg("b_scales", experts, n, dtype=dtypes.float32)
     zeros = arg("b_zeros", experts, n * shape.bits // 8, groups, dtype=dtypes.uint8) if shape.has_zeros else None
     weight = check_quants(quants, scales, zeros, kind, shape.dtype, n, k)
-    places = shape.rows + min(shape.rows, experts) * (shape.block_size - 1)
+    slots = shape.rows + min(shape.rows, experts) * (shape.block_size - 1)
     lists = ExpertLists.of(
-        arg("sorted_token_ids", places), arg("expert_ids", places), arg("count", 1), shape.block_size, multiple=8
+        arg("sorted_token_ids", slots), arg("expert_ids", slots), arg("count", 1), shape.block_size, multiple=8
     )
     out, a = arg("out", shape.rows, n, dtype=shape.dtype), arg("a", shape.rows, k, dtype=shape.dtype)
     return WqGroupedProblem.of(out, a, weight, lists, b_scales=scales if kind == "int8" else None)

@@ -103,11 +103,15 @@ def test_16_bit_call_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_symbolic_number_of_tokens() -> None:
-    """One graph without breaks serves numbers of tokens with different block sizes."""
+    """One graph without breaks serves numbers of tokens with different block sizes, also with quantized weights."""
     w1, w2 = (draw(4, *sizes, dtype=BF16, seed=1) * 0.1 for sizes in ((64, 64), (64, 32)))
+    (q1, s1, z1, _), (q2, s2, z2, _) = coded("int4", (4, 64, 64), 0), coded("int4", (4, 64, 32), 1)
+    scales = {"w1_scale": s1, "w2_scale": s2, "w1_zp": z1, "w2_zp": z2}
+    int4 = FusedMoEQuantConfig(weight_quant_dtype="int4", block_shape=[0, 32], **scales)
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return pyops.fused_experts(x, w1, w2, weights, ids)
+        dense = pyops.fused_experts(x, w1, w2, weights, ids)
+        return dense + pyops.fused_experts(x, q1, q2, weights, ids, quant_config=int4)
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager", dynamic=True, fullgraph=True)
