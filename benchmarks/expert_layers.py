@@ -3,7 +3,8 @@
 experts and experts_blocks are `fused_experts` with bf16 weights, and with fp8 weights and activations under block
 scales, next to vLLM's `fused_experts` in Triton, if it can be imported, and to `torch._grouped_mm` with bf16. All of
 them apply SiLU, also for models with another activation. grouped, grouped_fp8 and grouped_blocks are one product of
-such a layer, by `grouped_gemm` alone: bf16, and fp8 with scales of rows, or of blocks.
+such a layer, by `grouped_gemm` alone: bf16, and fp8 with scales of rows, or of blocks; grouped_int4 and grouped_mxfp4
+are one by `grouped_gemm_packed`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from .rivals import reason
 from .timing import Call
 
 KINDS = "experts", "experts_blocks"
-PRODUCTS = "grouped", "grouped_fp8", "grouped_blocks"
+# Products with K-major quantized weights: {kind: (that of `experts.Model`, `b_type` of `grouped_gemm_packed`)}
+QUANTIZED = {"grouped_int4": ("codes of int4", "uint4"), "grouped_mxfp4": ("codes of mxfp4", "float4_e2m1f")}
+PRODUCTS = "grouped", "grouped_fp8", "grouped_blocks", *QUANTIZED
 PARTS = 1, 2, 4, 8  # GPUs of tensor parallelism
 MAX_TOKENS = 8192
 _BLOCK = 128  # side of a scale block
 _MAX_BYTES = 24 << 30  # most bytes of the weights of a layer; larger draws are drawn again
 _BLOCK_SIZES = 64, 128, 192  # slots of a block for products alone: those that WGMMA takes
+_QUANTIZED_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # the same with quantized weights
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ class Row:
     def is_fp8(self) -> bool:
         return self.kind.endswith(("fp8", "blocks"))
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight, without scales."""
+        return 0.5 if self.kind in QUANTIZED else 1 if self.is_fp8 else 2
+
 
 def draw(kind: str, count: int, seed: int) -> list[Row]:
     """`count` different rows of a kind: tokens drawn log-uniformly from 1 to `MAX_TOKENS`."""
@@ -104,10 +113,12 @@ def draw(kind: str, count: int, seed: int) -> list[Row]:
         of, tokens = MIXTURES[name], round(math.exp(generator.uniform(0, math.log(MAX_TOKENS))))
         mixture = Mixture(of.experts, of.top_k, of.hidden, of.width // parts)
         is_product = kind in PRODUCTS
-        chosen = (generator.choice((1, 2)), generator.choice(_BLOCK_SIZES)) if is_product else (0, 0)
+        sizes = _QUANTIZED_SIZES if kind in QUANTIZED else _BLOCK_SIZES
+        chosen = (generator.choice((1, 2)), generator.choice(sizes)) if is_product else (0, 0)
         row = Row(kind, tokens, f"{name} tp{parts}", mixture, *chosen)
-        whole = not kind.endswith("blocks") or (mixture.hidden % _BLOCK == 0 and mixture.width % _BLOCK == 0)
-        if whole and 3 * mixture.experts * mixture.hidden * mixture.width * (1 if row.is_fp8 else 2) <= _MAX_BYTES:
+        unit = _BLOCK if kind.endswith(("blocks", "int4")) else 32 if kind in QUANTIZED else 1
+        whole = mixture.hidden % unit == 0 and mixture.width % unit == 0
+        if whole and 3 * mixture.experts * mixture.hidden * mixture.width * row.weight_bytes <= _MAX_BYTES:
             found[str(row)] = row
     return list(found.values())
 
@@ -117,7 +128,7 @@ def num_bytes(row: Row) -> int:
     mixture = row.mixture
     chosen = mixture.experts * (1 - (1 - mixture.top_k / mixture.experts) ** row.tokens)
     matrices = 3 if row.number == 0 else 3 - row.number
-    return round(chosen * matrices * mixture.hidden * mixture.width * (1 if row.is_fp8 else 2))
+    return round(chosen * matrices * mixture.hidden * mixture.width * row.weight_bytes)
 
 
 def operands(row: Row) -> tuple[Any, ...]:
@@ -129,13 +140,13 @@ def operands(row: Row) -> tuple[Any, ...]:
     if row.kind in PRODUCTS:
         return _product(row, ids)
     x = torch.randn(row.tokens, mixture.hidden, dtype=torch.bfloat16, device="cuda")
-    return x, *_weights(row.is_fp8, mixture), chances, ids
+    return x, *_weights(row.kind, mixture), chances, ids
 
 
 @lru_cache(1)
-def _weights(is_fp8: bool, mixture: Mixture) -> tuple[Any, Any]:
-    """(w1, scales), (w2, scales) of `benchmarks.experts`."""
-    kind = "fp8" if is_fp8 else "bf16"
+def _weights(kind: str, mixture: Mixture) -> tuple[Any, Any]:
+    """(w1, scales), (w2, scales) of `benchmarks.experts` for a kind of rows."""
+    kind = QUANTIZED[kind][0] if kind in QUANTIZED else "fp8" if kind.endswith(("fp8", "blocks")) else "bf16"
     model = experts.Model(mixture.experts, mixture.top_k, mixture.hidden, mixture.width, kind, 0.0)
     first, second = _sizes(mixture)
     return experts.weights(model, *first), experts.weights(model, *second)
@@ -147,9 +158,9 @@ def _sizes(mixture: Mixture) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _product(row: Row, ids: Any) -> tuple[Any, ...]:
-    """The arguments of `grouped_gemm` for a product of a layer."""
+    """The arguments of `grouped_gemm`, or of `grouped_gemm_packed`, for a product of a layer."""
     mixture, first = row.mixture, row.number == 1
-    b, scales = _weights(row.is_fp8, mixture)[row.number - 1]
+    b, scales = _weights(row.kind, mixture)[row.number - 1]
     n, k = _sizes(mixture)[row.number - 1]
     rows = row.tokens if first else row.m
     a = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
@@ -161,13 +172,17 @@ def _product(row: Row, ids: Any) -> tuple[Any, ...]:
     out = torch.empty(row.m, n // 2 if first else n, dtype=torch.bfloat16, device="cuda")
     lists = pyops.moe_align(ids, row.block_size, mixture.experts)
     activation, top_k = ("silu", mixture.top_k) if first else ("none", 1)
+    if row.kind in QUANTIZED:
+        terms = None, None, top_k, row.block_size, activation
+        return out, a, b, scales, None, *lists, *terms, QUANTIZED[row.kind][1]
     return out, a, b, *lists, None, a_scales, scales, None, top_k, row.block_size, activation
 
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     """{name: a function from operands to a call}."""
     if kind in PRODUCTS:
-        return {"pyops": lambda *args: partial(pyops.grouped_gemm, *args)}
+        op = pyops.grouped_gemm_packed if kind in QUANTIZED else pyops.grouped_gemm
+        return {"pyops": lambda *args: partial(op, *args)}
     found: dict[str, Callable[..., Call]] = {"pyops": _ours}
     try:
         importlib.import_module("vllm.model_executor.layers.fused_moe")

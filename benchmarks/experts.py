@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import pyops
-from pyops.ops.linear.coded_experts import MX_BLOCK, in_full
 from pyops.ops.linear.marlin_weight import marlin_weight
 from pyops.ops.linear.packed_reference import values
+from pyops.ops.linear.quantized_experts import MX_BLOCK, dequantized
 
 from . import block_experts
 from .rivals import reason
@@ -118,7 +118,7 @@ def wide(model: Model, weight: Any, scales: Any) -> Any:
     if scales is None:
         return weight.float()
     if model.kind in _CODES:
-        return in_full(weight[None], scales[None], None, _CODES[model.kind][1], torch.bfloat16)[0].float()
+        return dequantized(weight[None], scales[None], None, _CODES[model.kind][1], torch.bfloat16)[0].float()
     if weight.dtype == torch.int32:
         n, k = scales.shape[1], weight.shape[0] * 16
         kind = _MARLIN["mxfp4" if scales.dtype == torch.uint8 else "w4"][0]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -40,13 +40,16 @@ from pyops.ops.linear import (
     packed_engines,
     packed_plan,
     packed_rates,
+    wq_grouped_engines,
 )
 from pyops.ops.linear.gemm_shape import GemmShape
 from pyops.ops.linear.grouped_shape import GroupedShape
 from pyops.ops.linear.packed_shape import PackedShape
+from pyops.ops.linear.wq_grouped_problem import WqGroupedShape
 from pyops.tuning import engines
 
 from . import models, products, tune
+from .expert_layers import QUANTIZED
 from .timing import QUICK, gpu_us
 
 _MOST_MULTIPLICATIONS = 2**37  # of a row: about 400 us
@@ -110,6 +113,13 @@ FAMILIES = {
             GroupedShape,
             grouped_engines.choose,
             lambda problem, config: [config.launch(problem)],
+        ),
+        Family(
+            wq_grouped_engines.FAMILY,
+            dict.fromkeys(QUANTIZED, "grouped_gemm_packed"),
+            WqGroupedShape,
+            wq_grouped_engines.choose,
+            lambda problem, config: config.launches(problem),
         ),
     )
 }
@@ -247,8 +257,8 @@ def as_json(value: Any) -> Any:
 
 def from_json(kind: Any, value: Any) -> Any:
     """What `as_json` has written of an instance of this class."""
-    if kind is DType:
-        return getattr(dtypes, value)
+    if kind is DType or DType in get_args(kind):
+        return None if value is None else getattr(dtypes, value)
     if kind is ScalarType:
         return SCALAR_TYPES[value]
     if not is_dataclass(kind):

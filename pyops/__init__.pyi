@@ -5371,8 +5371,8 @@ class _grouped_gemm_packed(_Attributes, Protocol):
         """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
         ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-        float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
-        to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
+        float32, the rest is as in `grouped_gemm`. For many rows per expert, or where no kernel
+        fuses the dequantization, the weights are dequantized to a workspace first.
 
         Args:
             out: [num_rows, N], written; of the dtype of a. Constant row stride.
@@ -5418,8 +5418,8 @@ class _grouped_gemm_packed(_Attributes, Protocol):
         """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
         ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-        float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
-        to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
+        float32, the rest is as in `grouped_gemm`. For many rows per expert, or where no kernel
+        fuses the dequantization, the weights are dequantized to a workspace first.
 
         Args:
             a: [num_rows / top_k, K] float16 or bfloat16; constant row stride.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._core.errors import OpError
 from .._core.tensors.tensor import library_of, new, on_host
 from ..ops.activation.gated import silu_and_mul_with_clamp
-from ..ops.linear.coded_plan import block_size_of_codes
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.grouped import grouped_gemm
-from ..ops.linear.grouped_blocks import limits_of_experts, of_rows
+from ..ops.linear.grouped_blocks import Quants, limits_of_experts, of_rows
 from ..ops.linear.grouped_packed import grouped_gemm_packed
 from ..ops.linear.grouped_shape import Scales
+from ..ops.linear.quantized_experts import MX_BLOCK
 from ..ops.moe.align import moe_align
 from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
 
@@ -155,15 +155,23 @@ def block_size_of(config: Any, sizes: ExpertSizes, activation: str, like: Any, n
         num_rows: (token, expert) pairs, with the experts of all devices.
     """
     num_rows = -(-num_rows * sizes.num_experts // max(1, sizes.global_num_experts))
-    if (codes := codes_of(config)) is not None:
-        return block_size_of_codes(num_rows, sizes.num_experts, codes)
     dtype, quantised = _name(like.dtype), _name(config.quant_dtype)
     scales: Scales = "none" if quantised == "None" else "block" if config.block_shape else "row"
     dtypes = dtype, dtype if quantised == "None" else quantised
     # torch.compile may hold sizes of a layer for symbols. An index is a number; the graph is for layers of this size.
     num_experts, top_k = index(sizes.num_experts), index(sizes.top_k)
     of_layer = num_experts, top_k, index(sizes.hidden_size), index(sizes.intermediate_size)
-    return of_rows(num_rows, limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like)))
+    found = limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like), _quants_of(config))
+    return of_rows(num_rows, found)
+
+
+def _quants_of(config: Any) -> Quants | None:
+    """The format of weights for `grouped_gemm_packed`; None for `grouped_gemm`."""
+    if (kind := codes_of(config)) is None:
+        return None
+    in_groups = index(config.block_shape[1]) if config.block_shape else 0
+    has_zeros = any(one is not None for one in zeros_of(config))
+    return kind, MX_BLOCK if kind == "float4_e2m1f" else max(0, in_groups), has_zeros
 
 
 def _index_of(value: Any) -> int:

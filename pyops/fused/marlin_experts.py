@@ -10,7 +10,7 @@ from .._core.tensors.tensor import new
 from ..ops.activation.elementwise import gelu, relu2, silu
 from ..ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
-from ..ops.linear.packed_experts import block_size_of_packed
+from ..ops.linear.packed_grouped_engines import block_size_of_packed
 from ..ops.moe.rows import moe_sum_experts
 from ..ops.quantize import scaled_fp8_quant, scaled_int8_quant
 from .expert_products import sorted_choices

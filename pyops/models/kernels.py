@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from .._core.op.op import Op, registry
 from .._core.system.device import Device
 from .._core.system.lazy import torch
 from .._core.tensors.tensor import TensorArg, dtype_of
-from ..ops.linear.grouped_blocks import planned_for
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer
@@ -130,7 +129,7 @@ def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Special
             found.setdefault((name, specialisation.kernel, specialisation.key), (op, specialisation))
 
     torch_library.bind_torch()
-    with torch_library.observed(observe), planned_for(device) if device.index < 0 else nullcontext():
+    with torch_library.observed(observe, device):
         yield
 
 

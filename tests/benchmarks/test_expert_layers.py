@@ -25,7 +25,8 @@ def test_rows_are_layers_of_models(kind: str) -> None:
         of = MIXTURES[name]
         assert row.mixture == Mixture(of.experts, of.top_k, of.hidden, of.width // int(parts))
         assert 1 <= row.tokens <= 8192
-        assert not kind.endswith("blocks") or row.mixture.width % 128 == row.mixture.hidden % 128 == 0
+        if kind.endswith(("blocks", "int4")):
+            assert row.mixture.width % 128 == row.mixture.hidden % 128 == 0
         assert (row.number > 0) == (row.block_size > 0) == (kind in expert_layers.PRODUCTS)
     assert list(models.draw(kind, 30, seed=3)) == rows
     assert rows != expert_layers.draw(kind, 30, seed=4)
@@ -39,6 +40,7 @@ def test_bytes_of_chosen_experts() -> None:
     assert models.num_bytes(Row("experts_blocks", 8192, "Mixtral 8x7B tp1", of)) == 8 * expert
     assert models.num_bytes(Row("grouped_blocks", 8192, "", of, 1, 64)) == 8 * expert * 2 // 3
     assert models.num_bytes(Row("grouped_blocks", 8192, "", of, 2, 64)) == 8 * expert // 3
+    assert models.num_bytes(Row("grouped_int4", 8192, "", of, 2, 64)) == 8 * expert // 6
 
 
 def test_contenders_compute_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +59,9 @@ def test_contenders_compute_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (out - exact).abs().mean() <= model.most * exact.abs().mean()
 
 
-def test_products_are_calls_of_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_calls_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their arguments are accepted, on the CPU instead of a GPU."""
-    for name in ("rand", "randn", "empty"):
+    for name in ("rand", "randn", "randint", "empty"):
         given = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, given=given, **named: given(*args, **named | {"device": "cpu"}))
     for kind in expert_layers.PRODUCTS:

@@ -11,11 +11,13 @@ import pytest
 
 from benchmarks import expert_layers, fit, models, packed_products
 from benchmarks.models import MODELS, Row
+from pyops import SCALAR_TYPES
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.ops.linear.gemm_shape import GemmShape
 from pyops.ops.linear.grouped_shape import GroupedShape
 from pyops.ops.linear.packed_shape import PackedShape
+from pyops.ops.linear.wq_grouped_problem import WqGroupedShape
 from pyops.tuning import engines
 from tests.ops.linear.test_packed_choice import problem as packed
 
@@ -65,10 +67,14 @@ def shapes(family: fit.Family) -> dict[str, Any]:
             for layout in ("marlin", "awq"):
                 found[f"{layout}:{m}x{n}x{k}"] = PackedShape.of(packed(m, n, k, HOPPER, layout))
             continue
-        if family.name == "grouped":
+        if family.name.endswith("grouped"):
             for block_size in (16, 64, 128):
-                rows = 8 * m
-                found[f"blocks of {block_size}:{m}x{n}x{k}"] = GroupedShape(rows, 32, n, k, 4, block_size=block_size)
+                sizes: Any = {"rows": 8 * m, "num_experts": 32, "n": n, "k": k, "top_k": 4, "block_size": block_size}
+                if family.name == "wq_grouped":
+                    of_weight = {"type": SCALAR_TYPES["uint4"], "group_size": 128, "scale_dtype": dtypes.bfloat16}
+                    found[f"blocks of {block_size}:{m}x{n}x{k}"] = WqGroupedShape(**sizes, **of_weight)
+                    continue
+                found[f"blocks of {block_size}:{m}x{n}x{k}"] = GroupedShape(**sizes)
             continue
         for kind in ("bf16", "gated", "blocks"):
             dtype, blocked, gated = dtypes.bfloat16, kind == "blocks", kind == "gated"
@@ -102,6 +108,7 @@ def samples(family: fit.Family, rates: Any) -> list[fit.Sample]:
 OFF = {
     "gemm": {"k_tile": 1.2, "mma": 1 / 1.2, "swap_m": 1.2, "stream_k": 1.3},
     "packed": {"code": 1.2, "mma": 1 / 1.2, "mma_code": 1.2, "part": 1.2, "few_k_tile": 1 / 1.2},
+    "wq_grouped": {"mma_uint4": 1.2, "mma_row": 1 / 1.2, "wgmma": 1.2, "tile": 1.3, "launch": 1.2},
     "grouped": {"k_tile": 1.2, "mma": 1 / 1.2, "launch": 1.3, "mma_row": 1.2},
 }
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -126,6 +126,29 @@ def test_show_prints_the_signature_of_a_function_as_it_is_written(capsys: pytest
     assert capsys.readouterr().out.splitlines()[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "refused", "timed"),
+    [
+        ("linear", "gemm_simt.cu: ", "gemm_sm90.cu: "),
+        (
+            "grouped_gemm_packed",
+            "wq_grouped_gemm_cdna.cu: no, it is for AMD's matrix cores",
+            "wq_grouped_gemm_sm80.cu: ",
+        ),
+        ("cutlass_mxfp4_group_mm", "wq_grouped_gemm_cdna.cu: no, ", "dequantize, then a grouped GEMM: "),
+        ("ggml_mul_mat_a8", "ggml_mul_mat_row.cu: no, it multiplies one row of X", "ggml_mul_mat.cu: "),
+        ("ggml_moe_a8_vec", "ggml_dequantize.cu: no, rows have weights of different experts", "ggml_mul_mat_vec.cu: "),
+    ],
+)
+def test_show_prints_every_engine(name: str, refused: str, timed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its time, or the reason why it is not in question."""
+    assert main(["show", name]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith(refused) for line in lines)
+    (found,) = (line for line in lines if line.startswith(timed))
+    assert " us by the model, " in found
+
+
 @pytest.mark.parametrize("command", ["show", "source"])
 def test_only_the_op_is_required(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -25,17 +25,16 @@ from pyops._core.system import device
 from pyops._core.text import source
 from pyops.host.toolchain import toolchains
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
-from pyops.ops.linear.coded_hopper import CodedHopperConfig
-from pyops.ops.linear.coded_plan import CodedConfig
 from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
-from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
+from pyops.ops.linear.ggml_configs import GgmlMulMatConfig, GgmlRowConfig, GgmlVecConfig
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
+from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config
 from pyops.testing import SCHEDULES
 from pyops.testing.calls import assert_results, expected, run
 from tests.ops.attention import test_e4m3 as e4m3
@@ -148,9 +147,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(dense.test_linear, SwapConfig(16, 72, splits=2), 16, 200, 1160),
         partial(dense.test_scaled_mm, SwapConfig(16, 112, splits=1), FP8, 1168),  # accumulators of half a k-tile
     ],
-    "linear/ggml_mul_mat.cu": [partial(multiply_ggml, MulMatConfig(4, 1, 2, 2, 1), 3)],
-    "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
-    "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, VecConfig(1, 1, 2, 2), 1)],
+    "linear/ggml_mul_mat.cu": [partial(multiply_ggml, GgmlMulMatConfig(4, 1, 2, 2, 1), 3)],
+    "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, GgmlRowConfig(2, 2), 1)],
+    "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, GgmlVecConfig(1, 1, 2, 2), 1)],
     "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
@@ -158,10 +157,10 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "linear/grouped_gemm_sm80.cu": [
         partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
     ],
-    "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
+    "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, WqGroupedSm80Config(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
-        partial(codes_of_experts, CodedHopperConfig(32, 256, 64), "none", 384, 32),
-        partial(codes_of_experts, CodedHopperConfig(48, 256, 128), "silu", 640, 128),
+        partial(codes_of_experts, WqGroupedSm90Config(32, 256, 64), "none", 384, 32),
+        partial(codes_of_experts, WqGroupedSm90Config(48, 256, 128), "silu", 640, 128),
     ],
     "mamba/chunk_scan.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/chunk_scan_states.cu": [partial(on_one, LONG_SEGMENTS)],

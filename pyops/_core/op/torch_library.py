@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from ..system import lazy
+from ..system.device import Device
 from ..system.lazy import loaded
 from ..tensors import tensor
 from .declaration import Declaration, Parameter
@@ -47,17 +48,26 @@ class _Entry(NamedTuple):
 
 # Called with (op's name, arguments, keywords) of every op that is given tensors without data.
 Observer = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_observer: ContextVar[tuple[Observer, Device] | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """While the context lasts, `observer` is called for every op that this thread calls with torch's fake tensors."""
-    token = _observer.set(observer)
+def observed(observer: Observer, device: Device) -> Iterator[None]:
+    """While the context lasts, `observer` is called for every op that this thread calls with torch's fake tensors.
+
+    `device` is the one that fake tensors in host memory stand for.
+    """
+    token = _observer.set((observer, device))
     try:
         yield
     finally:
         _observer.reset(token)
+
+
+def observed_device() -> Device | None:
+    """The device that fake tensors in host memory stand for; None if this thread's calls are not observed."""
+    found = _observer.get()
+    return None if found is None else found[1]
 
 
 _entries: dict[str, _Entry] = {}
@@ -227,8 +237,8 @@ def _register(entry: _Entry) -> None:
 
     def observed(*args: Any, **kwargs: Any) -> None:
         check_meta(declaration.parameters, args, kwargs)
-        if (observe := _observer.get()) is not None:
-            observe(name, args, kwargs)
+        if (found := _observer.get()) is not None:
+            found[0](name, args, kwargs)
 
     def allocated(*args: Any, **kwargs: Any) -> Any:
         assert form is not None

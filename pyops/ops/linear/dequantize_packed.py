@@ -45,7 +45,7 @@ class DequantizeConfig:
 def product(problem: PackedProblem) -> GemmProblem:
     """The GEMM of a dequantized weight, in a workspace."""
     w = problem.weight
-    a = problem.a if problem.experts is not None else _operand(problem)
+    a = problem.a if problem.experts is not None else operand(problem)
     dense = Scratch(w.n * w.k * a.dtype.itemsize)
     return GemmProblem(a, Operand.of_scratch(dense, a.dtype, w.n, w.k), w.k, problem.epilogue)
 
@@ -55,11 +55,11 @@ def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list
 
     `in_fours`: 8-bit activations are written in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
-    a = _operand(problem)
+    a = operand(problem)
     return [] if a is problem.a else [_gather(a, problem.a, problem.weight, in_fours)], a
 
 
-def _operand(problem: PackedProblem) -> Operand:
+def operand(problem: PackedProblem) -> Operand:
     """The activations; in a workspace if they are permuted or upcast."""
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:

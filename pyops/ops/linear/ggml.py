@@ -10,8 +10,8 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
-from .ggml_plan import MAX_FUSED_ROWS, plan
-from .ggml_problem import GgmlProblem, format_of
+from .ggml_engines import plan
+from .ggml_problem import MAX_FUSED_ROWS, GgmlProblem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor

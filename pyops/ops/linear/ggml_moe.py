@@ -13,8 +13,8 @@ from ..._core.tensors.dtypes import int32, int64
 from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml import random_weight
-from .ggml_plan import BLOCK_ROWS, plan
-from .ggml_problem import Choices, GgmlProblem, format_of
+from .ggml_engines import plan
+from .ggml_problem import BLOCK_ROWS, Choices, GgmlProblem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""A GEMM with a weight in a quantized type of GGUF, as the kernels of `ggml_plan` take it."""
+"""A GEMM with a weight in a quantized type of GGUF, and what the choice of its kernel depends on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Specialisation
-from ..._core.tensors.dtypes import int32
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType, int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats
 from .._shared.ggml_formats import Format
-from .gemm_problem import Operand
+from .gemm_problem import Epilogue, GemmProblem, Operand
+from .gemm_shape import GemmShape
 
 UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
+MAX_FUSED_ROWS = 32  # most rows of X with a weight that is not rounded: by the ops' definition, and by the kernels
+BLOCK_ROWS = 4  # block size of the sorted lists, in rows: callers assume upstream's number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,11 +101,21 @@ class GgmlProblem:
         experts = "" if self.choices is None else f" experts={self.choices.num_experts}"
         return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}{experts}"
 
-    def pitch(self, units: int) -> int:
-        """Bytes in shared memory of a row's part of `units` units, as ggml_tile.cuh lays it out."""
-        part = units * UNIT // self.format.length * self.format.nbytes
-        pieces = -(-part // self.access) + (part % self.access != 0)
-        return (pieces * self.access + 15) // 32 * 32 + 16
+    @property
+    def device(self) -> Device:
+        return self.out.device
+
+    @property
+    def shape(self) -> GgmlShape:
+        return GgmlShape.of(self)
+
+    @property
+    def product(self) -> GemmProblem:
+        """The GEMM with the dequantized weight in a workspace."""
+        size = self.row_bytes // self.format.nbytes * self.format.length
+        dense = Scratch(self.n * size * self.X.dtype.itemsize)
+        weight = Operand.of_scratch(dense, self.X.dtype, self.n, size)
+        return GemmProblem(Operand.of_rows(self.X), weight, self.k, Epilogue(self.out))
 
     def specialised(self, kernel: Kernel, tokens: int, **constants: Any) -> Specialisation:
         """A kernel with blocks that take `tokens` rows of out."""
@@ -138,3 +153,78 @@ class GgmlProblem:
             "top_k": 1 if choices is None else choices.top_k,
             **dict.fromkeys(absent, 0),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlShape:
+    """Equal for all problems that one Config serves.
+
+    Attributes:
+        rows: rows of out, rounded up so that few of them need another kernel.
+        n, k, row_bytes: rows of W, elements of K, and bytes of a row of W; of an expert, if there are any.
+        format: of the weight.
+        dtype: of X and out.
+        access: bytes of one access to W.
+        num_experts: weights that rows choose among; 0: there is one for all rows.
+        block_rows: rows of the blocks of sorted lists; 0 without lists.
+        dense: the GEMM of the dequantized weight; None with experts.
+    """
+
+    rows: int
+    n: int
+    k: int
+    row_bytes: int
+    format: Format
+    dtype: DType
+    access: int
+    num_experts: int = 0
+    block_rows: int = 0
+    dense: GemmShape | None = None
+
+    @classmethod
+    def of(cls, problem: GgmlProblem) -> GgmlShape:
+        choices, rounded = problem.choices, tuning.rounded_rows(problem.m)
+        if choices is not None:
+            rounded = tuning.power_of_two(problem.m) if problem.m else 0
+        return cls(
+            rounded,
+            problem.n,
+            problem.k,
+            problem.row_bytes,
+            problem.format,
+            problem.X.dtype,
+            problem.access,
+            0 if choices is None else choices.num_experts,
+            0 if choices is None or choices.expert_ids is None else BLOCK_ROWS,
+            GemmShape.of(problem.product) if choices is None else None,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Rows of X that share a weight, and so are multiplied at once."""
+        if self.dense is None:
+            return self.block_rows or 1
+        return min(MAX_FUSED_ROWS, tuning.power_of_two(self.rows))
+
+    @property
+    def tiles(self) -> int:
+        """The expected tiles of `tokens` rows; the last block of each expert is not full."""
+        whole = -(-self.rows // self.tokens)
+        return min(self.rows, whole + self.num_experts) if self.block_rows else whole
+
+    @property
+    def units(self) -> int:
+        """Units of K, at least two and rounded up to a power of two: more warps would be idle."""
+        return max(2, tuning.power_of_two(-(-self.k // UNIT)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of X, of the weights that are read, and of out."""
+        weights = min(self.num_experts, self.rows) if self.dense is None else 1
+        return weights * self.n * self.row_bytes + self.rows * (self.k + self.n) * self.dtype.itemsize
+
+    def pitch(self, units: int) -> int:
+        """Bytes in shared memory of a row's part of `units` units, as ggml_tile.cuh lays it out."""
+        part = units * UNIT // self.format.length * self.format.nbytes
+        pieces = -(-part // self.access) + (part % self.access != 0)
+        return (pieces * self.access + 15) // 32 * 32 + 16

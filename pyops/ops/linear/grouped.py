@@ -13,7 +13,7 @@ from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16
 from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
-from .grouped_plan import plan
+from .grouped_engines import plan
 from .grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem, check_scales
 
 if TYPE_CHECKING:

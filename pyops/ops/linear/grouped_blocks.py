@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..._core.op import torch_library
 from ..._core.system import device as devices
 from ..._core.system.device import Device
 from ..._core.tensors import dtypes
-from ..._core.tensors.dtypes import DType, bfloat16
-from . import grouped_rates
-from .grouped_engines import choose
+from ..._core.tensors.dtypes import bfloat16, uint8
+from .._shared.scalar_type import SCALAR_TYPES
+from . import grouped_engines, grouped_rates, packed_grouped_engines, wq_grouped_engines
 from .grouped_problem import ACTIVATIONS
 from .grouped_shape import GroupedShape, Scales
+from .packed_grouped_engines import PackedGroupedShape
+from .wq_grouped_problem import WqGroupedShape
 
-_BLOCK_SIZES = 16, 32, 48, 64, 96, 128, 192  # block sizes: the row tiles of the kernels
-_WEIGHT_SIZE = 4096  # N and K of an expert's weight where a caller does not know them
+# {shape: (choice, block sizes)}: the row tiles of the kernels.
+_CHOICES: dict[type[GroupedShape], tuple[Any, tuple[int, ...]]] = {
+    GroupedShape: (grouped_engines.choose, (16, 32, 48, 64, 96, 128, 192)),
+    PackedGroupedShape: (packed_grouped_engines.choose, (16, 32, 48, 64, 96, 128, 160, 192)),
+    WqGroupedShape: (wq_grouped_engines.choose, (8, 16, 32, 48, 64, 96, 128, 160, 192)),
+}
+# Of K-major quantized weights: `b_type` of `grouped_gemm_packed`, elements of K under one scale or 0 for one scale per
+# row, and whether groups have zero points.
+Quants = tuple[str, int, bool]
 _SAME = 1.02  # a block size that served fewer rows is kept while no other is faster by this factor
 _MAX_LIMITS = 1024  # results of `limits` that a process remembers
 _FEW_ROWS, _MOST_ROWS = 8, 1024  # rows of an expert below and above which the block size hardly changes
-
-
-_planned: list[Device] = []  # devices that layers in host memory are planned for
 
 
 class Limit(NamedTuple):
@@ -34,18 +39,9 @@ class Limit(NamedTuple):
     block_size: int
 
 
-def block_size_for(
-    num_rows: int,
-    num_experts: int,
-    n: int = _WEIGHT_SIZE,
-    k: int = _WEIGHT_SIZE,
-    dtype: DType = bfloat16,
-    scales: Scales = "none",
-    device: Device | None = None,
-) -> int:
-    """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights [num_experts, n, k]."""
-    shape = GroupedShape(num_rows, num_experts, n, k, dtype=dtype, scales=scales)
-    times = _times(device or devices.model(), shape)
+def block_size_for(shape: GroupedShape, device: Device) -> int:
+    """The block size with which `moe_align_block_size` should sort the rows of this product; its own is not read."""
+    times = _times(device, shape)
     return min(times, key=lambda size: times[size])
 
 
@@ -58,7 +54,12 @@ def of_rows(num_rows: int, found: tuple[Limit, ...]) -> int:
 
 
 def limits_of_experts(
-    sizes: tuple[int, int, int, int], activation: str, names: tuple[str, str], scales: Scales, device_index: int
+    sizes: tuple[int, int, int, int],
+    activation: str,
+    names: tuple[str, str],
+    scales: Scales,
+    device_index: int,
+    quants: Quants | None = None,
 ) -> tuple[Limit, ...]:
     """The block sizes for both products of a layer of experts.
 
@@ -70,27 +71,32 @@ def limits_of_experts(
         names: names of the dtypes of the results, and of the operands.
         scales: of the operands.
         device_index: ordinal of the device; -1 for host memory.
+        quants: of weights that are quantized while activations are not; or None.
     """
     num_experts, top_k, hidden, width = sizes
-    of_host = _planned[-1] if _planned else devices.host()
+    of_host = torch_library.observed_device() or devices.host()
     device = devices.get(device_index) if device_index >= 0 and devices.count() else of_host
     out_dtype, dtype = (dtypes.of(name) or bfloat16 for name in names)
     gated = ACTIVATIONS[activation]
     shape = GroupedShape(0, num_experts, hidden, width, 1, dtype, out_dtype, scales)
-    return limits(device, replace(shape, n=width * (2 if gated else 1), k=hidden, top_k=top_k, gated=gated), shape)
+    first = replace(shape, n=width * (2 if gated else 1), k=hidden, top_k=top_k, gated=gated)
+    return limits(device, *((first, shape) if quants is None else (_quantized(one, quants) for one in (first, shape))))
 
 
 limits_of_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler does, without torch
 
 
-@contextmanager
-def planned_for(device: Device) -> Iterator[None]:
-    """Within this context, layers of experts in host memory are planned for a device that is not present."""
-    _planned.append(device)
-    try:
-        yield
-    finally:
-        _planned.pop()
+def _quantized(shape: GroupedShape, quants: Quants) -> WqGroupedShape:
+    """The shape with K-major quantized weights."""
+    name, group_size, has_zeros = quants
+    kind, dense = SCALAR_TYPES[name], shape if group_size else replace(shape, scales="row")
+    return WqGroupedShape(
+        **{one.name: getattr(dense, one.name) for one in fields(GroupedShape)},
+        type=kind,
+        group_size=group_size or shape.k,
+        scale_dtype=uint8 if kind.exponent else shape.dtype if group_size else None,
+        has_zeros=has_zeros,
+    )
 
 
 @lru_cache(_MAX_LIMITS)
@@ -116,7 +122,8 @@ def limits(device: Device, *shapes: GroupedShape) -> tuple[Limit, ...]:
 def _times(device: Device, *shapes: GroupedShape) -> dict[int, float]:
     """{block size: microseconds of these products of the same rows, and of the slots of their lists}."""
     slot, found = grouped_rates.of(device).slot, {}
-    for size in _BLOCK_SIZES:
+    choose, sizes = _CHOICES[type(shapes[0])]
+    for size in sizes:
         slots = max(one.rows + min(one.rows, one.num_experts) * (size - 1) for one in shapes)
         products = [choose.fastest(replace(one, block_size=size), device) for one in shapes]
         found[size] = slot * slots + sum(one.us for one in products)

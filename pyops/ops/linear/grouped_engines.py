@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ... import tuning
+from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ...tuning.engines import Choice, Engine, overlapped
 from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm90
 from .gemm_problem import SCALE_BLOCK, multiplies
+from .grouped_problem import GroupedProblem
 from .grouped_rates import GroupedRates
 from .grouped_shape import GroupedShape
 from .grouped_simt import GroupedSimtConfig
@@ -112,3 +115,9 @@ choose: Choice[GroupedShape, GroupedRates] = Choice(
     Engine("grouped_gemm_sm80.cu", _mma_refusal, grouped_sm80.configs, _mma_us),
     Engine("grouped_gemm_simt.cu", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
 )
+
+
+def plan(problem: GroupedProblem) -> Launch:
+    """The launch of the kernel that is chosen, or forced by `tuning`."""
+    launch: Launch = tuning.config(problem.out.op, problem, problem.device, choose).launch(problem)
+    return launch

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check
 from ..._core.launch.kernel import Launch
-from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_ROWS, rounded_up
-from .block_experts import fused
-from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat, dense_bytes
-from .gemm_problem import Operand
-from .grouped_plan import plan
-from .grouped_problem import GroupedProblem
+from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat
+from .grouped_block_scaled import plan
 from .grouped_rows import (
     bad_rows,
     by_rows,
-    check_rows,
     each_expert,
     example_counts,
     example_sizes,
-    lists_of,
     result_rows,
-    swapped,
-    weights_of,
 )
 
 if TYPE_CHECKING:
@@ -62,49 +52,6 @@ def _multiply(
         x[inside] = format.values(codes, a_scales)[place[inside]]
         sums = (x @ weight.T).float()
         out[rows] = (sums if alphas is None else alphas.reshape(-1)[e] * sums).to(out.dtype)
-
-
-def _plan(
-    format: BlockFormat,
-    out: TensorArg,
-    a: TensorArg,
-    b: TensorArg,
-    a_scales: TensorArg,
-    b_scales: TensorArg,
-    problem_sizes: TensorArg,
-    expert_offsets: TensorArg,
-    scale_offsets: TensorArg,
-    alphas: TensorArg | None = None,
-) -> list[Launch]:
-    """The checks and the launches of every format: sorting of rows by expert, dequantization of both, a grouped
-    GEMM."""
-    k = format.size(a)
-    lists, launch, scale_rows = lists_of(check_rows(out, a, b), problem_sizes, expert_offsets, scale_offsets)
-    assert scale_rows is not None
-    num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
-    b = weights_of(b, num_experts, n, a.shape[1])
-    rows, columns = format.scale_sizes(n, k)
-    b_scales = swapped(b_scales, num_experts, rows, columns)
-    format.check_scales(a_scales, rows=None, columns=columns)
-    format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
-    check.elements(alphas, float32, num_experts)
-    operands, lists_by = (out, a, b, a_scales, b_scales), (problem_sizes, expert_offsets, scale_offsets)
-    if (launches := fused(format, *operands, *lists_by, alphas)) is not None:
-        return launches
-    dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (num_rows, num_experts * n))
-    dense = (
-        Operand.of_scratch(dense_a, bfloat16, num_rows, k),
-        Operand.of_scratch(dense_b, bfloat16, num_experts * n, k),
-    )
-    product = plan(GroupedProblem(out, *dense, num_experts, k, lists, b_scales=alphas))
-    if product.empty:
-        return []
-    return [
-        launch,
-        format.expand(dense_a, a, a_scales, num_rows, scale_rows),
-        format.expand(dense_b, b, b_scales, n, problem_sizes=problem_sizes),
-        product,
-    ]
 
 
 def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
@@ -190,7 +137,7 @@ def plan_cutlass_fp4_group_mm(
     sf_offsets: TensorArg,
 ) -> list[Launch]:
     operands = out, a, b, a_blockscale, b_blockscales
-    return _plan(NVFP4, *operands, problem_sizes, expert_offsets, sf_offsets, alphas)
+    return plan(NVFP4, *operands, problem_sizes, expert_offsets, sf_offsets, alphas)
 
 
 @cutlass_fp4_group_mm.bad_indices
@@ -253,7 +200,7 @@ def plan_cutlass_mxfp4_group_mm(
     expert_offsets: TensorArg,
     sf_offsets: TensorArg,
 ) -> list[Launch]:
-    return _plan(MXFP4, out, a, b, a_blockscale, b_blockscales, problem_sizes, expert_offsets, sf_offsets)
+    return plan(MXFP4, out, a, b, a_blockscale, b_blockscales, problem_sizes, expert_offsets, sf_offsets)
 
 
 @cutlass_mxfp4_group_mm.bad_indices
@@ -320,7 +267,7 @@ def plan_cutlass_mxfp8_grouped_mm(
     expert_offsets: TensorArg,
     blockscale_offsets: TensorArg,
 ) -> list[Launch]:
-    return _plan(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)
+    return plan(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)
 
 
 @cutlass_mxfp8_grouped_mm.bad_indices

@@ -10,10 +10,11 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16, float32
 from ..._core.tensors.tensor import TensorArg
-from .coded_experts import TYPES, check_codes, in_full
-from .coded_plan import plan
 from .grouped import grouped_gemm
 from .grouped_problem import ACTIVATIONS, ExpertLists
+from .quantized_experts import TYPES, check_quants, dequantized
+from .wq_grouped_engines import plan
+from .wq_grouped_problem import WqGroupedProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +42,8 @@ def grouped_gemm_packed(
     """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
     ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-    float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
-    to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
+    float32, the rest is as in `grouped_gemm`. For many rows per expert, or where no kernel
+    fuses the dequantization, the weights are dequantized to a workspace first.
 
     Args:
         out: [num_rows, N], written; of the dtype of a. Constant row stride.
@@ -60,7 +61,7 @@ def grouped_gemm_packed(
             64 are faster.
         b_type: the type of the quants: "uint4", "uint8", "int8" or "float4_e2m1f".
     """
-    weights = in_full(b, b_scales, b_zeros, b_type, a.dtype)
+    weights = dequantized(b, b_scales, b_zeros, b_type, a.dtype)
     lists = sorted_token_ids, expert_ids, num_tokens_post_pad
     of_sums = b_scales if b_type == "int8" else None
     terms = topk_weights, None, of_sums, bias, top_k, block_size, activation
@@ -106,14 +107,14 @@ def plan_grouped_gemm_packed(
     check.sizes(out, num_rows=a.shape[0] * top_k, N=None)
     check.row_size(out)
     rows = out.shape[1] * (2 if ACTIVATIONS[activation] else 1)
-    weight = check_codes(b, b_scales, b_zeros, b_type, a.dtype, rows, a.shape[1])
+    weight = check_quants(b, b_scales, b_zeros, b_type, a.dtype, rows, a.shape[1])
     if max(out.shape[0], weight.num_experts * rows) > 2**31 - 1:
         raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], weight.num_experts * rows)}")
     check.per_row(topk_weights, float32, out.shape[0])
     check.shape(bias, out.dtype, num_experts=weight.num_experts, rows=rows)
     lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size, multiple=8)
     of_sums = b_scales if weight.scales is None else None
-    return plan(out, a, weight, lists, topk_weights, of_sums, bias, top_k, activation)
+    return plan(WqGroupedProblem.of(out, a, weight, lists, topk_weights, of_sums, bias, top_k, activation))
 
 
 @grouped_gemm_packed.bad_indices

@@ -141,21 +141,6 @@ class GroupedProblem:
         return 0 in (self.num_rows, self.n, self.num_experts, self.lists.num_blocks)
 
     @property
-    def chosen_experts(self) -> int:
-        """The expected number of experts that have rows, if rows choose experts at random."""
-        experts = max(1, self.num_experts)
-        return max(1, round(experts * (1.0 - (1.0 - 1.0 / experts) ** tuning.power_of_two(self.num_rows))))
-
-    @property
-    def rows_of_expert(self) -> int:
-        """The expected rows of an expert that has any."""
-        return -(-tuning.power_of_two(self.num_rows) // self.chosen_experts)
-
-    def row_tiles(self, tile_m: int) -> int:
-        """The expected row tiles."""
-        return self.chosen_experts * -(-self.rows_of_expert // tile_m)
-
-    @property
     def rounded_rows(self) -> int:
         """Rows as kernels are chosen by: rounded up to a power of two up to 16, then to a sixteenth of one."""
         power = tuning.power_of_two(self.num_rows)

@@ -13,9 +13,9 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.tensors.tensor import TensorArg
 from .._shared.groups import SHARES, sharing
-from .grouped_plan import block_size_for
+from .grouped_blocks import block_size_for
 from .grouped_problem import ExpertLists
-from .grouped_shape import Scales
+from .grouped_shape import GroupedShape, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,8 @@ def lists_of(
     check.shape(sf_offsets, int32, num_experts=num_experts)
     if block_size is None:
         k, dtype = (n, bfloat16) if a is None else (a.shape[1], a.dtype)
-        block_size = block_size_for(num_rows, num_experts, n, k, dtype, scales, out.device)
+        shape = GroupedShape(num_rows, num_experts, n, k, dtype=dtype, scales=scales)
+        block_size = block_size_for(shape, out.device)
     num_blocks = num_rows // block_size + min(num_rows, num_experts)
     sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
     scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)

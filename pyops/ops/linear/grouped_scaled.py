@@ -14,7 +14,7 @@ from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
-from .grouped_plan import plan
+from .grouped_engines import plan
 from .grouped_problem import GroupedProblem
 from .grouped_rows import (
     bad_rows,

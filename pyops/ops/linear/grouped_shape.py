@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
@@ -63,6 +63,11 @@ class GroupedShape:
         )
 
     @property
+    def dense(self) -> GroupedShape:
+        """The shape of the GEMM with dequantized weights, of a shape with quantized ones."""
+        return GroupedShape(*(getattr(self, one.name) for one in fields(GroupedShape)))
+
+    @property
     def columns(self) -> int:
         """Columns of out."""
         return self.n // 2 if self.gated else self.n
@@ -74,8 +79,13 @@ class GroupedShape:
     @property
     def nbytes(self) -> float:
         """Bytes of a, of the weights of experts that have rows, and of out."""
-        operands = self.rows / self.top_k + self.row_tiles(self.rows) * self.n
+        operands = self.rows / self.top_k + self.chosen_experts * self.n
         return operands * self.k * self.dtype.itemsize + self.rows * self.columns * self.out_dtype.itemsize
+
+    @property
+    def chosen_experts(self) -> float:
+        """The expected number of experts that have rows."""
+        return self.row_tiles(self.rows)
 
     def row_tiles(self, tile_m: int) -> float:
         """The expected row tiles of all experts, if tokens choose experts at random."""

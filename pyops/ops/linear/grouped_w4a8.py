@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check, tuning
+from ... import check
 from ..._core.launch.kernel import Launch
-from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
-from ..._core.system.device import Device
-from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, int32
 from ..._core.tensors.tensor import TensorArg
-from . import dequantize_packed, grouped_plan, packed_tile
-from .expert_rows import gathered
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand
-from .grouped_problem import GroupedProblem
+from .grouped_blocks import block_size_for
 from .grouped_rows import (
     bad_rows,
     check_rows,
@@ -28,11 +24,9 @@ from .grouped_rows import (
     example_sizes,
     lists_of,
 )
-from .packed_experts import TILES, block_size_of_packed
-from .packed_hopper import PackedConfig, step_rows
+from .packed_grouped_engines import PackedGroupedShape, plan
 from .packed_problem import PackedExperts, PackedProblem, PackedWeight
 from .packed_reference import values
-from .packed_shape import PackedShape
 from .w4a8_mm import PRODUCTS, check_tiles, weight_of
 
 if TYPE_CHECKING:
@@ -41,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cutlass_w4a8_moe_mm"]
 
-_FEWEST_SLOTS = 16  # slots of the smallest tile of wq_gemm_sm90.cu
+_FEWEST_SLOTS = 16  # slots of a block of the lists by which the block size is chosen
 
 
 def _of_experts(b_tensors: Tensor, b_group_scales: Tensor, group_size: int) -> list[PackedWeight]:
@@ -141,7 +135,7 @@ def plan_cutlass_w4a8_moe_mm(
     check_tiles(b_tensors, k, n)
     same = replace(b_tensors, dtype=a_tensors.dtype)  # passes the dtype check of `check_rows`
     rows_of_experts = check_rows(out_tensors, a_tensors, same), problem_sizes, expert_offsets
-    lists, launch, _ = lists_of(*rows_of_experts, block_size=_block_size(out_tensors, num_experts))
+    lists, *_ = lists_of(*rows_of_experts, block_size=_FEWEST_SLOTS)
     num_rows = out_tensors.shape[0]
     check.sizes(problem_sizes, num_experts=num_experts, sizes=3)
     check.sizes(a_tensors, num_rows=num_rows, K=k)
@@ -151,47 +145,12 @@ def plan_cutlass_w4a8_moe_mm(
     if b_group_size < 1 or k % b_group_size:
         raise check.refuse(a_tensors, "b_group_size", f"expected a number that divides K, {k}, got {b_group_size}")
     check.elements(b_group_scales, float8_e4m3fn, PRODUCTS * num_experts * (k // b_group_size) * n)
-    weight = weight_of(b_tensors, n, k, b_group_scales, b_group_size)
-    experts = PackedExperts(num_experts, lists, 1, None)
-    fused = PackedProblem(Operand.of_rows(a_tensors), weight, Epilogue(out_tensors, a_scales, b_scales), experts)
-    if _serves(fused):
-        return [launch, *_fused(fused, experts)]
-    lists, launch, _ = lists_of(*rows_of_experts)
-    dense = Scratch(max(1, num_experts * n * k))
-    written = dequantize_packed.written(dense, float8_e4m3fn, weight, num_experts)
-    operands = Operand.of_rows(a_tensors), Operand.of_scratch(dense, float8_e4m3fn, num_experts * n, k), num_experts, k
-    product = GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales)
-    return [launch, *([written] if num_experts * n * k else []), grouped_plan.plan(product)]
-
-
-def _block_size(out: TensorArg, num_experts: int) -> int:
-    """Slots of a block for wq_gemm_sm90.cu. Float16 outputs need twice the registers."""
-    most = 64 if out.dtype is float16 else 160
-    return max(_FEWEST_SLOTS, block_size_of_packed(out.shape[0], num_experts, most))
-
-
-def _serves(problem: PackedProblem) -> bool:
-    """Whether wq_gemm_sm90.cu dequantizes the weights in its main loop, and is faster than dequantizing first."""
-    w, a = problem.weight, problem.a
-    sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0 and w.k % step_rows(w.layout) == 0
-    aligned = a.vec_size(w.k) == 16 and all(one is not None and one.alignment == 16 for one in (w.codes, w.scales))
-    fitting = PackedShape.of(problem).divides(step_rows(w.layout)) and problem.rows_of_weight <= packed_tile.MAX_ROWS
-    return problem.device.supports("wgmma") and problem.num_weights > 0 and sizes and aligned and fitting
-
-
-def _choose(problem: PackedProblem, device: Device) -> PackedConfig:
-    """The tile as large as blocks allow."""
-    assert problem.experts is not None
-    tile_m = problem.experts.lists.block_size
-    return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1)
-
-
-def _fused(problem: PackedProblem, experts: PackedExperts) -> list[Launch]:
-    """The launch that gathers rows in the order of the sorted lists, and the GEMM."""
-    sizes = experts.num_experts, problem.m, 1, problem.weight.k
-    gather, a = gathered(problem.a, experts.lists, *sizes, by_place=True)
-    config = tuning.config(problem.op, problem, problem.device, _choose)
-    return [gather, *config.launches(replace(problem, a=a))]
+    weight, a = weight_of(b_tensors, n, k, b_group_scales, b_group_size), Operand.of_rows(a_tensors)
+    experts, epilogue = PackedExperts(num_experts, lists, 1, None), Epilogue(out_tensors, a_scales, b_scales)
+    problem = PackedProblem(a, weight, epilogue, experts)
+    block_size = block_size_for(PackedGroupedShape.of_problem(problem), out_tensors.device)
+    lists, launch, _ = lists_of(*rows_of_experts, block_size=block_size)
+    return [launch, *plan(replace(problem, experts=replace(experts, lists=lists)))]
 
 
 @cutlass_w4a8_moe_mm.bad_indices

@@ -13,10 +13,11 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float16, float32
 from ..._core.tensors.tensor import TensorArg
-from .coded_experts import check_codes, in_full
-from .coded_plan import plan
 from .grouped import grouped_gemm
 from .grouped_problem import ExpertLists
+from .quantized_experts import check_quants, dequantized
+from .wq_grouped_engines import plan
+from .wq_grouped_problem import WqGroupedProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ def moe_wna16_gemm(
         BLOCK_SIZE_N, BLOCK_SIZE_K: tiles of vLLM's kernel; not used.
         bit: bits of a quant, 4 or 8.
     """
-    weights = in_full(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype)
+    weights = dequantized(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype)
     rows = torch.zeros(len(input) * top_k, weights.shape[1], dtype=output.dtype, device=output.device)
     lists = sorted_token_ids, experts_ids, num_tokens_post_pad
     grouped_gemm.reference(rows, input, weights, *lists, topk_weights, top_k=top_k, block_size=BLOCK_SIZE_M)
@@ -114,12 +115,12 @@ def plan_moe_wna16_gemm(
             raise check.refuse(output, name, f"expected {'4 or 8' if name == 'bit' else '1 to 1024'}, got {value}")
     if check.num_rows(output) != num_rows:
         raise output.error(f"expected {num_rows} rows, top_k for each of input, got shape {output.shape}")
-    weight = check_codes(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype, n, k)
+    weight = check_quants(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype, n, k)
     check.per_row(topk_weights, float32, num_rows)
     lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M, "BLOCK_SIZE_M", multiple=1)
     out = replace(output, shape=(num_rows, n), strides=(check.row_stride(output), 1))
     cleared, lists = _cleared(out, lists)
-    return [cleared, *plan(out, input, weight, lists, topk_weights, None, None, top_k, "none")]
+    return [cleared, *plan(WqGroupedProblem.of(out, input, weight, lists, topk_weights, top_k=top_k))]
 
 
 def _cleared(out: TensorArg, lists: ExpertLists) -> tuple[Launch, ExpertLists]:

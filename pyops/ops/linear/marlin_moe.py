@@ -25,7 +25,7 @@ from .marlin_weight import (
     marlin_weight,
     out_dtype,
 )
-from .packed_experts import plan
+from .packed_grouped_engines import plan
 from .packed_problem import PackedExperts, PackedProblem, PackedWeight
 from .packed_reference import multiply, rounding_of_weights
 

@@ -141,13 +141,22 @@ def rounding(shape: PackedShape) -> str | None:
     return "scales that 16 bits do not hold" if shape.layout == "marlin_8" and not exact else None
 
 
-def _hopper_refusal(shape: PackedShape, device: Device) -> str | None:
+def hopper_refusal(shape: PackedShape, device: Device, *, whole: bool = False) -> str | None:
+    """`whole`: K must be a multiple of the k-tile, as with experts."""
     if not device.supports("wgmma"):
         return "the device has no WGMMA"
     if packed_mma.is_for_few(shape):
         return "3 bits, or 2:4 sparsity"
     reason = _untabled(shape) if shape.is_table else unread(shape) or rounding(shape)
-    return reason or _ungrouped(shape, packed_hopper.step_rows(shape.layout)) or _unmapped(shape)
+    step = packed_hopper.step_rows(shape.layout)
+    if whole and not reason and shape.k % step:
+        return f"K = {shape.k} is no multiple of a k-tile of {step} rows"
+    return reason or _ungrouped(shape, step)
+
+
+def _hopper_refusal(shape: PackedShape, device: Device) -> str | None:
+    """Without experts, TMA stores the results."""
+    return hopper_refusal(shape, device) or _unmapped(shape)
 
 
 def _untabled(shape: PackedShape) -> str | None:

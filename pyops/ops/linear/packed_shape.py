@@ -86,6 +86,11 @@ class PackedShape:
         return self.layout == "marlin_24"
 
     @property
+    def is_e2m1(self) -> bool:
+        """4-bit floats: FP4."""
+        return self.bits == 4 and self.type.exponent > 0
+
+    @property
     def is_table(self) -> bool:
         """W4A8: quants select products from lookup tables."""
         return self.scale_kind == "products"

@@ -21,7 +21,6 @@ _STAGES = 2  # stages in shared memory
 _TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # {layout: rows of its tile}; a tile is contiguous in memory
 _LINES = {"awq": 4}  # rows of the words that a piece loads, for row layouts; GPTQ: 4 words of 32 / bits rows
 # Chosen by arithmetic, not yet run on an AMD GPU: docs/performance/amd.md.
-MAX_ROWS = 512  # most rows of a where dequantizing in every tile is faster than dequantizing the weight first
 _FEW_THREADS = 128  # threads of a CTA for small M: each loads one piece of four words of 4-bit weights
 _DEPTH = 4  # k-tiles with packed weights in flight
 _MAX_SPLITS = 8  # split-K: most CTAs that share a tile

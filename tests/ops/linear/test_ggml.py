@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -18,9 +20,9 @@ from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
-from pyops.ops.linear import ggml_plan
-from pyops.ops.linear.ggml_plan import DigitsConfig, GgmlSimtConfig, MulMatConfig, VecConfig
-from pyops.ops.linear.ggml_problem import GgmlProblem
+from pyops.ops.linear.ggml_configs import GgmlMulMatConfig, GgmlRowConfig, GgmlSimtConfig, GgmlVecConfig
+from pyops.ops.linear.ggml_engines import choose
+from pyops.ops.linear.ggml_problem import GgmlProblem, GgmlShape
 from pyops.testing import SCHEDULES, Layout, assert_close, cpu, same_bits, scheduled
 from tests.support.calls import DEVICES
 
@@ -60,21 +62,21 @@ def test_every_type(quant_type: int) -> None:
     n, k = 17, 768 + (32 if FORMATS[quant_type].length == 32 else 0)
     weight, truth = draw(quant_type, n, k, seed=quant_type)
     for config, m, dtype in (
-        (VecConfig(1, 1, 2, 2), 1, torch.bfloat16),
-        (DigitsConfig(2, 2), 1, torch.bfloat16),
-        (MulMatConfig(4, 1, 2, 2, 2), 3, torch.float16),
+        (GgmlVecConfig(1, 1, 2, 2), 1, torch.bfloat16),
+        (GgmlRowConfig(2, 2), 1, torch.bfloat16),
+        (GgmlMulMatConfig(4, 1, 2, 2, 2), 3, torch.float16),
     ):
         x = torch.randn(m, k).to(dtype)
         check(multiply(config, weight, x, quant_type, n), x.double() @ truth.T)
 
 
 CONFIGS = [
-    VecConfig(1, 2, 4, 3),
-    VecConfig(2, 1, 4, 2),
-    DigitsConfig(2, 2),
-    MulMatConfig(1, 1, 4, 3, 1),
-    MulMatConfig(16, 2, 2, 2, 1),
-    MulMatConfig(32, 1, 2, 2, 4),
+    GgmlVecConfig(1, 2, 4, 3),
+    GgmlVecConfig(2, 1, 4, 2),
+    GgmlRowConfig(2, 2),
+    GgmlMulMatConfig(1, 1, 4, 3, 1),
+    GgmlMulMatConfig(16, 2, 2, 2, 1),
+    GgmlMulMatConfig(32, 1, 2, 2, 4),
     GgmlSimtConfig(4, 4, 256),
 ]
 
@@ -152,7 +154,7 @@ def test_cancelling_products() -> None:
     x[:, 16:] = -x[:, :16]
     x[:, 7], x[:, 23] = x[:, 7] * 2.0**-13, 0.0
     x = x.view(1, k).bfloat16()
-    got = multiply(DigitsConfig(2, 2), weight.expand(n, -1).contiguous(), x, 8, n)
+    got = multiply(GgmlRowConfig(2, 2), weight.expand(n, -1).contiguous(), x, 8, n)
     assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double().expand(1, n))
 
 
@@ -163,7 +165,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     for row, value in ((0, torch.inf), (1, torch.nan)):
         special = x.clone()
         special[row, 300] = value
-        got = multiply(DigitsConfig(4, 2), weight, special, 12, 20)
+        got = multiply(GgmlRowConfig(4, 2), weight, special, 12, 20)
         assert got[row].isnan().all()
         check(got[1 - row], x[1 - row].double() @ truth.T)
 
@@ -171,14 +173,14 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
 @pytest.mark.parametrize(
     ("core", "arch", "quant_type", "m", "config"),
     [
-        ("MFMA", "gfx90a", 8, 3, MulMatConfig(4, 1, 2, 1, 2)),
-        ("MFMA", "gfx90a", 12, 19, MulMatConfig(32, 2, 2, 1, 1)),
-        ("WMMA_11", "gfx1100", 12, 3, MulMatConfig(4, 1, 2, 1, 1)),
-        ("WMMA_12", "gfx1201", 14, 19, MulMatConfig(32, 4, 1, 1, 2)),
+        ("MFMA", "gfx90a", 8, 3, GgmlMulMatConfig(4, 1, 2, 1, 2)),
+        ("MFMA", "gfx90a", 12, 19, GgmlMulMatConfig(32, 2, 2, 1, 1)),
+        ("WMMA_11", "gfx1100", 12, 3, GgmlMulMatConfig(4, 1, 2, 1, 1)),
+        ("WMMA_12", "gfx1201", 14, 19, GgmlMulMatConfig(32, 4, 1, 1, 2)),
     ],
 )
 def test_on_matrix_cores(
-    core: str, arch: str, quant_type: int, m: int, config: MulMatConfig, monkeypatch: pytest.MonkeyPatch
+    core: str, arch: str, quant_type: int, m: int, config: GgmlMulMatConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AMD's MMA: types with minima, with and without an offset of the quants, rows of X after the last tile."""
     text, model = Specialisation.text.fget, device.model(arch)  # type: ignore[attr-defined]
@@ -195,37 +197,102 @@ def test_on_matrix_cores(
 @pytest.mark.parametrize(
     ("arch", "m", "dtype", "quant_type", "config"),
     [
-        ("sm_90", 1, dtypes.bfloat16, 12, DigitsConfig(8, 2)),
-        ("sm_90", 1, dtypes.bfloat16, 13, VecConfig(1, 1, 4, 2)),
-        ("sm_90", 1, dtypes.bfloat16, 8, VecConfig(1, 1, 4, 2)),
-        ("sm_90", 2, dtypes.float16, 12, VecConfig(2, 1, 4, 2)),
-        ("sm_90", 3, dtypes.float16, 12, MulMatConfig(4, 2, 4, 2, 1)),
-        ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
-        ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
+        ("sm_90", 1, dtypes.bfloat16, 12, GgmlRowConfig(8, 2)),
+        ("sm_90", 1, dtypes.bfloat16, 13, GgmlVecConfig(1, 1, 4, 2)),
+        ("sm_90", 1, dtypes.bfloat16, 8, GgmlVecConfig(1, 1, 4, 2)),
+        ("sm_90", 2, dtypes.float16, 12, GgmlVecConfig(2, 1, 4, 2)),
+        ("sm_90", 3, dtypes.float16, 12, GgmlMulMatConfig(4, 2, 4, 2, 1)),
+        ("sm_80", 9, dtypes.bfloat16, 12, GgmlMulMatConfig(16, 2, 4, 2, 1)),
+        ("sm_90", 32, dtypes.bfloat16, 12, GgmlMulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, GgmlSimtConfig(1, 4, 256)),
-        ("sm_75", 1, dtypes.float16, 12, MulMatConfig(1, 2, 4, 1, 1)),
+        ("sm_75", 1, dtypes.float16, 12, GgmlMulMatConfig(1, 2, 4, 1, 1)),
         ("sm_75", 9, dtypes.bfloat16, 12, GgmlSimtConfig(4, 4, 256)),
-        ("gfx942", 1, dtypes.bfloat16, 12, MulMatConfig(1, 1, 4, 1, 1)),
-        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 1, 4, 1, 1)),
-        ("gfx90a", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
-        ("gfx1201", 32, dtypes.bfloat16, 12, MulMatConfig(32, 4, 1, 1, 1)),
+        ("gfx942", 1, dtypes.bfloat16, 12, GgmlMulMatConfig(1, 1, 4, 1, 1)),
+        ("gfx942", 9, dtypes.bfloat16, 12, GgmlMulMatConfig(16, 1, 4, 1, 1)),
+        ("gfx90a", 9, dtypes.bfloat16, 12, GgmlMulMatConfig(16, 2, 2, 1, 1)),
+        ("gfx1201", 32, dtypes.bfloat16, 12, GgmlMulMatConfig(32, 4, 1, 1, 1)),
         ("gfx942", 2, dtypes.float32, 12, GgmlSimtConfig(2, 4, 256)),
         ("gfx1100", 2, dtypes.bfloat16, 12, GgmlSimtConfig(2, 4, 256)),
     ],
 )
 def test_choice_of_kernel(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:
-    on, format, k, n = device.model(arch), FORMATS[quant_type], 4096, 4096
+    on = device.model(arch)
+    one = problem(on, m, quant_type=quant_type, dtype=dtype)
+    assert choose(one, on) == config
+    (launch,) = config.launches(one)
+    each = -(-launch.grid[0] // on.num_sms)  # blocks per SM: one more does not fit
+    assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
+    for other in config.candidates(one, on):
+        assert all(one.block[0] % 64 == 0 for one in other.launches(one))
+
+
+def problem(
+    on: device.Device, m: int, n: int = 4096, k: int = 4096, quant_type: int = 12, dtype: Any = dtypes.bfloat16
+) -> GgmlProblem:
+    """A problem without experts."""
+    format = FORMATS[quant_type]
 
     def arg(name: str, kind: dtypes.DType, *shape: int) -> TensorArg:
         return TensorArg("op", name, kind, shape, (*shape[1:], 1), 16, on)
 
     weight = arg("W", dtypes.uint8, n, k // format.length * format.nbytes)
-    problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
-    assert ggml_plan.choose(problem, on) == config
-    launch = config.launch(problem)
-    each = -(-launch.grid[0] // on.num_sms)  # blocks per SM: one more does not fit
-    assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
-    assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
+    return GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
+
+
+# Times of docs/performance/gguf.md that the rates were not derived from, us: type, rows, N, K, time.
+MEASURED = [
+    *((12, m, 4096, 4096, us) for m, us in ((8, 6.9), (32, 12.1), (64, 20.0))),
+    *((12, m, 28672, 4096, us) for m, us in ((1, 21.5), (2, 28.9), (16, 42.5))),
+    (12, 1, 4096, 14336, 13.3),
+    *((8, m, 28672, 4096, us) for m, us in ((1, 39.3), (16, 58.8))),
+]
+
+
+def test_times_of_the_model() -> None:
+    """Within 14 %, dequantizing first within 26 %; half of them within 6 %."""
+    on, off = device.model("sm_90"), []
+    for quant_type, m, n, k, us in MEASURED:
+        found = choose.fastest(GgmlShape.of(problem(on, m, n, k, quant_type)), on).us
+        off.append(abs(math.log(found / us)))
+        assert off[-1] < math.log(1.26 if m > 32 else 1.14), (quant_type, m, n, k)
+    assert sorted(off)[len(off) // 2] < 0.06
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942", "gfx1100"])
+def test_the_choice_takes_the_least_time(arch: str) -> None:
+    """Of every type; all Configs fit, and every shape is served."""
+    on = device.model(arch)
+    for quant_type in TYPES:
+        for m, n in ((0, 64), (1, 768), (2, 4096), (7, 64), (32, 4096), (33, 64), (500, 64)):
+            one = problem(on, m, n, 768, quant_type)
+            found = choose.candidates(one.shape, on)
+            assert choose(one, on) == min(found, key=lambda one: one.us).config
+            for candidate in found:
+                assert all(one.shared <= on.shared_memory for one in candidate.config.launches(one))
+
+
+def test_refusals() -> None:
+    """Each reason of each engine."""
+    on, turing = device.model("sm_90"), device.model("sm_75")
+    one, two, many = (problem(on, m).shape for m in (1, 2, 40))
+    row, vec, mul_mat, simt, dense = choose.engines
+    assert [engine.refusal(one, on) for engine in (row, vec, mul_mat, simt)] == [None] * 4
+    assert dense.refusal(many, on) is None
+    for engine, shape, device_, words in (
+        (row, two, on, "it multiplies one row of X"),
+        (row, one, turing, "no cp.async"),
+        (row, replace(one, dtype=dtypes.float32), on, "no tensor cores for float32"),
+        (vec, problem(on, 3).shape, on, "one or two rows of X"),
+        (vec, one, turing, "no cp.async"),
+        (vec, replace(one, dtype=dtypes.float32), on, "no tensor cores for float32"),
+        (mul_mat, one, device.model("gfx1100"), "WMMA of gfx11"),
+        (mul_mat, many, on, "more than 32 rows"),
+        (mul_mat, replace(one, dtype=dtypes.float32), on, "no tensor cores for float32"),
+        (simt, many, on, "more than 32 rows"),
+        (dense, two, on, "up to 32 rows"),
+        (dense, replace(many, dense=None), on, "weights of different experts"),
+    ):
+        assert words in (engine.refusal(shape, device_) or ""), (engine.name, words)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,20 @@ from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import describe_new
 from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
-from pyops.ops.linear.coded_hopper import CodedHopperConfig
-from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
+from pyops.ops.linear import grouped_w4a8
+from pyops.ops.linear.grouped_blocks import block_size_for
 from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
 from pyops.ops.linear.grouped_problem import ACTIVATIONS
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.wq_grouped_configs import (
+    WqGroupedCdnaConfig,
+    WqGroupedSm80Config,
+    WqGroupedSm90Config,
+)
+from pyops.ops.linear.wq_grouped_problem import WqGroupedShape
 from pyops.testing import SCHEDULES, canaries, scheduled
 from tests.ops.linear.test_products import assert_rounded_once, draw, positive
 from tests.support import packed
@@ -39,6 +45,7 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 HOPPER = device.model("sm_90")
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
+QuantizedConfig = WqGroupedSm80Config | WqGroupedCdnaConfig | WqGroupedSm90Config
 WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
 
@@ -48,7 +55,8 @@ _SMALL = 32 * 1024  # shared memory per block of a small device
 
 @contextmanager
 def forced(
-    one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig | PackedConfig, op: str = "grouped_gemm"
+    one: Config | WqGroupedSm80Config | WqGroupedCdnaConfig | WqGroupedSm90Config | PackedConfig,
+    op: str = "grouped_gemm",
 ) -> Iterator[None]:
     """In this context, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
@@ -320,8 +328,9 @@ def test_cutlass_w4a8_moe_mm(n: int, k: int, size: int, dtype: torch.dtype, devi
 
 @needs_compiler
 @pytest.mark.parametrize("one", [PackedConfig(16, 256, 2, 1, 1), PackedConfig(32, 128, 2, 1, 1)], ids=str)
-def test_w4a8_experts_by_every_schedule(one: PackedConfig) -> None:
+def test_w4a8_experts_by_every_schedule(one: PackedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main loop dequantizes; all schedules give the same bits and write only rows of experts."""
+    monkeypatch.setattr(grouped_w4a8, "block_size_for", lambda *_: 32)
     (out, *given), exact = w4a8_experts(96, 640, 64, BF16, "cpu")
     found = []
     with forced(one, "cutlass_w4a8_moe_mm"):
@@ -339,7 +348,7 @@ def test_w4a8_experts_by_every_schedule(one: PackedConfig) -> None:
 def test_no_workspace_of_w4a8_weights() -> None:
     """On sm_90 no launch has a workspace as large as the packed weights, for few rows and for many."""
     op, (experts, n, k) = pyops.registry["cutlass_w4a8_moe_mm"], (64, 512, 1024)
-    for rows, dtype in ((8, "bfloat16"), (640, "bfloat16"), (6400, "float16")):
+    for rows, dtype in ((8, "bfloat16"), (640, "bfloat16"), (1600, "float16")):
         make = ArgMaker(device.model("sm_90"))
         axes = {"num_experts": experts, "output_size": n, "input_size": k, "group_size": 128}
         _, *given = op.example(make, num_tokens=rows, **axes)
@@ -385,19 +394,19 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, block: int, device: str) -> 
 @pytest.mark.parametrize(
     ("one", "activation", "k", "size"),
     [
-        (CodedConfig(8, 3, 1), "swigluoai", 416, 32),
-        (CodedConfig(16, 1, 2), "silu", 640, 128),  # a group per k-tile, five k-tiles per warp
-        (CodedConfig(16, 4, 3), "none", 128, 32),
-        (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last k-tile has 32 elements
-        (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
-        (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups per k-tile
-        (CodedHopperConfig(48, 256, 128), "silu", 640, 128),  # five k-tiles of one group each
-        (CodedHopperConfig(32, 128, 64), "swigluoai", 192, 64),
+        (WqGroupedSm80Config(8, 3, 1), "swigluoai", 416, 32),
+        (WqGroupedSm80Config(16, 1, 2), "silu", 640, 128),  # a group per k-tile, five k-tiles per warp
+        (WqGroupedSm80Config(16, 4, 3), "none", 128, 32),
+        (WqGroupedCdnaConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last k-tile has 32 elements
+        (WqGroupedCdnaConfig(16, 128, 1, 2, 4), "silu", 256, 32),
+        (WqGroupedSm90Config(32, 256, 64), "none", 192, 32),  # two groups per k-tile
+        (WqGroupedSm90Config(48, 256, 128), "silu", 640, 128),  # five k-tiles of one group each
+        (WqGroupedSm90Config(32, 128, 64), "swigluoai", 192, 64),
     ],
     ids=str,
 )
 def test_packed_experts(
-    one: CodedConfig | CodedTileConfig | CodedHopperConfig,
+    one: QuantizedConfig,
     activation: str,
     k: int,
     size: int,
@@ -405,7 +414,7 @@ def test_packed_experts(
 ) -> None:
     """4-bit weights with zero points, several tiles per block: all schedules give the same bits, rounded once."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=1))
-    on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
+    on_tiles, by_wgmma = isinstance(one, WqGroupedCdnaConfig), isinstance(one, WqGroupedSm90Config)
     block_size = one.tile_m if by_wgmma else 16
     made = Case(11, 70 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
@@ -458,25 +467,28 @@ def test_hostile_lists_for_packed_experts() -> None:
     [
         (1, "silu", "sm_90", ["TILE_M=8 WARPS=8 "]),
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
-        (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
+        (4, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (32, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=16 TILE_N=256 TILE_K=128 "]),
         (64, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=32 TILE_N=256 TILE_K=128 "]),
         (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 TILE_K=128 "]),
         (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=160 TILE_N=128 TILE_K=128 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=2 "]),
-        (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm_sm90.cu"]),
+        (4096, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 TILE_K=128 "]),
+        (65536, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm_sm90.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
         (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
-        (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_sm80.cu"]),
+        (65536, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_sm80.cu"]),
     ],
 )
 def test_choice_for_packed_experts(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
-    """For Mixtral's experts with 4 bits, packed weights are read up to 64 rows per expert, by wgmma up to 512."""
+    """For Mixtral's experts with 4 bits, by the block size that is chosen for the product."""
     on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
-    size = block_size_of_codes(num_rows, experts, "uint4")
+    top_k = 1 if activation == "none" else 2
+    int4: Any = {"type": pyops.SCALAR_TYPES["uint4"], "group_size": 128, "scale_dtype": dtypes.bfloat16}
+    size = block_size_for(WqGroupedShape(num_rows, experts, rows, k, top_k, gated=top_k - 1, **int4), on)
     blocks = min(num_rows, experts + num_rows // size)
     sizes = {
         "out": ((num_rows, n), dtypes.bfloat16),
@@ -488,7 +500,6 @@ def test_choice_for_packed_experts(tokens: int, activation: str, arch: str, kern
         "num_tokens_post_pad": ((1,), dtypes.int32),
     }
     args = {name: describe_new("grouped_gemm_packed", name, *one, on) for name, one in sizes.items()}
-    top_k = 1 if activation == "none" else 2
     given: Any = (
         *list(args.values())[:4],
         None,

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from pyops._core.op import torch_library
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import describe_new
 from pyops.ops.linear.gemm_problem import Operand
-from pyops.ops.linear.grouped_blocks import block_size_for, limits, limits_of_experts, of_rows, planned_for
+from pyops.ops.linear.grouped_blocks import block_size_for, limits, limits_of_experts, of_rows
 from pyops.ops.linear.grouped_engines import choose
 from pyops.ops.linear.grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem
 from pyops.ops.linear.grouped_shape import GroupedShape, Scales
@@ -114,8 +115,8 @@ def test_block_sizes_that_were_measured(shapes: tuple[GroupedShape, ...], rows: 
 
 def test_experts_with_few_rows_are_not_padded_to_64() -> None:
     """On a GPU without WGMMA, and for float32, a block holds the 20 rows of an expert and little padding."""
-    of_mma = block_size_for(8 * 20, 8, 4096, 4096, BF16, "none", device.model("sm_80"))
-    of_simt = block_size_for(8 * 12, 8, 4096, 4096, dtypes.float32, "none", HOPPER)
+    of_mma = block_size_for(GroupedShape(8 * 20, 8, 4096, 4096), device.model("sm_80"))
+    of_simt = block_size_for(GroupedShape(8 * 12, 8, 4096, 4096, dtype=dtypes.float32), HOPPER)
     assert of_mma in (32, 48)
     assert of_simt in (16, 32)
 
@@ -129,7 +130,7 @@ def test_block_size_of_a_layer() -> None:
         GroupedShape(0, 256, 7168, 2048, 1, FP8, scales="block"),
     )
     assert limits_of_experts(sizes, "silu", ("float64", "mxfp8"), "row", -1)
-    with planned_for(DEVICES[0]):
+    with torch_library.observed(lambda *_: None, DEVICES[0]):
         found = limits_of_experts(sizes, "none", ("bfloat16", "bfloat16"), "none", -1)
     assert found == limits(DEVICES[0], GroupedShape(0, 256, 2048, 7168, 8), GroupedShape(0, 256, 7168, 2048))
     for found in (limits(HOPPER, mixtral(1, 1)), limits(DEVICES[0], deepseek(1, 2)), limits(HOPPER, mixtral(0, 2))):

@@ -16,9 +16,9 @@ from pyops._core.launch.tensor_map import TensorMap
 from pyops._core.op.op import registry
 from pyops._core.system.device import model
 from pyops.example import ArgMaker
+from pyops.ops.linear import grouped_block_scaled
 from pyops.ops.linear.block_scaled import MXFP4, MXFP8, NVFP4
-from pyops.ops.linear.coded_hopper import CodedHopperConfig
-from pyops.ops.linear.coded_plan import CodedConfig
+from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config
 from pyops.testing import SCHEDULES, canaries, cpu, scheduled
 from tests.ops.linear.test_grouped import forced, needs_compiler
 from tests.ops.linear.test_products import assert_rounded_once
@@ -129,24 +129,31 @@ def test_weights_are_dequantized_in_the_main_loop(
     assert_rounded_once(out.cpu(), right)
 
 
+@pytest.fixture
+def blocks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists with blocks that the tiles of every forced Config divide."""
+    monkeypatch.setattr(grouped_block_scaled, "block_size_for", lambda *_: 16)
+
+
 FUSED = [
-    (CodedConfig(8, 3, 1), 64, 416),
-    (CodedConfig(16, 1, 2), 192, 640),  # five k-tiles or ten of a warp, two tiles of scales
-    (CodedHopperConfig(16, 256, 64), 200, 192),  # the last tile has missing rows
-    (CodedHopperConfig(16, 128, 64), 136, 64),
+    (WqGroupedSm80Config(8, 3, 1), 64, 416),
+    (WqGroupedSm80Config(16, 1, 2), 192, 640),  # five k-tiles or ten of a warp, two tiles of scales
+    (WqGroupedSm90Config(16, 256, 64), 200, 192),  # the last tile has missing rows
+    (WqGroupedSm90Config(16, 128, 64), 136, 64),
 ]
 
 
+@pytest.mark.usefixtures("blocks_of_16")
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "one", "n", "k"),
     [
         *((name, *one) for name in FORMATS for one in FUSED),
-        *((name, CodedHopperConfig(16, 256, 128), 264, 384) for name in (FP4, MX4)),
+        *((name, WqGroupedSm90Config(16, 256, 128), 264, 384) for name in (FP4, MX4)),
     ],
     ids=str,
 )
-def test_fused_dequantization(name: str, one: CodedConfig | CodedHopperConfig, n: int, k: int) -> None:
+def test_fused_dequantization(name: str, one: WqGroupedSm80Config | WqGroupedSm90Config, n: int, k: int) -> None:
     """All schedules give the same bits, rounded once, and write only rows of experts."""
     (out, *operands), right = case(name, [20, 0, 3, 7], n, k, "cpu")
     found = []
@@ -162,10 +169,11 @@ def test_fused_dequantization(name: str, one: CodedConfig | CodedHopperConfig, n
     assert_rounded_once(found[0], right)
 
 
+@pytest.mark.usefixtures("blocks_of_16")
 @needs_compiler
-@pytest.mark.parametrize("one", [None, CodedHopperConfig(16, 256, 64)], ids=str)
+@pytest.mark.parametrize("one", [None, WqGroupedSm90Config(16, 256, 64)], ids=str)
 @ANY_FORMAT
-def test_special_values_of_weights(name: str, one: CodedHopperConfig | None) -> None:
+def test_special_values_of_weights(name: str, one: WqGroupedSm90Config | None) -> None:
     """NaN among scales, and among e4m3 values, is NaN in its row of weights alone; the largest products are infinite;
     all values and scales are exact."""
     (out, a, b, a_scales, b_scales, *lists), _ = case(name, [6, 6], 64, 64, "cpu")
@@ -196,10 +204,11 @@ def test_special_values_of_weights(name: str, one: CodedHopperConfig | None) -> 
     assert torch.equal(out.double().nan_to_num(-1.0), right.to(out.dtype).double().nan_to_num(-1.0))
 
 
+@pytest.mark.usefixtures("blocks_of_16")
 @needs_compiler
-@pytest.mark.parametrize(("one", "k"), [(None, 64), (None, 160), (CodedHopperConfig(16, 256, 64), 64)], ids=str)
+@pytest.mark.parametrize(("one", "k"), [(None, 64), (None, 160), (WqGroupedSm90Config(16, 256, 64), 64)], ids=str)
 @ANY_FORMAT
-def test_hostile_lists(name: str, one: CodedHopperConfig | None, k: int) -> None:
+def test_hostile_lists(name: str, one: WqGroupedSm90Config | None, k: int) -> None:
     """Experts at impossible rows write nothing, rows at impossible scales are zero; other experts are right."""
     (out, a, b, a_scales, b_scales, *lists), right = case(name, [6, 6, 9, 5], 40 if k == 160 else 64, k, "cpu")
     problems, firsts, tiles = lists
@@ -232,21 +241,22 @@ def test_no_workspace_of_weights(name: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("axes", "arch", "kernel"),
     [
-        ({"num_tokens": 16, "output_size": 64}, "sm_90", "wq_grouped_gemm_sm80"),
-        ({"num_tokens": 16, "output_size": 64}, "sm_80", "wq_grouped_gemm_sm80"),
-        ({"num_tokens": 500, "output_size": 64}, "sm_90", "wq_grouped_gemm_sm90"),
-        ({"num_tokens": 500, "output_size": 72}, "sm_90", "wq_grouped_gemm_sm90"),
-        ({"num_tokens": 8000, "output_size": 64}, "sm_90", ""),
-        ({"num_tokens": 500, "output_size": 64}, "sm_80", ""),
-        ({"num_tokens": 16, "output_size": 72}, "sm_90", "wq_grouped_gemm_sm90"),
-        ({"num_tokens": 16, "output_size": 72, "input_size": 160}, "sm_90", ""),
+        ({"num_tokens": 16}, "sm_90", "wq_grouped_gemm_sm80"),
+        ({"num_tokens": 16}, "sm_80", "wq_grouped_gemm_sm80"),
+        ({"num_tokens": 500}, "sm_90", "wq_grouped_gemm_sm90"),
+        ({"num_tokens": 500, "output_size": 4104}, "sm_90", "wq_grouped_gemm_sm90"),
+        ({"num_tokens": 8000}, "sm_90", ""),
+        ({"num_tokens": 2000}, "sm_80", ""),
+        ({"num_tokens": 16, "output_size": 4104}, "sm_90", "wq_grouped_gemm_sm90"),
+        ({"num_tokens": 16, "output_size": 4104, "input_size": 160}, "sm_90", ""),
     ],
 )
 @ANY_FORMAT
 def test_choice_of_fused_dequantization(name: str, axes: dict[str, int], arch: str, kernel: str) -> None:
-    """For unsupported sizes or too many rows, weights are dequantized first."""
+    """For unsupported sizes or many rows, weights are dequantized first."""
     op = registry[name]
-    launches = op.launches(*op.example(ArgMaker(model(arch)), **{"input_size": 128} | axes))
+    sizes = {"num_experts": 8, "output_size": 4096, "input_size": 4096} | axes
+    launches = op.launches(*op.example(ArgMaker(model(arch)), **sizes))
     kernels = [launch.specialisation.kernel.file for launch in launches]
     assert [one for one in kernels if "/wq_grouped_gemm" in one] == ([f"linear/{kernel}.cu"] if kernel else [])
     assert kernels.count("linear/block_scaled_to_bf16.cu") == (1 if kernel else 2)

@@ -11,8 +11,9 @@ import torch
 import pyops
 from pyops import FusedMoEQuantConfig, OpError, tuning
 from pyops._core import config
+from pyops.fused import expert_products
 from pyops.host.run import HostFunction
-from pyops.ops.linear.coded_hopper import CodedHopperConfig
+from pyops.ops.linear.wq_grouped_configs import WqGroupedSm90Config
 from pyops.testing import cpu
 from tests.ops.linear.test_grouped import activated, needs_compiler
 from tests.ops.linear.test_products import draw, positive
@@ -102,11 +103,15 @@ def test_16_bit_call_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_symbolic_number_of_tokens() -> None:
-    """One graph without breaks serves numbers of tokens with different block sizes."""
+    """One graph without breaks serves numbers of tokens with different block sizes, also with quantized weights."""
     w1, w2 = (draw(4, *sizes, dtype=BF16, seed=1) * 0.1 for sizes in ((64, 64), (64, 32)))
+    (q1, s1, z1, _), (q2, s2, z2, _) = coded("int4", (4, 64, 64), 0), coded("int4", (4, 64, 32), 1)
+    scales = {"w1_scale": s1, "w2_scale": s2, "w1_zp": z1, "w2_zp": z2}
+    int4 = FusedMoEQuantConfig(weight_quant_dtype="int4", block_shape=[0, 32], **scales)
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return pyops.fused_experts(x, w1, w2, weights, ids)
+        dense = pyops.fused_experts(x, w1, w2, weights, ids)
+        return dense + pyops.fused_experts(x, q1, q2, weights, ids, quant_config=int4)
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager", dynamic=True, fullgraph=True)
@@ -205,17 +210,21 @@ def test_packed_experts(kind: str, tokens: int, device: str) -> None:
 
 
 @needs_compiler
-def test_mxfp4_by_wgmma() -> None:
-    """More than 64 rows per expert."""
+def test_mxfp4_by_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products by wq_grouped_gemm_sm90.cu."""
     sizes, tokens = (3, 128, 128), 100
     x, weights = draw(tokens, 128, dtype=BF16), positive(tokens, 2)
     ids = torch.randint(0, 3, (tokens, 2), generator=torch.Generator().manual_seed(1))
     (c1, s1, _, w1), (c2, s2, _, w2) = coded("mxfp4", sizes, 0), coded("mxfp4", (3, 128, 64), 1)
     exact = experts_in_float64(x, w1, w2, weights, ids, "swigluoai")
     given = FusedMoEQuantConfig(weight_quant_dtype="mxfp4", w1_scale=s1, w2_scale=s2)
-    with config.cpu("kernels"):
+    chosen = WqGroupedSm90Config(96, 256, 64)
+    monkeypatch.setattr(expert_products, "of_rows", lambda *_: chosen.tile_m)
+    with config.cpu("kernels"), tuning.forced("grouped_gemm_packed", chosen):
+        pyops.registry["grouped_gemm_packed"].forget()
         out = pyops.fused_experts(x, c1, c2, weights, ids, activation="swigluoai", quant_config=given)
-    assert tuning.last["grouped_gemm_packed"] == CodedHopperConfig(96, 256, 64)
+        pyops.registry["grouped_gemm_packed"].forget()
+    assert tuning.last["grouped_gemm_packed"] == chosen
     assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
 
 

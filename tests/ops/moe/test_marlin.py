@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pyops
 from pyops import SCALAR_TYPES, OpError, tuning
 from pyops._core.system import device
 from pyops.example import ArgMaker
+from pyops.ops.linear.packed_grouped_engines import choose as choose_experts
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_tile import PackedTileConfig
@@ -230,56 +233,104 @@ def test_large_m(permuted: bool, config: Any) -> None:
     assert (c == 7.0).all(1).equal((exact == 7.0).all(1))
 
 
+_DENSE = ["dequantize_packed", "grouped_gemm_sm80"]
+
+
 @pytest.mark.parametrize(
-    ("arch", "num_tokens", "given", "kernels"),
+    ("arch", "given", "kernels"),
     [
-        ("sm_90", 4, {}, ["wq_gemm_sm80"]),
-        ("sm_90", 16, {}, ["gather_expert_columns", "wq_gemm_sm90"]),
-        ("sm_90", 4, {"with_bias": True, "codes": "float4_e2m1f"}, ["wq_gemm_sm80"]),
-        ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "wq_gemm_sm90"]),
-        ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_sm80"]),
-        ("sm_90", 400, {}, ["gather_expert_columns", "wq_gemm_sm90"]),
-        ("sm_90", 400, {"moe_block_size": 96}, ["gather_expert_columns", "wq_gemm_sm90"]),
-        ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
-        ("sm_80", 60, {}, ["wq_gemm_sm80"]),
-        ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_sm80"]),
-        ("gfx942", 16, {}, ["wq_gemm_cdna"]),
-        ("gfx942", 16, {"moe_block_size": 8}, ["wq_gemm_cdna"]),
-        ("gfx1100", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_sm80"]),
-        ("gfx1201", 4000, {}, ["dequantize_packed", "grouped_gemm_sm80"]),
+        ("sm_90", {}, [["wq_gemm_sm80"], ["gather_expert_columns", "wq_gemm_sm90"], _DENSE]),
+        ("sm_90", {"codes": "float4_e2m1f"}, [["wq_gemm_sm80"], ["gather_expert_columns", "wq_gemm_sm90"], _DENSE]),
+        ("sm_90", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
+        ("sm_90", {"moe_block_size": 8}, [["wq_gemm_sm80"], ["dequantize_packed", "grouped_gemm_simt"]]),
+        ("sm_80", {}, [["wq_gemm_sm80"], _DENSE]),
+        ("gfx942", {}, [["wq_gemm_cdna"], _DENSE]),
+        ("gfx942", {"moe_block_size": 8}, [["wq_gemm_cdna"], ["dequantize_packed", "grouped_gemm_simt"]]),
+        ("gfx1100", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
     ],
 )
-def test_supported_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:
-    """With act order, g_idx gives the groups."""
+def test_supported_experts(arch: str, given: dict[str, Any], kernels: list[list[str]]) -> None:
+    """The launches of every engine that serves the example. With act order, g_idx gives the groups."""
     op = pyops.registry["moe_wna16_marlin_gemm"]
-    args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
-    found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
-    assert found == [f"linear/{kernel}.cu" for kernel in kernels]
+    args = op.example(ArgMaker(device.model(arch), op.name), **given)
+    op.launches(*args)
+    problem, choose = tuning.last_choice[op.name]
+    found = []
+    for one in choose.of_engines(choose.shape_of(problem), problem.device).values():
+        with tuning.forced(op.name, one.config):
+            found.append([launch.specialisation.kernel.file for launch in op.launches(*args)])
+    assert found == [[f"linear/{kernel}.cu" for kernel in files] for files in kernels]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "block_size", "k", "n", "expected"),
-    [
-        (1, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
-        (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 16, 1, 1)),
-        (2, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
-        (16, 8, 14336, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
-        (32, 16, 4096, 28672, PackedConfig(16, 256, 2, 1, 1, boxes=2)),
-        (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1, boxes=2)),
-        (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1, boxes=2)),
-    ],
-)
-def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expected: Any) -> None:
-    """For Mixtral's experts with 4 bits."""
-    make, experts = ArgMaker(device.model("sm_90"), "moe_wna16_marlin_gemm"), 8
-    top_k, rows = (2, tokens) if k == 4096 else (1, 2 * tokens)
+def mixtral(tokens: int, number: int, block_size: int, kind: str = "uint4b8", on: str = "sm_90") -> Any:
+    """The shape of a product of Mixtral with 4 bits."""
+    make, experts = ArgMaker(device.model(on), "moe_wna16_marlin_gemm"), 8
+    k, n, top_k, rows = (4096, 28672, 2, tokens) if number == 1 else (14336, 4096, 1, 2 * tokens)
     blocks, empty = min(2 * tokens, experts + 2 * tokens // block_size), make.empty
     lists = (empty(blocks * block_size, dtype="int32"), empty(blocks, dtype="int32"), empty(1, dtype="int32"))
     a, c = empty(rows, k, dtype="bfloat16"), empty(2 * tokens, n, dtype="bfloat16")
-    codes = empty(experts, k // 16, 2 * n, dtype="int32")
-    of_weight = codes, None, empty(experts, k // 128, n, dtype="bfloat16"), *[None] * 6
-    routing = *lists, None, block_size, top_k, False, SCALAR_TYPES["uint4b8"].id, rows, n, k
-    pyops.registry["moe_wna16_marlin_gemm"].launches(a, c, *of_weight, *routing)
+    of_weight = empty(experts, k // 16, 2 * n, dtype="int32"), None, empty(experts, k // 128, n, dtype="bfloat16")
+    routing = *lists, None, block_size, top_k, False, SCALAR_TYPES[kind].id, rows, n, k
+    pyops.registry["moe_wna16_marlin_gemm"].launches(a, c, *of_weight, *[None] * 6, *routing)
+    problem, choose = tuning.last_choice["moe_wna16_marlin_gemm"]
+    return choose.shape_of(problem)
+
+
+def test_times_of_the_model_for_experts() -> None:
+    """docs/performance/experts.md, "Marlin's experts", us: within 22 %, half of them within 6 %."""
+    sm80, sm90, *_ = choose_experts.engines
+    measured = [(sm80, 1, 8, 38.5, 20.6), (sm80, 16, 8, 131, 66), (sm80, 32, 8, 210, 106), (sm80, 64, 16, 309, 160)]
+    measured += [(sm90, 32, 16, 164, 83), (sm90, 64, 32, 194, 90), (sm90, 256, 96, 349, 162)]
+    on, off = device.model("sm_90"), []
+    for engine, tokens, tile, *both in measured:
+        for number, us in zip((1, 2), both, strict=True):
+            shape = mixtral(tokens, number, tile)
+            (found,) = (one for one in engine.configs(shape, on) if one.tile_m == tile)
+            rates = choose_experts.rates_of(on)
+            off.append(abs(math.log(engine.time_us(found, shape, on, rates) / us)))
+    assert max(off) < math.log(1.22)
+    assert sorted(off)[len(off) // 2] < 0.06
+
+
+def test_refusals_for_experts() -> None:
+    """Those that GEMMs without experts do not have; the choice has the least time of the engines that serve a shape."""
+    sm80, sm90, cdna, dense = choose_experts.engines
+    on, amd, served = device.model("sm_90"), device.model("gfx942"), mixtral(64, 1, 32)
+    for engine, device_ in ((sm80, on), (sm90, on), (cdna, amd), (dense, on)):
+        assert engine.refusal(served, device_) is None
+    awq = replace(served, weight=replace(served.weight, layout="awq"))
+    short = replace(served, k=4112, weight=replace(served.weight, dense=replace(served.weight.dense, k=4112)))
+    for engine, shape, device_, words in (
+        (sm80, served, amd, "no mma.sync"),
+        (sm90, served, device.model("sm_80"), "no WGMMA"),
+        (sm90, awq, on, "experts in layout awq"),
+        (sm90, replace(served, block_size=8), on, "do not divide 8 slots"),
+        (sm90, short, on, "K = 4112 is no multiple of a k-tile of 64 rows"),
+        (cdna, served, on, "AMD's matrix cores"),
+        (cdna, replace(served, block_size=12), amd, "do not divide 12 slots"),
+    ):
+        assert words in (engine.refusal(shape, device_) or ""), words
+    for tokens, block_size in ((1, 8), (64, 32), (4096, 128)):
+        shape = mixtral(tokens, 2, block_size)
+        found = choose_experts.candidates(shape, on)
+        assert choose_experts.fastest(shape, on) == min(found, key=lambda one: one.us)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "number", "expected"),
+    [
+        (1, 8, 1, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (1, 8, 2, PackedMmaConfig(8, 64, 16, 1, 1)),
+        (2, 8, 1, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (16, 8, 2, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (32, 16, 1, PackedConfig(16, 256, 2, 1, 1, boxes=2)),
+        (64, 32, 1, PackedConfig(32, 256, 2, 1, 1, boxes=2)),
+        (256, 96, 2, PackedConfig(96, 256, 2, 1, 1, boxes=2)),
+    ],
+)
+def test_choice_for_experts(tokens: int, block_size: int, number: int, expected: Any) -> None:
+    """For Mixtral's experts with 4 bits."""
+    mixtral(tokens, number, block_size)
     assert tuning.last["moe_wna16_marlin_gemm"] == expected
 
 

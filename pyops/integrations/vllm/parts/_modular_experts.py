@@ -11,9 +11,9 @@ from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
 
 from ....fused.expert_products import ExpertSizes, SortedRows, block_size_of, clamp_limit_of, multiply_experts
-from ....ops.linear.coded_experts import MX_BLOCK
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS
+from ....ops.linear.quantized_experts import MX_BLOCK
 from ....ops.moe.rows import moe_sum_experts
 from ..choice import keeps
 
