@@ -13,7 +13,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     SCALE_BLOCK   elements that share a block scale, or 0
 //     TILE_M, TILE_N    multiples of 4
 //     GROUP         row tiles of one expert that the tile order takes before the next column

@@ -17,7 +17,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     SCALE_BLOCK   elements that share a block scale: those of a k-tile, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both

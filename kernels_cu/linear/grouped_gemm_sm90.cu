@@ -18,7 +18,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     TILE_M        rows of a tile: 64, 128 or 192
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a

@@ -16,7 +16,8 @@
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, ZERO_CODES, ZERO_POINT, GROUP_SIZE, WHOLE_STEPS, IN_PAIRS    of the
 //                   weights, with layout_rows: packed_tile.cuh
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
