@@ -13,26 +13,6 @@
 #include "gemm_epilogue.cuh"
 #include "vec.cuh"
 
-// Activation functions in float32, of an element or of a gate and its up; T is the type to which the result is rounded.
-template <typename T> DEVICE float silu_of(float x) { return logistic<T>(x, x); }
-DEVICE float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
-constexpr float SWIGLU_LIMIT = 7.0f, SWIGLU_ALPHA = 1.702f;
-template <typename T> DEVICE float expert_none(float x, float) { return x; }
-template <typename T> DEVICE float expert_silu_no_mul(float x, float) { return silu_of<T>(x); }
-template <typename T> DEVICE float expert_gelu_no_mul(float x, float) { return gelu_of(x); }
-template <typename T> DEVICE float expert_relu2_no_mul(float x, float) { return x < 0.0f ? 0.0f : x * x; }
-template <typename T> DEVICE float expert_silu(float gate, float up) { return silu_of<T>(gate) * up; }
-template <typename T> DEVICE float expert_gelu(float gate, float up) { return gelu_of(gate) * up; }
-template <typename T>
-DEVICE float expert_swigluoai(float gate, float up) {
-    const float g = at_most(gate, SWIGLU_LIMIT);
-    return (clamped(up, SWIGLU_LIMIT) + 1.0f) * logistic<T>(g, SWIGLU_ALPHA * g);
-}
-template <typename T>
-DEVICE float expert_swiglustep(float gate, float up) {
-    return at_most(silu_of<T>(gate), SWIGLU_LIMIT) * clamped(up, SWIGLU_LIMIT);
-}
-
 // The epilogue of gemm_epilogue.cuh with the operands of one expert, and with the routing weight of the row.
 template <typename out_t, bool A_SCALES, bool B_SCALES, int BIAS, bool ROUTED>
 struct ExpertEpilogue : Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> {
@@ -57,6 +37,7 @@ struct ExpertEpilogue : Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPON
         const float x = base_t::value(row, column, sum);
         return ROUTED ? ieee_multiply(row.weight, x) : x;
     }
+    static DEVICE float activated(float gate, float up) { return ACTIVATION<out_t>(gate, up); }
 };
 
 // The tile scheduler over TILE_M slots per tile. The lists are not trusted: no value in them causes an out-of-range

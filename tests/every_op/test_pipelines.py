@@ -262,7 +262,7 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
             grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1)
         )
     ],
-    "linear/grouped_gemm_simt.cu": [
+    "linear/gemm_simt.cu": [
         partial(grouped.test_mma_and_simt_grouped_gemm, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
     ],
 }

@@ -90,7 +90,7 @@ def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
-# grouped_gemm_simt.cu
+# grouped_gemm_simt
 
 
 def _simt_refusal(shape: GroupedShape, device: Device) -> str | None:
@@ -110,5 +110,5 @@ choose: Choice[GroupedShape, GroupedRates] = Choice(
     grouped_rates.of,
     Engine("grouped_gemm_sm90.cu", _hopper_refusal, _hopper_configs, _hopper_us),
     Engine("grouped_gemm_sm80.cu", _mma_refusal, grouped_sm80.configs, _mma_us),
-    Engine("grouped_gemm_simt.cu", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
+    Engine("grouped_gemm_simt", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
 )

@@ -176,10 +176,18 @@ class GroupedProblem:
 
     def constants(self) -> dict[str, Any]:
         """Constants of every kernel that includes grouped.cuh."""
-        terms = {"bias": self.bias, "block_scaled": self.block_scaled, "column_order": self.column_order}
+        epilogue = Epilogue(
+            self.out,
+            self.a_scales,
+            self.b_scales,
+            bias=self.bias,
+            block_scaled=self.block_scaled,
+            column_order=self.column_order,
+            of_experts=True,
+        )
         return {
             "scalar_t": self.dtype,
-            **Epilogue(self.out, self.a_scales, self.b_scales, of_experts=True, **terms).constants(),
+            **epilogue.constants(),
             "ROUTED": self.topk_weights is not None,
             "ACTIVATION": f"expert_{self.activation}",
             "GATED": self.gated,
