@@ -111,9 +111,9 @@ wq_gemm_cdna(out_t* out,                          // [M, N]
     for (int i = 0; i < SUMS; ++i) {
         result[i] = sums[i / (COLUMN_TILES * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMN_TILES][i % PRODUCT_SUMS];
     }
-    if (!add_splits(result, partial, arrived, &is_last)) return;
+    if (!add_splits<SPLITS>(result, partial, arrived, &is_last)) return;
     RoutedEpilogue epilogue{{a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0}, topk_weights};
     const auto column_of = [&](int local) { return first_column + local; };
-    write_tile(out, out_stride, n, epilogue, result, warp_row + lane_row(lane), warp_column + lane_column(lane), row_of,
-               exists, column_of);
+    write_tile<OUT_ACCESS>(out, out_stride, n, epilogue, result, warp_row + lane_row(lane),
+                           warp_column + lane_column(lane), row_of, exists, column_of);
 }
