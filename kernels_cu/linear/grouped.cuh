@@ -31,7 +31,10 @@ struct ExpertEpilogue : Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPON
           topk_weights(topk_weights),
           top_k(top_k) {}
     // The operands of row t of out, which must be in range.
-    DEVICE Row row(int t) const { return {base_t::row(t / top_k), ROUTED ? topk_weights[t] : 1.0f}; }
+    template <typename Index>
+    DEVICE Row row(Index t) const {
+        return {base_t::row(t / top_k), ROUTED ? topk_weights[t] : 1.0f};
+    }
     template <typename Sum>
     DEVICE float value(const Row& row, const typename base_t::Column& column, Sum sum) const {
         const float x = base_t::value(row, column, sum);

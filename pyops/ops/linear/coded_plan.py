@@ -24,7 +24,7 @@ from .packed_experts import block_size_of_packed
 from .packed_tile import TileGeometry
 
 _wq_grouped_gemm_sm80 = Kernel("linear/wq_grouped_gemm_sm80.cu")
-_wq_grouped_gemm_cdna = Kernel("linear/wq_grouped_gemm_cdna.cu")
+_wq_grouped_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu", entry="wq_grouped_gemm_cdna")
 
 _STEP_BYTES = 64  # bytes of a weight row in a k-tile
 _ROWS = 64  # weight rows of a tile
@@ -99,7 +99,7 @@ class CodedConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodedTileConfig(TileGeometry):
-    """The geometry of wq_grouped_gemm_cdna.cu: tile M is slots of the sorted token ids, tile N is weight rows."""
+    """The geometry of wq_grouped_gemm_cdna: tile M is slots of the sorted token ids, tile N is weight rows."""
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedTileConfig]:
         """Other tiles and depths."""
