@@ -117,17 +117,27 @@ class Signature(NamedTuple):
     overlaps: bool
 
 
+def entries(name: str) -> list[str]:
+    """The names of the kernels in the file `name`."""
+    return list(_entries(_COMMENT.sub("", kernels_cu.read(name))))
+
+
+def _entries(code: str) -> dict[str, re.Match[str]]:
+    """{name: its signature} of the kernels in a text without comments."""
+    return {found[1]: found for found in _ENTRY.finditer(code)}
+
+
 @cache
 def signature(name: str, text: str | None = None, entry: str | None = None) -> Signature:
     """The signature of a kernel in `text`, or in the file `name`: of the one named `entry`, or as the file, or of the
     only one."""
     text = _COMMENT.sub("", kernels_cu.read(name) if text is None else text)
-    entries = {found[1]: found for found in _ENTRY.finditer(text)}
-    entry = entry or (next(iter(entries)) if len(entries) == 1 else name.rpartition("/")[2].partition(".")[0])
-    if entry not in entries:
-        raise ValueError(f'{name}: expected an extern "C" kernel {entry}, found {", ".join(entries) or "none"}')
+    found = _entries(text)
+    entry = entry or (next(iter(found)) if len(found) == 1 else name.rpartition("/")[2].partition(".")[0])
+    if entry not in found:
+        raise ValueError(f'{name}: expected an extern "C" kernel {entry}, found {", ".join(found) or "none"}')
     parsed, pointers = [], []
-    for parameter in entries[entry][2].split(","):
+    for parameter in found[entry][2].split(","):
         c_type, _, identifier = parameter.strip().rpartition(" ")
         c_type = c_type.removeprefix("const ").strip()
         if "*" in parameter or "TensorMap" in parameter:
@@ -138,7 +148,7 @@ def signature(name: str, text: str | None = None, entry: str | None = None) -> S
             parsed.append((_FORMATS[c_type], identifier))
         else:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
-    body = text[text.index("{", entries[entry].end()) + 1 :].partition('extern "C"')[0]
+    body = text[text.index("{", found[entry].end()) + 1 :].partition('extern "C"')[0]
     return Signature(entry, tuple(parsed), _overlaps(body, pointers))
 
 
