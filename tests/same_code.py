@@ -42,7 +42,7 @@ test_nvrtc.varied = lambda found, *rest: found
 arch, max_texts = sys.argv[1], int(sys.argv[2]) or None
 
 def fields(one):
-    return one.kernel.file, str(one), one.text, one.kernel.options
+    return one.kernel.signature.entry, str(one), one.text, one.kernel.options
 
 found = {
     name: [fields(one) for one in test_nvrtc._specialisations(op, arch, max_texts)]
@@ -53,7 +53,7 @@ json.dump(found, sys.stdout)
 
 
 class Source(NamedTuple):
-    """A specialisation: its kernel file and constants, and the text that compiles into its machine code."""
+    """A specialisation: its kernel and constants, and the text that compiles into its machine code."""
 
     kernel: str
     constants: str

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import kernels_cu
+from pyops._core.text import source
 
 from .models import MODELS, Model, fill, small
 
@@ -157,8 +158,9 @@ def _weights(hidden_size: int) -> Iterator[None]:
 
 
 def ours() -> frozenset[str]:
-    """The names of this library's kernels, from the names of their files."""
-    return frozenset(path.stem for path in Path(kernels_cu.__file__).parent.glob("*/*.cu"))
+    """The names of this library's kernels."""
+    files = (name for name in kernels_cu.names() if name.endswith(".cu"))
+    return frozenset(entry for name in files for entry in source.entries(name))
 
 
 def _say(what: dict[str, Any]) -> None:

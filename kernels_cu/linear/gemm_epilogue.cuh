@@ -14,12 +14,7 @@
 
 #pragma once
 #include "column_permutation.cuh"
-#include "math.cuh"
-
-// Activation functions in float32; T is the type to which the result will be rounded.
-template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x); }
-template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
-template <typename T> DEVICE float gemm_none(float x) { return x; }
+#include "gemm_activation.cuh"
 
 template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS, int SCALE_EXPONENT>
 struct Epilogue {
@@ -65,5 +60,10 @@ struct Epilogue {
         const float shift = BIAS == 2 ? to_float(bias[row.row * bias_stride + column.column]) : column.bias;
         if constexpr (A_SCALES) return BIAS ? fmaf(row.scale, x, shift) : ieee_multiply(row.scale, x);
         return BIAS ? x + shift : x;
+    }
+    // The element of out for x[m, n], with GATED for a gate and its up.
+    static DEVICE float activated(float gate, float up) {
+        const float x = ACTIVATION<out_t>(gate);
+        return GATED ? x * up : x;
     }
 };

@@ -3,19 +3,22 @@
 //     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
-// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
-// partial[j] sums over the j-th SCALE_BLOCK elements of K.
+// grouped_gemm_sm80: the same for MoE; e is the expert of row t.
 //
-// Blocks: a block takes an output tile of TILE_M x TILE_N. blockIdx.x counts tiles: GROUP_ROWS row tiles come before
-// the next column tile, so that concurrent blocks read the same rows of a and b. Split-K: SPLITS blocks along y share a
+//     accum[t, n] = sum_k a[t / top_k, k] * b[e, n, k]
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
+//
+// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
+// partial[j] sums over the j-th SCALE_BLOCK elements of K. With experts the scales are b_scales[e, n / SCALE_BLOCK, j].
+//
+// Blocks: a block takes an output tile of TILE_M x TILE_N, with experts of TILE_M rows of one expert. blockIdx.x counts
+// tiles: GROUP_ROWS row tiles come before the next column tile, so that concurrent blocks read the same rows of a and b;
+// with experts in the order of grouped.cuh, where blocks past the last tile exit. Split-K: SPLITS blocks along y share a
 // tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces them in
 // the order of the splits.
 //
-// A k-tile is 128 bytes of each row. Asynchronous copies (async.cuh) bring rows of a and b to shared memory, STAGES - 1
-// k-tiles ahead. Rows and elements out of range are zeros.
-//
 // Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
-// ups, so that one thread has both.
+// ups; GATED 2, with experts: a gate and its up. Either way one thread has both.
 //
 // On devices without fp8 MMA, fp8 operands are converted to float16, which represents every fp8 value exactly.
 //
@@ -25,17 +28,127 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    the epilogue (gemm_epilogue.cuh)
 //     SCALE_BLOCK   elements that share a block scale: those of a k-tile, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K; 1 if the elements of a row are not contiguous
-//     OUT_ACCESS    elements of one access to out: 1 or 2
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
 //     STAGES        k-tiles in shared memory
+//
+// Constants without experts
+//     OUT_ACCESS    elements of one access to out: 1 or 2
 //     SPLITS        split-K: blocks that share a tile
 //     GROUP_ROWS    row tiles that the tile order takes before the next column tile
+//
+// Constants with experts
+//     ROUTED        whether rows have routing weights (grouped.cuh)
+//     GROUP         row tiles of one expert that the tile order takes before the next column
 
+#include "block_scales.cuh"
 #include "gemm_tile.cuh"
+#include "grouped_tile.cuh"
+#include "mainloop_sm80.cuh"
 
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
+
+// The accumulators of a thread.
+struct Accumulators {
+    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};  // promoted
+
+    DEVICE total_t get(int i, int j, int l) const {
+        if constexpr (SCALE_BLOCK > 0) return totals[i][j][l];
+        else return sums[i][j][l];
+    }
+    // Promotes accumulator l of MMA tile (i, j), multiplied by its block scales, and clears it.
+    DEVICE void promote(int i, int j, int l, float scale) {
+        sum_t& sum = sums[i][j][l];
+        total_t& total = totals[i][j][l];
+        total = fmaf(scale, float(sum), total);
+        sum = 0;
+    }
+};
+
+// A tile of a dense GEMM.
+struct DenseTile {
+    const scalar_t *a, *b;
+    int64_t first_row, first_column, m, n, a_stride, b_stride, a_step, b_step;  // first_column: of out
+
+    // Maps column `local` of the tile to its column of out. GATED: a gate and its up map to the same column.
+    DEVICE int64_t column_of(int local) const {
+        return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
+    }
+    DEVICE OperandRow a_row(int local) const {
+        const bool exists = first_row + local < m;
+        return {a + (exists ? first_row + local : 0) * a_stride, exists};
+    }
+    DEVICE OperandRow b_row(int local) const {
+        const int64_t column = column_of(local);
+        const bool exists = column < n;
+        const int64_t row = exists ? column + (GATED && local / GATE_COLUMNS % 2 ? n : 0) : 0;
+        return {b + row * b_stride, exists};
+    }
+    // Promotes the accumulators of k-tile `block`. The thread's first one is at row own_row, its warp's at warp_column.
+    DEVICE void
+    promote(Accumulators& accum, const BlockScales& scales, int own_row, int warp_column, int64_t block) const {
+        float row_scales[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            row_scales[i] = scales.of_row(min(first_row + own_row + i * ROW_STEP, m - 1), block);
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES * RUNS; ++j) {
+            // All gate columns of one MMA share a block scale, and so do all its up columns.
+            const int local = warp_column + j / RUNS * PRODUCT_COLUMNS;
+            const int64_t column = min(column_of(local), n - 1) + (GATED && j % 2 ? n : 0);
+            const float column_scale = scales.of_column(column, block);
+#pragma unroll
+            for (int i = 0; i < ROWS * ROW_RUN; ++i) {
+                const int row = i / ROW_RUN, at = row % LANE_ROWS * ROW_SUMS + j % RUNS * ROW_RUN + i % ROW_RUN;
+                accum.promote(row / LANE_ROWS, j / RUNS, at, row_scales[row] * column_scale);
+            }
+        }
+    }
+};
+
+// A tile of a grouped GEMM: rows of one expert, which are scattered over out. b is the expert's.
+struct ExpertTile {
+    static constexpr int64_t a_step = 1, b_step = 1;
+    const scalar_t *a, *b;
+    const int* rows;  // of out; -1: padding
+    int first_b_row, n, b_rows, top_k;
+    int64_t a_stride, b_stride;
+
+    DEVICE int b_row_of(int local) const { return expert_row(first_b_row, local, n, b_rows); }
+    DEVICE OperandRow a_row(int local) const {
+        const int row = rows[local];
+        return {a + (row < 0 ? 0 : row / top_k * a_stride), row >= 0};
+    }
+    DEVICE OperandRow b_row(int local) const {
+        const int row = b_row_of(local);
+        return {b + (row < b_rows ? row * b_stride : 0), row < b_rows};
+    }
+    // As above; the thread's first accumulator is at column own_column.
+    DEVICE void promote(Accumulators& accum, const BlockScales& scales, int own_row, int own_column, int block) const {
+        float row_scales[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            row_scales[i] = scales.of_row(max(rows[own_row + i * ROW_STEP], 0) / top_k, block);
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j) {
+            // A lane's rows of b in one MMA tile can have different block scales: gates and ups do.
+            float column_scales[ROW_SUMS];
+#pragma unroll
+            for (int i = 0; i < ROW_SUMS; ++i) {
+                const int row = min(b_row_of(own_column + j * PRODUCT_COLUMNS + i), b_rows - 1);
+                column_scales[i] = scales.of_column(row, block);
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS * ROW_SUMS; ++i) {
+                const int row = i / ROW_SUMS;
+                accum.promote(row / LANE_ROWS, j, i % PRODUCT_SUMS, row_scales[row] * column_scales[i % ROW_SUMS]);
+            }
+        }
+    }
+};
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_sm80(out_t* out,                 // [M, N]
@@ -55,7 +168,6 @@ gemm_sm80(out_t* out,                 // [M, N]
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const int g = lane_row(lane), t = lane_column(lane);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
     const int64_t b_rows = GATED ? 2 * n : n;
@@ -63,100 +175,82 @@ gemm_sm80(out_t* out,                 // [M, N]
     const int64_t group = blockIdx.x / (GROUP_ROWS * column_tiles), within = blockIdx.x % (GROUP_ROWS * column_tiles);
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
-    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // column of out
-    // Maps column `local` of the tile to its column of out. GATED: a gate and its up map to the same column.
-    const auto column_of = [&](int local) {
-        return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
-    };
+    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);
+    const DenseTile tile{a, b, first_row, first_column, m, n, a_stride, b_stride, a_step, b_step};
 
     const int64_t all_steps = (k + STEP - 1) / STEP;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
+    const BlockScales scales{a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step};
+    Accumulators accum;
     const int steps = int(end_step - first_step);
-    const auto stage_of = [&](int step) {
-        return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
-    };
-    // A stage holds the rows of a, then the rows of b. A thread copies the same chunk of several rows.
-    HeldChunks<TILE_M, NUM_THREADS> held_a;
-    HeldChunks<TILE_N, NUM_THREADS> held_b;
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const tile_t stage = stage_of(step);
-            const int chunk = threadIdx.x % 8;
-            const int64_t from = (first_step + step) * STEP + chunk * CHUNK;
-#pragma unroll
-            for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
-                const bool exists = first_row + row < m;
-                copy_chunk<VEC_SIZE>(held_a.of(row), stage.at(row, chunk),
-                                     a + (exists ? first_row + row : 0) * a_stride, a_step, from, exists ? k : 0);
-            }
-#pragma unroll
-            for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
-                const int64_t column = column_of(row);
-                const bool exists = column < n;
-                const int64_t b_row = exists ? column + (GATED && row / GATE_COLUMNS % 2 ? n : 0) : 0;
-                copy_chunk<VEC_SIZE>(held_b.of(row), stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from,
-                                     exists ? k : 0);
-            }
-        }
-        cp_async_commit();
-    };
-    const auto store_held = [&](int step) {
-        if (!HOLDS_COPIES || step >= steps) return;
-        held_a.store(stage_of(step), 0);
-        held_b.store(stage_of(step), TILE_M);
-    };
-
-    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
-    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};
-    for (int step = 0; step < STAGES - 1; ++step) {
-        load(step);
-        store_held(step);
-    }
-    for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        load(step + STAGES - 1);
-        const tile_t stage = stage_of(step);
-        multiply_step(sums, stage, warp_row, TILE_M + warp_column);
-        store_held(step + STAGES - 1);
-        if constexpr (SCALE_BLOCK > 0) {
-            const int64_t block = first_step + step;
-            float row_scales[ROWS];
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int64_t row = min(first_row + warp_row + i * ROW_STEP + g, m - 1);
-                row_scales[i] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
-            }
-#pragma unroll
-            for (int j = 0; j < COLUMN_TILES * RUNS; ++j) {
-                // All gate columns of one MMA share a block scale, and so do all its up columns.
-                const int local = warp_column + j / RUNS * PRODUCT_COLUMNS;
-                const int64_t column = min(column_of(local), n - 1) + (GATED && j % 2 ? n : 0);
-                const float column_scale =
-                    to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
-#pragma unroll
-                for (int i = 0; i < ROWS * ROW_RUN; ++i) {
-                    const int row = i / ROW_RUN, at = row % LANE_ROWS * ROW_SUMS + j % RUNS * ROW_RUN + i % ROW_RUN;
-                    sum_t& sum = sums[row / LANE_ROWS][j / RUNS][at];
-                    total_t& total = totals[row / LANE_ROWS][j / RUNS][at];
-                    total = fmaf(row_scales[row] * column_scale, float(sum), total);
-                    sum = 0;
-                }
-            }
-        }
-    }
+    multiply_tile(accum.sums, tile, memory, k, first_step, steps, warp_row, warp_column, [&](int step) {
+        tile.promote(accum, scales, warp_row + lane_row(lane), warp_column, first_step + step);
+    });
 
     total_t result[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        const int row = i / (COLUMN_TILES * PRODUCT_SUMS), column = i / PRODUCT_SUMS % COLUMN_TILES;
-        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % PRODUCT_SUMS];
-        else result[i] = sums[row][column][i % PRODUCT_SUMS];
+        result[i] = accum.get(i / (COLUMN_TILES * PRODUCT_SUMS), i / PRODUCT_SUMS % COLUMN_TILES, i % PRODUCT_SUMS);
     }
-    if (!add_splits(result, partial, arrived, &is_last)) return;
+    if (!add_splits<SPLITS>(result, partial, arrived, &is_last)) return;
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     const auto row_of = [&](int local, int more) { return first_row + local + more; };
     const auto exists = [&](int64_t row) { return row < m; };
-    write_tile(out, out_stride, n, epilogue, result, warp_row + g, warp_column + t, row_of, exists, column_of);
+    const auto column_of = [&](int local) { return tile.column_of(local); };
+    write_tile<OUT_ACCESS>(out, out_stride, n, epilogue, result, warp_row + lane_row(lane),
+                           warp_column + lane_column(lane), row_of, exists, column_of);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_sm80(
+    out_t* out,                          // [num_rows, N]
+    const scalar_t* a,                   // [num_rows / top_k, K]
+    const scalar_t* b,                   // [E, B_ROWS, K]
+    const int32_t* sorted_token_ids,     // [max_tiles * TILE_M] at least
+    const int32_t* expert_ids,           // [max_tiles / block_tiles] at least
+    const int32_t* num_tokens_post_pad,  // one element
+    const float* topk_weights,           // [num_rows]
+    const a_scale_t* a_scales,           // [num_rows / top_k] or [1]; SCALE_BLOCK: [num_rows / top_k, K / SCALE_BLOCK]
+    const b_scale_t* b_scales,           // [E, B_ROWS] or [E]; SCALE_BLOCK: [E, B_ROWS / SCALE_BLOCK, K / SCALE_BLOCK]
+    const out_t* bias,                   // [E, B_ROWS]
+    int64_t num_rows, int64_t n, int64_t k, int64_t top_k, int64_t num_experts, int64_t block_tiles, int64_t max_tiles,
+    int64_t a_stride, int64_t b_stride, int64_t out_stride, int64_t a_scale_step, int64_t a_scale_block_step,
+    int64_t b_scale_expert_step, int64_t b_scale_step, int64_t b_scale_block_step) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ int rows_of_tile[TILE_M];  // the row of out of each tile row; -1: padding
+    const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
+                                   block_tiles, max_tiles);
+    const int b_rows = int(GATED ? 2 * n : n), columns = (b_rows + TILE_N - 1) / TILE_N;
+    if (blockIdx.x >= int64_t(rows.tiles) * columns) return;
+    int tile_row, tile_column;
+    const int expert = rows.template locate<GROUP>(int(blockIdx.x), columns, int(gridDim.x), tile_row, tile_column);
+    if (expert < 0) return;
+    if (!rows.template load<NUM_THREADS>(tile_row, rows_of_tile)) return;
+
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
+    const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
+    const ExpertTile tile{a,
+                          b + int64_t(expert) * b_rows * b_stride,
+                          rows_of_tile,
+                          tile_column * TILE_N,
+                          int(n),
+                          b_rows,
+                          int(top_k),
+                          a_stride,
+                          b_stride};
+    const b_scale_t* expert_scales = b_scales + expert * b_scale_expert_step;
+    const BlockScales scales{a_scales,     expert_scales,      a_scale_step,
+                             b_scale_step, a_scale_block_step, b_scale_block_step};
+    Accumulators accum;
+    const int steps = int((k + STEP - 1) / STEP);
+    multiply_tile(accum.sums, tile, memory, k, 0, steps, warp_row, warp_column,
+                  [&](int step) { tile.promote(accum, scales, warp_row + g, warp_column + t, step); });
+
+    const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{
+        topk_weights, a_scales, expert_scales, bias + int64_t(expert) * b_rows, int(top_k), a_scale_step, b_scale_step};
+    write_expert_tile(
+        out, out_stride, int(n), b_rows, epilogue, rows_of_tile + warp_row + g, warp_column + t,
+        [&](int local) { return tile.b_row_of(local); }, [&](int i, int j, int l) { return accum.get(i, j, l); });
 }

@@ -67,7 +67,6 @@ constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK =
 // the other.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && PIECES <= 2);
-using block_scales_t = BlockScales<a_scale_t, b_scale_t>;
 using mainloop_t = WgmmaMainloop<scalar_t, M_SLICES, TILE_N, PIECES, STAGES, STAGE_BYTES, CLUSTER>;
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -124,8 +123,8 @@ struct Promotion {
         for (int i = 0; i < TILE_N / 2; ++i) promoted[0][i] = 0.0f;
     }
     // Loads the scales of a k-tile for two rows, and for the columns from first_column on; n is the number of columns.
-    DEVICE void load(const block_scales_t& scales, int buffer, int k_tile, const int64_t (&rows)[2],
-                     int64_t first_column, int64_t n) {
+    DEVICE void
+    load(const BlockScales& scales, int buffer, int k_tile, const int64_t (&rows)[2], int64_t first_column, int64_t n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scales[buffer][i] = scales.of_row(rows[i], k_tile);
 #pragma unroll
@@ -254,8 +253,8 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
                 store_tile(accums[0]);
             } else {
                 Promotion promotion;
-                const block_scales_t scales{a_scales,     b_scales,           a_scale_step,
-                                            b_scale_step, a_scale_block_step, b_scale_block_step};
+                const BlockScales scales{a_scales,     b_scales,           a_scale_step,
+                                         b_scale_step, a_scale_block_step, b_scale_block_step};
                 const auto start = [&](int piece, int buffer) {
                     if constexpr (SCALE_BLOCK > 0)
                         promotion.load(scales, buffer, piece / PIECES, row_params.rows[0], first_column, n);

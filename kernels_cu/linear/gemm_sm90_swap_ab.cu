@@ -59,7 +59,6 @@ static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with
 using mainloop_t = WgmmaMainloop<scalar_t, PRODUCTS, TILE_M, PIECES, STAGES, STAGE_BYTES, 1, false, true>;
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
-using block_scales_t = BlockScales<a_scale_t, b_scale_t>;
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
 
 // The row of b, within the tile, of the thread's first accumulator of a WGMMA; its other row is 8 further.
@@ -75,7 +74,7 @@ struct Promotion {
     float row_scales[ROWS], column_scales[PRODUCTS][2];
     float factors[PRODUCTS][2][ROWS];
 
-    DEVICE void load(const block_scales_t& scales, int step, int first_row, int first_column, int64_t m, int64_t n,
+    DEVICE void load(const BlockScales& scales, int step, int first_row, int first_column, int64_t m, int64_t n,
                      int row_warp, int lane) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; ++i) {
@@ -213,8 +212,8 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         mainloop_t::accum_t accum;
         Promotion promotion;
         const auto load_scales = [&](int step) {
-            const block_scales_t scales{a_scales,     b_scales,           a_scale_step,
-                                        b_scale_step, a_scale_block_step, b_scale_block_step};
+            const BlockScales scales{a_scales,     b_scales,           a_scale_step,
+                                     b_scale_step, a_scale_block_step, b_scale_block_step};
             promotion.load(scales, step, first_row, first_column, m, n, row_warp, lane);
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);

@@ -1,6 +1,6 @@
 // gemm_tile.cuh: the end of a GEMM tile by product.cuh: the split-K reduction, and the epilogue that writes the tile.
 //
-// The kernel defines before the include: SPLITS, OUT_ACCESS, and the constants of tile_shape.cuh and gemm_epilogue.cuh.
+// The kernel defines before the include: the constants of tile_shape.cuh and gemm_epilogue.cuh.
 #pragma once
 #include "gemm_epilogue.cuh"
 #include "tile_shape.cuh"
@@ -8,7 +8,7 @@
 // Split-K: reduces, in the order of the splits, the accumulators of the SPLITS blocks along y that share tile
 // blockIdx.x, and returns true in the last block to arrive. `partial` has shape [tiles, SPLITS, SUMS / 4, NUM_THREADS,
 // 4]; `arrived` has one counter per tile, 0 before and after the kernel; `is_last` is in shared memory.
-template <typename Sum>
+template <int SPLITS, typename Sum>
 DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uint32_t* is_last) {
     if constexpr (SPLITS > 1) {
         using four_t = Vec<Sum, 4>;
@@ -40,8 +40,8 @@ DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uin
 // Applies the epilogue and writes the tile to out, which has n columns. The thread's first accumulator is at row
 // own_row and column own_column of the tile. row_of(local, more) maps row `local + more` of the tile to its row of out;
 // exists(row) tells whether that row is in range. column_of(local) maps a column of the tile to its column of out;
-// GATED: a gate and its up map to the same column. `Terms` is an Epilogue, or has its members.
-template <typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
+// GATED: a gate and its up map to the same column. An access to out has OUT_ACCESS elements, 1 or 2. `Terms` is an Epilogue, or has its members.
+template <int OUT_ACCESS, typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
 DEVICE void
 write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,
            int own_column, const RowOf& row_of, const Exists& exists, const ColumnOf& column_of) {

@@ -10,60 +10,37 @@
 // each block of slots. Rows of a block with an invalid expert are not written. COLUMN_ORDER: bias[e, n] is stored at
 // index COLUMN_ORDER(n) (column_permutation.cuh).
 #pragma once
-#include "column_permutation.cuh"
-#include "math.cuh"
+#include "gemm_epilogue.cuh"
 #include "vec.cuh"
 
-// Activation functions in float32, of an element or of a gate and its up; T is the type to which the result is rounded.
-template <typename T> DEVICE float silu_of(float x) { return logistic<T>(x, x); }
-DEVICE float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
-constexpr float SWIGLU_LIMIT = 7.0f, SWIGLU_ALPHA = 1.702f;
-template <typename T> DEVICE float expert_none(float x, float) { return x; }
-template <typename T> DEVICE float expert_silu_no_mul(float x, float) { return silu_of<T>(x); }
-template <typename T> DEVICE float expert_gelu_no_mul(float x, float) { return gelu_of(x); }
-template <typename T> DEVICE float expert_relu2_no_mul(float x, float) { return x < 0.0f ? 0.0f : x * x; }
-template <typename T> DEVICE float expert_silu(float gate, float up) { return silu_of<T>(gate) * up; }
-template <typename T> DEVICE float expert_gelu(float gate, float up) { return gelu_of(gate) * up; }
-template <typename T>
-DEVICE float expert_swigluoai(float gate, float up) {
-    const float g = at_most(gate, SWIGLU_LIMIT);
-    return (clamped(up, SWIGLU_LIMIT) + 1.0f) * logistic<T>(g, SWIGLU_ALPHA * g);
-}
-template <typename T>
-DEVICE float expert_swiglustep(float gate, float up) {
-    return at_most(silu_of<T>(gate), SWIGLU_LIMIT) * clamped(up, SWIGLU_LIMIT);
-}
+// The epilogue of gemm_epilogue.cuh with the operands of one expert, and with the routing weight of the row.
+template <typename out_t, bool A_SCALES, bool B_SCALES, int BIAS, bool ROUTED>
+struct ExpertEpilogue : Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> {
+    using base_t = Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT>;
+    static_assert(AZP == 0 && BIAS <= 1);
 
-// The epilogue, with the operands of one expert.
-template <typename out_t, bool A_SCALES, bool B_SCALES, bool BIAS, bool ROUTED>
-struct ExpertEpilogue {
     const float* topk_weights;  // [num_rows]
-    const float* a_scales;      // [num_rows / top_k] or [1]
-    const float* b_scales;      // [N] or [1], the expert's
-    const out_t* bias;          // [N], the expert's
     int top_k;
-    int64_t a_scale_step, b_scale_step;
 
-    struct Row { float scale, weight; };
-    struct Column { float scale, bias; };
+    struct Row : base_t::Row { float weight; };
 
-    // The operands of row and of column; both must be in range.
-    DEVICE Row row(int t) const {
-        return {A_SCALES ? a_scales[t / top_k * a_scale_step] : 1.0f, ROUTED ? topk_weights[t] : 1.0f};
+    // a_scales: [num_rows / top_k] or [1]; b_scales: [N] or [1], and bias: [N], the expert's.
+    DEVICE ExpertEpilogue(const float* topk_weights, const a_scale_t* a_scales, const b_scale_t* b_scales,
+                          const out_t* bias, int top_k, int64_t a_scale_step, int64_t b_scale_step)
+        : base_t{a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0},
+          topk_weights(topk_weights),
+          top_k(top_k) {}
+    // The operands of row t of out, which must be in range.
+    template <typename Index>
+    DEVICE Row row(Index t) const {
+        return {base_t::row(t / top_k), ROUTED ? topk_weights[t] : 1.0f};
     }
-    DEVICE Column column(int64_t n) const {
-        return {B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS ? to_float(bias[COLUMN_ORDER(n)]) : 0.0f};
-    }
-    // x[t, n] from the accumulator `sum`, float or int32_t.
     template <typename Sum>
-    DEVICE float value(const Row& row, const Column& column, Sum sum) const {
-        float x = float(sum);
-        if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);
-        if constexpr (A_SCALES) x = BIAS ? fmaf(row.scale, x, column.bias) : ieee_multiply(row.scale, x);
-        else if constexpr (BIAS) x += column.bias;
-        if constexpr (ROUTED) x = ieee_multiply(row.weight, x);
-        return x;
+    DEVICE float value(const Row& row, const typename base_t::Column& column, Sum sum) const {
+        const float x = base_t::value(row, column, sum);
+        return ROUTED ? ieee_multiply(row.weight, x) : x;
     }
+    static DEVICE float activated(float gate, float up) { return ACTIVATION<out_t>(gate, up); }
 };
 
 // The tile scheduler over TILE_M slots per tile. The lists are not trusted: no value in them causes an out-of-range

@@ -18,7 +18,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     TILE_M        rows of a tile: 64, 128 or 192
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
@@ -51,7 +52,6 @@ static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
 static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<wgmma_sum_t<scalar_t>, float>));
 static_assert(!STRADDLES || GATED == 0);
 
-using block_scales_t = BlockScales<float, float>;
 using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, STAGES, STAGE_BYTES, 1, true>;
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 #include "expert_store.cuh"
@@ -121,8 +121,7 @@ struct Promotion {
     int own_columns;                // STRADDLES: columns under the first of two scales
 
     DEVICE
-    Promotion(const block_scales_t& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n,
-              int b_rows)
+    Promotion(const BlockScales& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n, int b_rows)
         : row_step(scales.a_block_step), column_step(scales.b_block_step) {
 #pragma unroll
         for (int i = 0; i < PART_N / 2; ++i) promoted[i] = 0.0f;
@@ -249,8 +248,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                 mainloop.run(accums[0], 0, steps, [] {});
                 store.store(accums[0][0], own_rows, epilogue, first_column);
             } else {
-                const block_scales_t scales{a_scales,     expert_scales,      a_scale_step,
-                                            b_scale_step, a_scale_block_step, b_scale_block_step};
+                const BlockScales scales{a_scales,     expert_scales,      a_scale_step,
+                                         b_scale_step, a_scale_block_step, b_scale_block_step};
                 Promotion promotion(scales, own_rows, int(top_k), first_column, n, b_rows);
                 // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {

@@ -42,7 +42,7 @@ DEVICE void write_expert_tile(out_t* out, int64_t out_stride, int n, int b_rows,
                                                                                  : at;
                 const float x = epilogue.value(row_terms, gate, sum_at(i / LANE_ROWS, j, at));
                 const float y = epilogue.value(row_terms, up, sum_at(i / LANE_ROWS, j + HALVES - 1, of_up));
-                out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x, y));
+                out[row * out_stride + column] = from_float<out_t>(epilogue.activated(x, y));
             }
         }
     }

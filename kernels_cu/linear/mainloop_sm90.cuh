@@ -7,24 +7,9 @@
 // Included by gemm_sm90, grouped_gemm_sm90 and, for the issue of WGMMAs, gemm_sm90_swap_ab, in which rows of b are a.
 // Each defines SCALE_BLOCK before the include.
 #pragma once
+#include "block_scales.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
-
-// The block scales of a and b, the distance from one row or block to the next, and from one k-tile to the next.
-template <typename A, typename B>
-struct BlockScales {
-    const A* a_scales;
-    const B* b_scales;
-    int64_t a_step, b_step, a_block_step, b_block_step;
-
-    DEVICE float of_row(int64_t row, int k_tile) const {
-        return to_float(a_scales[row * a_step + k_tile * a_block_step]);
-    }
-    DEVICE float of_column(int64_t column, int k_tile) const {
-        const int64_t block = column / max(SCALE_BLOCK, 1);
-        return to_float(b_scales[k_tile * b_block_step + block * b_step]);
-    }
-};
 
 // PIECES: pieces of a k-tile that are promoted separately. CLUSTER: CTAs that a multicast into the ring reaches.
 // A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.

@@ -20,7 +20,8 @@
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER, ROUTED    the epilogue (grouped.cuh)
 //     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, SCALE_TILES, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh;
 //                   GROUP_SIZE is a multiple of the elements that a lane has of a row in a k-tile, or half of them
 //     TILE_M        slots of a tile: 8 or 16

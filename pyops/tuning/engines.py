@@ -32,7 +32,7 @@ class Engine(Generic[S, R]):
     """A kernel of a family.
 
     Attributes:
-        name: file of the kernel.
+        name: the kernel: its file, or its entry in the file of another.
         refusal: why the kernel cannot serve a shape on a device; None: it can.
         configs: the Configs that come into question for a shape that it serves.
         time_us: microseconds of a Config, from the rates of the device.

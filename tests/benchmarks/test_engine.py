@@ -120,7 +120,7 @@ def test_tables_show_ratios_shares_and_failures() -> None:
 
 
 def test_the_library_knows_its_kernels() -> None:
-    assert {"rms_norm", "attention_decode", "gemm_sm90"} <= worker.ours()
+    assert {"rms_norm", "attention_decode", "gemm_sm90", "grouped_gemm_sm80"} <= worker.ours()
 
 
 def test_int4_weights_have_mean_zero() -> None:

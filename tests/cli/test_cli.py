@@ -132,10 +132,10 @@ def test_show_prints_the_signature_of_a_function_as_it_is_written(capsys: pytest
         ("linear", "gemm_simt.cu: ", "gemm_sm90.cu: "),
         (
             "grouped_gemm_packed",
-            "wq_grouped_gemm_cdna.cu: no, it is for AMD's matrix cores",
+            "wq_grouped_gemm_cdna: no, it is for AMD's matrix cores",
             "wq_grouped_gemm_sm80.cu: ",
         ),
-        ("cutlass_mxfp4_group_mm", "wq_grouped_gemm_cdna.cu: no, ", "dequantize, then a grouped GEMM: "),
+        ("cutlass_mxfp4_group_mm", "wq_grouped_gemm_cdna: no, ", "dequantize, then a grouped GEMM: "),
         ("ggml_mul_mat_a8", "ggml_mul_mat_row.cu: no, it multiplies one row of X", "ggml_mul_mat.cu: "),
         ("ggml_moe_a8_vec", "ggml_dequantize.cu: no, rows have weights of different experts", "ggml_mul_mat_vec.cu: "),
     ],

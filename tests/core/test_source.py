@@ -127,11 +127,43 @@ def test_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: 
     assert made.signature.overlaps is overlaps
 
 
+ENTRIES = """
+extern "C" __global__ void
+several(float* out) {
+    await_previous_kernel();
+}
+constexpr int BETWEEN = 0;
+extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
+more_several(float* out, int size) {
+    *out = size;  // "several(" is another entry
+    await_previous_kernel();
+}
+"""
+
+
+def test_an_entry_of_several() -> None:
+    """A kernel names its entry; the text of a specialisation is without the others, on the same lines."""
+    kernels = {name: Kernel("test/several.cu", text=ENTRIES, entry=name) for name in ("several", "more_several")}
+    assert {name: [p for _, p in one.signature.parameters] for name, one in kernels.items()} == {
+        "several": ["out"],
+        "more_several": ["out", "size"],
+    }
+    assert [one.signature.overlaps for one in kernels.values()] == [True, False]
+    assert Kernel("test/several.cu", text=ENTRIES).signature == kernels["several"].signature
+    assert kernels["more_several"].renamed(out="other").for_arch("sm_90a").signature.entry == "more_several"
+    whole = source.flatten("test/several.cu", {"N": 1}, ENTRIES)
+    for name, one in kernels.items():
+        text = one(N=1).text
+        assert [name for name in kernels if re.search(rf"\b{name}\(float", text)] == [name]
+        assert "BETWEEN" in text
+        assert text.count("\n") == whole.count("\n")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("__global__ void f(int a) {}", "found 0"),
-        ('extern "C" __global__ void f(int a) {}\nextern "C" __global__ void g(int a) {}', "found 2"),
+        ("__global__ void f(int a) {}", "found none"),
+        ('extern "C" __global__ void f(int a) {}\nextern "C" __global__ void g(int a) {}', "found f, g"),
         ('extern "C" __global__ void f(half a) {}', "parameter a has type 'half'"),
         ('extern "C" __global__ void f(unsigned char a) {}', "parameter a has type 'unsigned char'"),
     ],

@@ -130,7 +130,10 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(dense.test_block_scales, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
         partial(dense.test_scaled_mm, GemmConfig(64, cluster=1, group=2), FP8, 592),
     ],
-    "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328)],
+    "linear/gemm_sm80.cu": [
+        partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328),
+        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16)),
+    ],
     "linear/wq_gemm_sm90.cu": [
         partial(packed.test_packed_gemm, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
         partial(packed.test_packed_gemm, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
@@ -153,9 +156,6 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
-    ],
-    "linear/grouped_gemm_sm80.cu": [
-        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
     ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, WqGroupedSm80Config(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
@@ -238,7 +238,6 @@ ROUNDS: dict[str, Rounds] = {
     "linear/ggml_mul_mat_row.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/ggml_mul_mat_vec.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/grouped_gemm_sm90.cu": of_products(of_row, lambda of: of["TILE_M"]),
-    "linear/grouped_gemm_sm80.cu": of_products(of_row),
     "linear/wq_grouped_gemm_sm80.cu": of_products(lambda of: 64 * 8 / of["BITS"]),
     "linear/wq_grouped_gemm_sm90.cu": of_products(lambda of: of["TILE_K"], lambda of: of["TILE_M"]),
     "mamba/chunk_scan.cu": of_segment(),
@@ -256,16 +255,16 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=2), 300, 136, 72),
         partial(dense.test_linear, GemmConfig(48, cluster=2, group=2), 640, 136, 72),
     ],
-    "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72)],
+    "linear/gemm_sm80.cu": [
+        partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72),
+        partial(
+            grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1)
+        ),
+    ],
     "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
     ],
-    "linear/grouped_gemm_sm80.cu": [
-        partial(
-            grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1)
-        )
-    ],
-    "linear/grouped_gemm_simt.cu": [
+    "linear/gemm_simt.cu": [
         partial(grouped.test_mma_and_simt_grouped_gemm, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
     ],
 }

@@ -60,7 +60,7 @@ LARGE = {
     "cutlass_mxfp8_grouped_mm": "linear/wq_grouped_gemm_sm90.cu",
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
     "gptq_gemm": "linear/gemm_sm90_swap_ab.cu",
-    "grouped_gemm": "linear/grouped_gemm_sm80.cu",
+    "grouped_gemm": "linear/gemm_sm80.cu",
     "grouped_gemm_packed": "linear/wq_grouped_gemm_sm90.cu",
     "kda": "mamba/kda_chunk.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",

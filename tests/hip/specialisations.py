@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pyops
@@ -76,7 +77,7 @@ def of_arch(arch: str) -> dict[str, list[Specialisation]]:
 
 
 def of_relatives(archs: Sequence[str]) -> list[tuple[str, Specialisation]]:
-    """One specialisation of two matrix core kernels for each relative of these architectures."""
+    """One specialisation of each entry of two matrix core kernel files for each relative of these architectures."""
     return [
         (relative, one)
         for relative, arch in RELATIVES.items()
@@ -87,9 +88,14 @@ def of_relatives(archs: Sequence[str]) -> list[tuple[str, Specialisation]]:
 
 
 def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:
-    """At most this many specialisations of each kernel, the same ones at each call; all of them for None."""
+    """At most this many specialisations of each entry of a kernel file, the same ones at each call; all of them for
+    None.
+    """
+    of_entry: dict[tuple[str, str], list[Specialisation]] = {}
+    for one in chain(*of_arch(arch).values()):
+        of_entry.setdefault((one.kernel.file, one.kernel.signature.entry), []).append(one)
     chosen = []
-    for file, every in of_arch(arch).items():
+    for (file, _), every in of_entry.items():
         few = per_kernel is not None and len(every) > per_kernel
         chosen += random.Random(f"{file} {arch}").sample(every, per_kernel or 0) if few else every
     return chosen

@@ -71,7 +71,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("linear", {"dtype": "bfloat16", "activation": "gelu", "with_bias": True}, "linear/gemm_simt.cu"),
     ("cutlass_scaled_mm_azp", {"with_azp": True, "with_bias": True, "num_tokens": 40}, "linear/gemm_sm80.cu"),
     ("cutlass_scaled_mm", {"quant_dtype": "float8_e4m3fn", "scales": "block"}, "linear/gemm_sm80.cu"),
-    ("cutlass_moe_mm", {"per_row": True}, "linear/grouped_gemm_sm80.cu"),
+    ("cutlass_moe_mm", {"per_row": True}, "linear/gemm_sm80.cu"),
     ("awq_gemm", {"dtype": "float16", "num_groups": 2, "is_tiled": True}, "linear/wq_gemm_sm80.cu"),
     ("marlin_gemm", {"quant_dtype": "float16", "with_bias": True}, "linear/wq_gemm_sm80.cu"),
     ("ggml_mul_mat_a8", {"dtype": "float16", "quant_type": 12, "num_tokens": 3}, "linear/ggml_mul_mat.cu"),  # Q4_K

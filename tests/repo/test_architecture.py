@@ -224,14 +224,21 @@ def test_ops_do_without_what_stands_on_them() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
-    assert len(re.findall(r'extern\s+"C"', _code(name))) == 1
-    assert source.signature(name).entry == Path(name).stem
+    """And at most one more. A compiled text has one of them, and as many lines as the file."""
+    entries = source.entries(name)
+    assert Path(name).stem in entries
+    assert len(entries) == len(re.findall(r'extern\s+"C"', _code(name))) <= 2
+    whole = source.flatten(name, {})
+    for entry in entries:
+        flat = source.flatten(name, {}, None, entry)
+        assert len(re.findall(r'^extern "C"', flat, re.MULTILINE)) == 1
+        assert flat.count("\n") == whole.count("\n")
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_may_be_started_early(name: str) -> None:
     """It waits for the kernel before it ahead of any access to global memory, so launches overlap."""
-    assert source.signature(name).overlaps
+    assert all(source.signature(name, None, entry).overlaps for entry in source.entries(name))
 
 
 def test_every_kernel_is_launched() -> None:

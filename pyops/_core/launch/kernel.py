@@ -18,7 +18,7 @@ from .tensor_map import TensorMap
 
 
 class Kernel:
-    """A `.cu` file of `kernels_cu` with one entry, named as the file. Nothing is read before the first use.
+    """An entry of a `.cu` file of `kernels_cu`. Nothing is read before the first use.
 
     Args:
         file: path inside `kernels_cu`.
@@ -26,6 +26,7 @@ class Kernel:
         text: the source itself, with one ``extern "C"`` kernel, for a kernel without a file there. `file` is then its
             name in messages; the text may include any header of `kernels_cu`.
         names: {parameter: the name that feeds it}, where the two differ.
+        entry: the entry of the file, if it is not named as the file.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Kernel:
         *,
         text: str | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
+        entry: str | None = None,
     ) -> None:
-        self.file, self.arch_feature, self.text, self.names = file, arch_feature, text, names
+        self.file, self.arch_feature, self.text, self.names, self.entry = file, arch_feature, text, names, entry
         self._loaded: dict[tuple[Any, ...], Compiled] = {}
         self._of_arch: dict[str, Kernel] = {}
         self._renamed: dict[tuple[tuple[str, str], ...], Kernel] = {}
@@ -48,7 +50,7 @@ class Kernel:
         ``kernel.for_arch(device.arch_feature)``.
         """
         if arch_feature not in self._of_arch:
-            self._of_arch[arch_feature] = Kernel(self.file, arch_feature, text=self.text, names=self.names)
+            self._of_arch[arch_feature] = self._like(arch_feature, self.names)
         return self._of_arch[arch_feature]
 
     def renamed(self, **names: str) -> Kernel:
@@ -58,9 +60,12 @@ class Kernel:
         """
         key = tuple(names.items())
         if key not in self._renamed:
-            self._renamed[key] = renamed = Kernel(self.file, self.arch_feature, text=self.text, names=names)
+            self._renamed[key] = renamed = self._like(self.arch_feature, names)
             renamed._loaded = self._loaded
         return self._renamed[key]
+
+    def _like(self, arch_feature: str | None, names: Mapping[str, str]) -> Kernel:
+        return Kernel(self.file, arch_feature, text=self.text, names=names, entry=self.entry)
 
     def __call__(self, **constants: Any) -> Specialisation:
         return Specialisation(self, constants)
@@ -74,7 +79,7 @@ class Kernel:
     @property
     def signature(self) -> Signature:
         """The kernel's C signature, with the names that feed its parameters."""
-        found = source.signature(self.file, self.text)
+        found = source.signature(self.file, self.text, self.entry)
         if not self.names:
             return found
         parameters = tuple((fmt, self.names.get(name, name)) for fmt, name in found.parameters)
@@ -94,7 +99,8 @@ class Specialisation:
     def text(self) -> str:
         """The whole source that is compiled."""
         with self.needing_files():
-            return source.flatten(self.kernel.file, self.constants, self.kernel.text)
+            kernel = self.kernel
+            return source.flatten(kernel.file, self.constants, kernel.text, kernel.signature.entry)
 
     def __str__(self) -> str:
         return source.describe(self.constants)

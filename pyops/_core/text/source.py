@@ -10,10 +10,12 @@ import kernels_cu
 
 from ..tensors.dtypes import DType
 
+_COMMENT = re.compile(r"//[^\n]*")
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__(?:tile_)?global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
+_DEFINITION = re.compile(r'^extern "C" __global__ .*?^}$', re.DOTALL | re.MULTILINE)
 _PREFETCH = re.compile(r"\bprefetch_\w+\([^;]*\);")
 TENSOR_MAP = "128s"  # the 128 bytes of a tensor map
 # {C type of a kernel parameter: struct format of its value, padded to eight bytes}.
@@ -83,15 +85,26 @@ def describe(constants: dict[str, Any]) -> str:
     return " ".join(f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in constants.items())
 
 
-def flatten(name: str, constants: dict[str, Any], text: str | None = None) -> str:
-    """The whole text of one specialisation, which is also its cache key. The source is `text`, or the file `name`."""
+def flatten(name: str, constants: dict[str, Any], text: str | None = None, entry: str | None = None) -> str:
+    """The whole text of one specialisation, which is also its cache key. The source is `text`, or the file `name`.
+
+    Without its entries other than `entry`, if that is given.
+    """
     types, body = _flat(name, text)
+    if entry is not None:
+        body = _DEFINITION.sub(lambda found: _only(entry, found[0]), body)
     declarations = "\n".join(_declaration(key, value) for key, value in constants.items())
     return f'// {name} {describe(constants)}\n{types}\n#line 1 "constants"\n{declarations}\n{body}\n'
 
 
+def _only(entry: str, definition: str) -> str:
+    """The definition of a kernel if it is that of `entry`, otherwise as many empty lines."""
+    found = _ENTRY.search(_COMMENT.sub("", definition))
+    return definition if found is None or found[1] == entry else "\n" * definition.count("\n")
+
+
 class Signature(NamedTuple):
-    """The one ``extern "C"`` kernel of a file.
+    """An ``extern "C"`` kernel of a file.
 
     Attributes:
         entry: the name of the kernel. parameters: (struct format, name) of each parameter.
@@ -104,16 +117,27 @@ class Signature(NamedTuple):
     overlaps: bool
 
 
+def entries(name: str) -> list[str]:
+    """The names of the kernels in the file `name`."""
+    return list(_entries(_COMMENT.sub("", kernels_cu.read(name))))
+
+
+def _entries(code: str) -> dict[str, re.Match[str]]:
+    """{name: its signature} of the kernels in a text without comments."""
+    return {found[1]: found for found in _ENTRY.finditer(code)}
+
+
 @cache
-def signature(name: str, text: str | None = None) -> Signature:
-    """The signature of the kernel in `text`, or in the file `name`."""
-    text = re.sub(r"//[^\n]*", "", kernels_cu.read(name) if text is None else text)
-    entries = list(_ENTRY.finditer(text))
-    if len(entries) != 1:
-        raise ValueError(f'{name}: expected one extern "C" kernel, found {len(entries)}')
-    entry, parameters = entries[0].groups()
+def signature(name: str, text: str | None = None, entry: str | None = None) -> Signature:
+    """The signature of a kernel in `text`, or in the file `name`: of the one named `entry`, or as the file, or of the
+    only one."""
+    text = _COMMENT.sub("", kernels_cu.read(name) if text is None else text)
+    found = _entries(text)
+    entry = entry or (next(iter(found)) if len(found) == 1 else name.rpartition("/")[2].partition(".")[0])
+    if entry not in found:
+        raise ValueError(f'{name}: expected an extern "C" kernel {entry}, found {", ".join(found) or "none"}')
     parsed, pointers = [], []
-    for parameter in parameters.split(","):
+    for parameter in found[entry][2].split(","):
         c_type, _, identifier = parameter.strip().rpartition(" ")
         c_type = c_type.removeprefix("const ").strip()
         if "*" in parameter or "TensorMap" in parameter:
@@ -124,7 +148,7 @@ def signature(name: str, text: str | None = None) -> Signature:
             parsed.append((_FORMATS[c_type], identifier))
         else:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
-    body = text[text.index("{", entries[0].end()) + 1 :]
+    body = text[text.index("{", found[entry].end()) + 1 :].partition('extern "C"')[0]
     return Signature(entry, tuple(parsed), _overlaps(body, pointers))
 
 

@@ -74,7 +74,7 @@ def _hopper_us(config: GroupedConfig, shape: GroupedShape, device: Device, rates
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + ends
 
 
-# grouped_gemm_sm80.cu
+# grouped_gemm_sm80
 
 
 def _mma_refusal(shape: GroupedShape, device: Device) -> str | None:
@@ -93,7 +93,7 @@ def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
-# grouped_gemm_simt.cu
+# grouped_gemm_simt
 
 
 def _simt_refusal(shape: GroupedShape, device: Device) -> str | None:
@@ -112,8 +112,8 @@ choose: Choice[GroupedShape, GroupedRates] = Choice(
     GroupedShape.of,
     grouped_rates.of,
     Engine("grouped_gemm_sm90.cu", _hopper_refusal, _hopper_configs, _hopper_us),
-    Engine("grouped_gemm_sm80.cu", _mma_refusal, grouped_sm80.configs, _mma_us),
-    Engine("grouped_gemm_simt.cu", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
+    Engine("grouped_gemm_sm80", _mma_refusal, grouped_sm80.configs, _mma_us),
+    Engine("grouped_gemm_simt", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
 )
 
 

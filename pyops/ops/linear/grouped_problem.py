@@ -12,7 +12,7 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32, int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
-from .gemm_problem import SCALE_BLOCK, Operand
+from .gemm_problem import SCALE_BLOCK, Epilogue, Operand
 
 # {activation: order of gates and ups in the rows of a weight: 0 no gates, 1 all gates before all ups, 2 alternating}
 ACTIVATIONS = {
@@ -161,16 +161,21 @@ class GroupedProblem:
 
     def constants(self) -> dict[str, Any]:
         """Constants of every kernel that includes grouped.cuh."""
+        epilogue = Epilogue(
+            self.out,
+            self.a_scales,
+            self.b_scales,
+            bias=self.bias,
+            block_scaled=self.block_scaled,
+            column_order=self.column_order,
+            of_experts=True,
+        )
         return {
             "scalar_t": self.dtype,
-            "out_t": self.out.dtype,
-            "A_SCALES": self.a_scales is not None and not self.block_scaled,
-            "B_SCALES": self.b_scales is not None and not self.block_scaled,
-            "BIAS": int(self.bias is not None),
+            **epilogue.constants(),
             "ROUTED": self.topk_weights is not None,
             "ACTIVATION": f"expert_{self.activation}",
             "GATED": self.gated,
-            "COLUMN_ORDER": f"column_{self.column_order}",
             "SCALE_BLOCK": SCALE_BLOCK if self.block_scaled else 0,
         }
 

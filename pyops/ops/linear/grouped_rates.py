@@ -25,9 +25,9 @@ class GroupedRates:
         gather: for each row of a of the k-tile, further: to copy it alone.
         tile: a tile: to find its expert and its rows.
         epilogue: the epilogue of a tile, for each of its columns, and 128 rows.
-        mma_row: grouped_gemm_sm80.cu: a k-tile of an SM, for each of its operand rows.
+        mma_row: grouped_gemm_sm80: a k-tile of an SM, for each of its operand rows.
         mma_eight_bits: factor on a k-tile of 8-bit operands.
-        simt, simt_load: grouped_gemm_simt.cu: a multiplication of an SM; an operand element that it loads.
+        simt, simt_load: grouped_gemm_simt: a multiplication of an SM; an operand element that it loads.
         slot: for each slot of the sorted lists: to write and to read it.
     """
 

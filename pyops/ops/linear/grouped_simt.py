@@ -1,4 +1,4 @@
-"""Grouped GEMMs without tensor cores: the geometry and the launch of grouped_gemm_simt.cu."""
+"""Grouped GEMMs without tensor cores: the geometry and the launch of grouped_gemm_simt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..._core.system.device import Device
 from .grouped_problem import GROUP, GroupedProblem
 from .grouped_shape import GroupedShape
 
-_simt = Kernel("linear/grouped_gemm_simt.cu")
+_simt = Kernel("linear/gemm_simt.cu", entry="grouped_gemm_simt")
 
 _TILES_M = 64, 48, 32, 16
 _SMALL_TILE_M = 8  # rows of the tile for blocks that no other divides: a CTA of 32 threads
@@ -19,7 +19,7 @@ _TILE_N = 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedSimtConfig:
-    """The geometry of grouped_gemm_simt.cu: rows and columns of a block's tile; a thread has 4 x 4 accumulators."""
+    """The geometry of grouped_gemm_simt: rows and columns of a block's tile; a thread has 4 x 4 accumulators."""
 
     tile_m: int
     tile_n: int

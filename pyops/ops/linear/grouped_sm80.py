@@ -1,4 +1,4 @@
-"""Grouped GEMMs by mma.sync, or by AMD's matrix cores: the geometry and the launch of grouped_gemm_sm80.cu."""
+"""Grouped GEMMs by mma.sync, or by AMD's matrix cores: the geometry and the launch of grouped_gemm_sm80."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .gemm_shape import K_TILE_BYTES
 from .grouped_problem import GROUP, GroupedProblem
 from .grouped_shape import GroupedShape
 
-_mma = Kernel("linear/grouped_gemm_sm80.cu")
+_mma = Kernel("linear/gemm_sm80.cu", entry="grouped_gemm_sm80")
 
 _MAX_STAGES = {1: 4, 2: 6}  # most stages, by blocks per SM
 # (tile_m, tile_n, warps_m, warps_n, blocks per SM): tiles with accumulators that do not spill.
@@ -30,7 +30,7 @@ _MATRIX_CORE_TILES = 16, 32, 64  # rows of the tiles that compile without spills
 
 @dataclass(frozen=True, slots=True)
 class GroupedMmaConfig:
-    """The geometry of grouped_gemm_sm80.cu; the attributes are constants of the kernel.
+    """The geometry of grouped_gemm_sm80; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and weight rows of a block's tile.

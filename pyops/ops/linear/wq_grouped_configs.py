@@ -1,7 +1,7 @@
 """The geometry and the launches of the grouped GEMMs with K-major quantized weights.
 
 Three kernels fuse the dequantization: wq_grouped_gemm_sm80.cu by mma.sync, wq_grouped_gemm_sm90.cu by WGMMA, and
-wq_grouped_gemm_cdna.cu on AMD's matrix cores. Otherwise the weights are dequantized to a workspace.
+wq_grouped_gemm_cdna on AMD's matrix cores. Otherwise the weights are dequantized to a workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 
 _wq_grouped_gemm_sm80 = Kernel("linear/wq_grouped_gemm_sm80.cu")
 _wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")
-_wq_grouped_gemm_cdna = Kernel("linear/wq_grouped_gemm_cdna.cu")
+_wq_grouped_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu", entry="wq_grouped_gemm_cdna")
 
 # wq_grouped_gemm_sm80.cu
 ROWS = 64  # weight rows of a tile
@@ -218,7 +218,7 @@ def step_of(shape: WqGroupedShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WqGroupedCdnaConfig(TileGeometry):
-    """The geometry of wq_grouped_gemm_cdna.cu: tile M is slots of the sorted token ids, tile N is weight rows."""
+    """The geometry of wq_grouped_gemm_cdna: tile M is slots of the sorted token ids, tile N is weight rows."""
 
     def candidates(self, problem: WqGroupedProblem, device: Device) -> list[WqGroupedCdnaConfig]:
         """Other tiles and depths."""

@@ -57,7 +57,7 @@ class WqGroupedRates:
         short_k_tile: factor on dequantization in k-tiles of 64 instead of 128 elements.
         narrow: factor on dequantization in tiles of 128 instead of 256 rows of the weight.
         tile: a tile: its first loads and its epilogue.
-        cdna_row: wq_grouped_gemm_cdna.cu: a k-tile of a compute unit, for each row of a and each 128 rows of the
+        cdna_row: wq_grouped_gemm_cdna: a k-tile of a compute unit, for each row of a and each 128 rows of the
             weight.
         cdna_code: to dequantize a row of the weight in a k-tile.
         cdna_part: wq_gemm_cdna.cu: to write, or to read and add, a part of a tile of split-K.
@@ -193,7 +193,7 @@ def k_tiles_us(
     return 2 * rates.launch + gathered + loop + waves * rates.tile
 
 
-# wq_grouped_gemm_cdna.cu
+# wq_grouped_gemm_cdna
 
 
 def _cdna_refusal(shape: WqGroupedShape, device: Device) -> str | None:
@@ -240,7 +240,7 @@ choose: Choice[WqGroupedShape, WqGroupedRates] = Choice(
     rates_of,
     Engine("wq_grouped_gemm_sm80.cu", _sm80_refusal, wq_grouped_configs.sm80_configs, _sm80_us),
     Engine("wq_grouped_gemm_sm90.cu", _sm90_refusal, wq_grouped_configs.sm90_configs, _sm90_us),
-    Engine("wq_grouped_gemm_cdna.cu", _cdna_refusal, wq_grouped_configs.cdna_configs, cdna_us),
+    Engine("wq_grouped_gemm_cdna", _cdna_refusal, wq_grouped_configs.cdna_configs, cdna_us),
     Engine("dequantize, then a grouped GEMM", lambda shape, device: None, _dequantize_configs, _dequantize_us),
 )
 

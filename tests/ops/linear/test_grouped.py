@@ -478,7 +478,7 @@ def test_hostile_lists_for_packed_experts() -> None:
         (65536, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm_sm90.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
         (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
-        (65536, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_sm80.cu"]),
+        (65536, "silu", "gfx942", ["wna16_to_dense.cu", "gemm_sm80.cu"]),
     ],
 )
 def test_choice_for_packed_experts(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
