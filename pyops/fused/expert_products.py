@@ -20,6 +20,7 @@ from ..ops.linear.grouped_packed import grouped_gemm_packed
 from ..ops.linear.grouped_shape import Scales
 from ..ops.moe.align import moe_align
 from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
+from ..tuning import pinned_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,6 +164,7 @@ def block_size_of(config: Any, sizes: ExpertSizes, activation: str, like: Any, n
     # torch.compile may hold sizes of a layer for symbols. An index is a number; the graph is for layers of this size.
     num_experts, top_k = index(sizes.num_experts), index(sizes.top_k)
     of_layer = num_experts, top_k, index(sizes.hidden_size), index(sizes.intermediate_size)
+    num_rows = pinned_rows(num_rows, num_experts)
     return of_rows(num_rows, limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like)))
 
 

@@ -149,6 +149,7 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str, step: int = 
 
     It suits the tiles of the fastest kernel. `step` is the k-tile by WGMMA, or 0 if it takes no such weights.
     """
+    num_rows = tuning.pinned_rows(num_rows, num_experts)
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
     rows, tile = tuning.power_of_two(num_rows) / num_experts, block_size_of_packed(num_rows, num_experts)

@@ -263,7 +263,7 @@ def choose(problem: GgmlProblem, device: Device) -> Config:
     """The kernel with fused dequantization, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
-    tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
+    tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(tuning.pinned(problem.m)))
     # WMMA of gfx11 is as slow as vector instructions: for small M it takes longer than ggml_mul_mat_simt.cu.
     is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
     if is_slow or not multiplies(problem.X.dtype, device):
@@ -286,7 +286,7 @@ def choose(problem: GgmlProblem, device: Device) -> Config:
 def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> MulMatConfig:
     """The geometry where registers hold copies. Two blocks fit on an SM, so that one multiplies while the other stores
     its loads to shared memory, unless there are at most as many blocks as SMs."""
-    tiles = -(-problem.n // 16) * problem.tiles(tokens)
+    tiles = -(-problem.n // 16) * tuning.pinned(problem.tiles(tokens))
     is_small = tiles < 2 * device.num_sms
     blocks = 1 if tiles <= device.num_sms else 2  # blocks per SM
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
@@ -297,7 +297,7 @@ def plan(problem: GgmlProblem) -> list[Launch]:
     """The launches: one with fused dequantization for small M; for large M dequantization of the weight, then a
     GEMM."""
     out, device = problem.out, problem.out.device
-    if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:
+    if tuning.pinned(problem.m) <= MAX_FUSED_ROWS or problem.choices is not None:
         return [tuning.config(out.op, problem, device, choose).launch(problem)]
     dtype, format = problem.X.dtype, problem.format
     size = problem.row_bytes // format.nbytes * format.length

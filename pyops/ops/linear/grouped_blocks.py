@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ... import tuning
 from ..._core.system import device as devices
 from ..._core.system.device import Device
 from ..._core.tensors import dtypes
@@ -44,7 +45,8 @@ def block_size_for(
     device: Device | None = None,
 ) -> int:
     """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights [num_experts, n, k]."""
-    shape = GroupedShape(num_rows, num_experts, n, k, dtype=dtype, scales=scales)
+    rows = tuning.pinned_rows(num_rows, num_experts)
+    shape = GroupedShape(rows, num_experts, n, k, dtype=dtype, scales=scales)
     times = _times(device or devices.model(), shape)
     return min(times, key=lambda size: times[size])
 

@@ -134,7 +134,7 @@ class GroupedProblem:
     def out_is_aligned(self) -> bool:
         """Whether rows of out begin at multiples of 16 bytes."""
         stride = check.row_stride(self.out) * self.out.dtype.itemsize
-        return self.out.alignment >= 16 and (self.num_rows == 1 or stride % 16 == 0)
+        return self.out.alignment >= 16 and (tuning.pinned(self.num_rows) == 1 or stride % 16 == 0)
 
     @property
     def empty(self) -> bool:
@@ -144,12 +144,17 @@ class GroupedProblem:
     def chosen_experts(self) -> int:
         """The expected number of experts that have rows, if rows choose experts at random."""
         experts = max(1, self.num_experts)
-        return max(1, round(experts * (1.0 - (1.0 - 1.0 / experts) ** tuning.power_of_two(self.num_rows))))
+        return max(1, round(experts * (1.0 - (1.0 - 1.0 / experts) ** self._expected_rows)))
+
+    @property
+    def _expected_rows(self) -> int:
+        """Rows of out that kernels are chosen by, a power of two."""
+        return tuning.power_of_two(tuning.pinned_rows(self.num_rows, self.num_experts))
 
     @property
     def rows_of_expert(self) -> int:
         """The expected rows of an expert that has any."""
-        return -(-tuning.power_of_two(self.num_rows) // self.chosen_experts)
+        return -(-self._expected_rows // self.chosen_experts)
 
     def row_tiles(self, tile_m: int) -> int:
         """The expected row tiles."""

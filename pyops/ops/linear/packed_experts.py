@@ -39,6 +39,7 @@ def block_size_of_packed(num_rows: int, num_experts: int, most: int = _BLOCK_SIZ
 
     It is the smallest size that holds all rows of most experts, if there is one.
     """
+    num_rows = tuning.pinned_rows(num_rows, num_experts)
     fits = (size for size in _BLOCK_SIZES if size <= most and num_rows < _FULL * size * max(1, num_experts))
     return next(fits, min(most, _MANY_ROWS_BLOCK))
 
@@ -111,7 +112,7 @@ def choose(problem: PackedProblem, device: Device) -> PackedConfig | PackedMmaCo
     assert experts is not None
     block_size = experts.lists.block_size
     if _serves_tile(problem, device):
-        weights = -(-tuning.power_of_two(problem.m) // rows)
+        weights = -(-problem.expected_rows // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not _serves_few(problem, device)):
         tile_m = next(size for size in TILES if block_size % size == 0)
@@ -119,7 +120,7 @@ def choose(problem: PackedProblem, device: Device) -> PackedConfig | PackedMmaCo
         return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
     shape = PackedShape.of(problem)
     step = packed_mma.step_rows(shape, TILE_N)
-    weights, several = -(-tuning.power_of_two(problem.m) // rows), shape.groups_of(step) > 1
+    weights, several = -(-problem.expected_rows // rows), shape.groups_of(step) > 1
     max_rows = 8 if block_size % 16 else 16
     config = choose_mma(max(8, rows), TILE_N, w.n, -(-w.k // step), device, several, weights, max_rows, _MIN_WARPS)
     return fitting(config, shape, device)
