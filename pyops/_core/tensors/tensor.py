@@ -78,8 +78,7 @@ def library_of(value: Any) -> str | None:
 
 
 def taken(op: str, name: str, value: Any, kind: str | None = None) -> Any:
-    """An array over the memory of an object with `__dlpack__`, of the library `kind`; any other value itself. Without a
-    `kind` it is of torch if that is imported, else of numpy on a CPU (device type 1)."""
+    """An array over the memory of an object with `__dlpack__`, of the library `kind`; any other value itself."""
     if library_of(value) or not hasattr(value, "__dlpack_device__"):
         return value
     try:
