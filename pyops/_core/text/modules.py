@@ -40,7 +40,7 @@ def compile_errors(kernel: str, constants: str) -> Iterator[None]:
 
 
 def path_of(parts: Iterable[str], suffix: str = ".cubin", folder: str = "") -> str:
-    """The path of a file, of a bundle by default, in `folder` or CuPy's cache folder. Its name has the digest of `parts`."""
+    """The path of a file, of a bundle by default, in `folder` or CuPy's cache folder. Its name is made of `parts`."""
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return os.path.join(folder or cache_folder(), f"pyops-{digest}{suffix}")
 
