@@ -1,4 +1,4 @@
-"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo | coverage``.
+"""The command line: ``python -m pyops list | show | source | warmup | bundle | doctor | generate | demo | coverage``.
 
 The script ``pyops`` is the same.
 """
@@ -63,6 +63,17 @@ def _warmup(options: argparse.Namespace) -> bool:
     held = compile_ahead.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
     for one in held:
         print(f"{one.milliseconds:6.0f} ms  {one.origin:8}  {one.registers:3} registers  {one.kernel} {one.constants}")
+    return True
+
+
+def _bundle(options: argparse.Namespace) -> bool:
+    from .cli import bundle
+
+    names = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype")
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    done = lambda count, total: progress.show(count, total, f"{count}/{total}")  # noqa: E731
+    for arch, count in bundle.bundle(options.model, options.arch.split(","), options.out, done, **values).items():
+        print(f"{arch}: {count} kernels in {options.out}")
     return True
 
 
@@ -148,6 +159,14 @@ def parser() -> argparse.ArgumentParser:
     warming.add_argument(
         "words", nargs="*", metavar="OP or key=value[,value...]", help="ops, and axes of their examples"
     )
+    bundling = command("bundle", _bundle, "Compile a model's kernels into a folder, for machines without a compiler.")
+    bundling.add_argument("--model", required=True, metavar="DIR", help="folder with config.json, or FILE.gguf")
+    bundling.add_argument("--arch", required=True, metavar="ARCH[,ARCH...]", help="sm_90, or a GPU such as l40s")
+    bundling.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="later the CUPY_CACHE_DIR")
+    for name in ("max-num-seqs", "max-model-len", "max-num-batched-tokens", "block-size"):
+        bundling.add_argument(f"--{name}", type=int, help="as of the Engine")
+    for name in ("dtype", "kv-cache-dtype"):
+        bundling.add_argument(f"--{name}", help="as of generate")
     doctor = command("doctor", _doctor, "What is installed, what is missing, and how this machine can run ops.")
     doctor.add_argument("--json", action="store_true")
     writing = command(

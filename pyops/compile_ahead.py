@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from functools import cache, partial
+from typing import Any, TypeVar
 
-from . import axes
+from . import axes, offline
 from ._core import config, log
 from ._core.errors import OpError
 from ._core.launch.kernel import Specialisation
@@ -15,6 +16,8 @@ from ._core.op.op import Op, registry
 from ._core.system import device
 from ._core.system.lazy import cupy
 from ._core.text.compiler import Compiled
+
+T = TypeVar("T")
 
 
 def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
@@ -87,18 +90,36 @@ def load(
 
     `done` is called with the number of kernels that are ready; without it, a wait of more than a second is logged.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
     wait = nullcontext() if done else log.waiting(f"compiling {len(wanted)} kernels")
 
     def load_one(op: Op, specialisation: Specialisation) -> Compiled:
         with log.quietly():
             return op.load_on_host(specialisation) if index is None else op.load(index, specialisation)
 
-    with wait, ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(load_one, *one) for one in wanted]
+    with wait:
+        if index is not None:
+            open_nvrtc()
+        return in_parallel([partial(load_one, *one) for one in wanted], done)
+
+
+def in_parallel(jobs: Sequence[Callable[[], T]], done: Callable[[int], None] | None = None) -> list[T]:
+    """The results of jobs that compile kernels, several at a time. `done` is called with how many have ended."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(job) for job in jobs]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()
             if done:
                 done(count)
     return [future.result() for future in futures]
+
+
+@cache
+def open_nvrtc() -> None:
+    """Let NVRTC open its own libraries: if two threads make it do so at a time, one of them fails.
+
+    Nothing happens where there is no NVRTC: kernels may come from a bundle, or be the host backend's.
+    """
+    with suppress(Exception):
+        offline.compile("", "", "", "sm_80")

@@ -33,6 +33,11 @@ def check_indices() -> bool:
     return _flag("PYOPS_CHECK")
 
 
+def batch_invariant() -> bool:
+    """PYOPS_BATCH_INVARIANT=1: choose no kernel, tile, split or order by the number of rows or sequences of a call."""
+    return _flag("PYOPS_BATCH_INVARIANT")
+
+
 def log() -> bool:
     """PYOPS_LOG=1: log every kernel made ready, with its time and whether it was compiled or read from disk."""
     return _flag("PYOPS_LOG")

@@ -20,6 +20,7 @@ from ..ops.linear.grouped_shape import Scales
 from ..ops.linear.quantized_experts import MX_BLOCK
 from ..ops.moe.align import moe_align
 from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
+from ..tuning import pinned_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +163,7 @@ def block_size_of(config: Any, sizes: ExpertSizes, activation: str, like: Any, n
     num_experts, top_k = index(sizes.num_experts), index(sizes.top_k)
     of_layer = num_experts, top_k, index(sizes.hidden_size), index(sizes.intermediate_size)
     found = limits_of_experts(of_layer, activation, dtypes, scales, _index_of(like), _quants_of(config))
-    return of_rows(num_rows, found)
+    return of_rows(pinned_rows(num_rows, num_experts), found)
 
 
 def _quants_of(config: Any) -> Quants | None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from .._core.system.lazy import torch
 from ..fused.quantized_linear import QuantisedLinear, num_blocks
 from ..ops._shared.ggml_formats import FORMATS
+from ..ops.linear.dense import linear
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear
+from ..tuning import batch_invariant
 from .config_values import refuse
 from .gguf_linear import BlockMatrix, GgufLinear
 from .packed_format import PackedQuantization
@@ -32,6 +34,8 @@ class Linear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
+        if x.is_cuda and batch_invariant():
+            return linear.new(x, self.weight, self.bias)
         if x.shape[0] > _MAX_SKINNY_ROWS or not x.is_cuda:
             return torch.nn.functional.linear(x, self.weight, self.bias)
         out = x.new_empty(x.shape[0], self.weight.shape[0])

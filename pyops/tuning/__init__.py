@@ -25,10 +25,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from .._core.config import batch_invariant as batch_invariant
 from .._core.system.device import Device
 
 TABLES = Path(__file__).parent
 _MAX_RESIDENT_THREADS = 2048  # resident threads of an SM
+# Batch invariance: rows, sequences, or rows of an expert that a choice assumes. It is the size of a decode batch, which
+# is thus served as without the switch.
+_PINNED = 32
 
 
 class Problem(Protocol):
@@ -65,7 +69,7 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
         found = _forced[op]
     else:
         found = choose(problem, device)
-        if entries := table(device.name).get(op):
+        if not batch_invariant() and (entries := table(device.name).get(op)):
             found = _changed(found, entries.get(problem.bucket(), {}))
     last[op], last_choice[op] = found, (problem, choose)
     return found
@@ -131,6 +135,19 @@ def beside(count: int, low: int, high: int) -> list[int]:
 def occupancies(num_threads: int, min_blocks: int) -> range:
     """Candidates for MIN_BLOCKS: `min_blocks` - 1 to + 1, if an SM has threads for that many blocks."""
     return range(max(1, min_blocks - 1), min(_MAX_RESIDENT_THREADS // num_threads, min_blocks + 1) + 1)
+
+
+def pinned(count: int, to: int = _PINNED) -> int:
+    """`count` rows, sequences or tokens as a choice sees them: with PYOPS_BATCH_INVARIANT `to`, unless there are none.
+
+    A plan uses it wherever the order of a row's summation depends on what is chosen.
+    """
+    return to if count and batch_invariant() else count
+
+
+def pinned_rows(count: int, num_experts: int) -> int:
+    """`pinned` for the rows of a grouped GEMM: an equal number for each expert."""
+    return pinned(count, _PINNED * max(1, num_experts))
 
 
 def rounded_rows(count: int) -> int:

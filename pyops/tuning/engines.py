@@ -12,18 +12,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from .._core.system.device import Device
-from . import TABLES
+from . import TABLES, batch_invariant
 
-S = TypeVar("S", bound=Hashable)  # a shape
+
+class Shape(Hashable, Protocol):
+    """What a choice depends on besides the device."""
+
+    def of_rows(self, rows: int) -> Any:
+        """The shape with this number of rows."""
+        ...
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to multiply."""
+        ...
+
+
+S = TypeVar("S", bound=Shape)
 R = TypeVar("R")  # rates
 _REFERENCE = "nvidia-h200"  # its rates stand in for those of a device that has not been measured
 _MAX_CHOICES = 4096  # choices that a process remembers
+_ROW_COUNTS = 1, 16, 128, 1024, 8192  # batch invariance: numbers of rows for which a Config is weighed
 _SOFTNESS = 4.0  # streams that overlap take the 4-norm of their times: two equal ones 19 % more than each
 
 
@@ -63,14 +78,40 @@ class Choice(Generic[S, R]):
 
     def __init__(self, shape_of: Callable[[Any], S], rates_of: Callable[[Device], R], *engines: Engine[S, R]) -> None:
         self.shape_of, self.rates_of, self.engines = shape_of, rates_of, engines
-        self._fastest = lru_cache(_MAX_CHOICES)(lambda shape, device: min(self.candidates(shape, device), key=_us))
+        self._fastest = lru_cache(_MAX_CHOICES)(lambda shape, device, _: min(self.candidates(shape, device), key=_us))
+        self._steadiest = lru_cache(_MAX_CHOICES)(self._weighed)
 
     def __call__(self, problem: Any, device: Device) -> Any:
-        return self.fastest(self.shape_of(problem), device).config
+        return self.best(self.shape_of(problem), device).config
+
+    def best(self, shape: S, device: Device) -> Candidate:
+        """The Config with the least time; with PYOPS_BATCH_INVARIANT one that does not depend on the rows."""
+        if shape.is_empty or not batch_invariant():
+            return self.fastest(shape, device)
+        found = self._steadiest(shape.of_rows(1), device)
+        engine = next(one for one in self.engines if one.name == found.engine)
+        return found._replace(us=engine.time_us(found.config, shape, device, self.rates_of(device)))
+
+    def _weighed(self, shape: S, device: Device) -> Candidate:
+        """Of the Configs that serve any number of rows, without split-K and stream-K, that with the least loss.
+
+        The loss is the largest factor, over `_ROW_COUNTS`, by which a Config is slower than the fastest one.
+        """
+        rates, shapes = self.rates_of(device), [shape.of_rows(rows) for rows in _ROW_COUNTS]
+        least = [self.fastest(one, device).us for one in shapes]
+        losses: dict[Candidate, float] = {}
+        for engine in self.engines:
+            if any(engine.refusal(one, device) for one in shapes):
+                continue
+            for config in dict.fromkeys(unsplit(config) for one in shapes for config in engine.configs(one, device)):
+                times = [engine.time_us(config, one, device, rates) for one in shapes]
+                loss = max(us / best for us, best in zip(times, least, strict=True))
+                losses[Candidate(0.0, engine.name, config)] = loss
+        return min(losses, key=lambda one: losses[one])
 
     def fastest(self, shape: S, device: Device) -> Candidate:
         """The Config with the least time for the shape."""
-        return self._fastest(shape, device)
+        return self._fastest(shape, device, batch_invariant())
 
     def candidates(self, shape: S, device: Device) -> list[Candidate]:
         """All Configs of all engines that serve the shape."""
@@ -101,6 +142,11 @@ class Choice(Generic[S, R]):
             else:
                 lines.append(f"{engine.name}: {best[engine.name].us:.1f} us by the model, {best[engine.name].config}")
         return lines
+
+
+def unsplit(config: Any) -> Any:
+    """`config` without split-K and stream-K: no CTAs share a tile along K."""
+    return replace(config, **{name: 1 for name in ("splits", "sharers", "shared") if hasattr(config, name)})
 
 
 def _us(one: Candidate) -> float:

@@ -17,7 +17,12 @@ pytest.importorskip("vllm")
 BLOCK_SIZE = 16
 COMPILED = ("vllm._C", "vllm._moe_C", "vllm._C_stable_libtorch")
 FLASH_ATTN = "vllm.vllm_flash_attn"
-FLASH_ATTN_FUNCTIONS = ("flash_attn_varlen_func", "get_scheduler_metadata")
+# The last of them is of vLLM 0.33.
+FLASH_ATTN_FUNCTIONS = (
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+    "compile_flash_attn_varlen_func_from_specs",
+)
 
 
 @contextmanager

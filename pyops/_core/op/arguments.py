@@ -89,6 +89,7 @@ def describe(
             if p.kind == "bool" and value is not None:
                 value = bool(value)  # not numpy.bool_: the value may become a constant in the kernel text
         elif value is not None:
+            value = tensor.taken(op, p.name, value, library)
             found = library if type(value) is first_type else tensor.library_of(value)
             if found is None:
                 raise OpError(op, p.name, f"expected a torch tensor or a cupy array, got {type(value).__name__}")

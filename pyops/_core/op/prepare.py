@@ -57,6 +57,11 @@ def call_unkept(declaration: Declaration, planner: Planner, error: Exception | N
     """
     values = [value for value in declaration.tensors_of(args) if value is not None]
     libraries = {tensor.library_of(value) for value in values}
+    if None in libraries:
+        known, pairs = sorted(filter(None, libraries))[:1], zip(declaration.parameters, args, strict=True)
+        found = [tensor.taken(declaration.name, p.name, x, *known) if p.is_tensor else x for p, x in pairs]
+        if any(new is not x for new, x in zip(found, args, strict=True)):
+            return declaration.applied(planner.call, found)()
     if libraries == {"torch"}:
         plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in values)
         if any(value.is_nested for value in values):  # NestedTensor does not dispatch to our ops: refuse it here

@@ -77,6 +77,17 @@ def library_of(value: Any) -> str | None:
     return "numpy" if isinstance(value, numpy.ndarray) else None
 
 
+def taken(op: str, name: str, value: Any, kind: str | None = None) -> Any:
+    """An array over the memory of an object with `__dlpack__`, of the library `kind`; any other value itself."""
+    if library_of(value) or not hasattr(value, "__dlpack_device__"):
+        return value
+    try:
+        kind = kind or ("torch" if loaded("torch") else "numpy" if value.__dlpack_device__()[0] == 1 else "cupy")
+        return {"torch": torch, "cupy": cupy, "numpy": numpy}[kind].from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise OpError(op, name, f"{kind} takes no {type(value).__name__} by DLPack: {error}") from error
+
+
 def number(value: Any, like: Any) -> Any:
     """`value` as a tensor of one float32 in the library and on the device of `like`; a tensor is returned unchanged.
 
@@ -174,6 +185,8 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None, column_stride: int
         dtype = getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype
         # Sizes one by one take torch 0.5 us less than a tuple of them.
         return like.new_empty(*shape, dtype=dtype) if shape else like.new_empty(shape, dtype=dtype)
+    if library_of(like) is None and hasattr(like, "__dlpack_device__"):
+        return new(taken("new", "like", like), shape, dtype)
     if isinstance(dtype, str) and not hasattr(numpy, dtype):
         dtype = getattr(optional("ml_dtypes", f"a new array of {dtype}", "cpu"), dtype)
     kind = numpy.dtype(like.dtype if dtype is None else dtype)

@@ -74,8 +74,6 @@ def load(index: int, text: str, entry: str, kernel: str, constants: str, options
 def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
     started = time.perf_counter()
     on = device.get(index)
-    if options and not cupy.cuda.runtime.is_hip:
-        nvrtc.check_version(kernel, constants)
     load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_ptx if on.translates else _load_module
     if options == nvrtc.TILE_OPTIONS:
         load_module = _load_tile
@@ -103,19 +101,22 @@ def told(one: Compiled) -> str:
 
 
 def _load_module(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
-    """(CuPy's module, ``"compiled"`` or ``"disk"``) by way of CuPy's cache folder."""
+    """(CuPy's module, ``"compiled"`` or ``"disk"``) from a bundle in CuPy's cache folder, or by way of that folder."""
+    parts = (text, device.get(index).arch, *options)
+    if (binary := folders.read_sealed(modules.path_of(parts))) is not None:
+        return modules.of(binary), "disk"
+    if options:
+        nvrtc.check_version(kernel, constants)
     _compiler_ran.state.wrote = False
-    with modules.compile_errors(kernel, constants), _alone(index, text, options):
+    with modules.compile_errors(kernel, constants), _alone(parts):
         module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
     return module, "compiled" if _compiler_ran.state.wrote else "disk"
 
 
-def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextManager[Any]:
+def _alone(parts: tuple[str, ...]) -> AbstractContextManager[Any]:
     """Let one process compile a kernel that no cache holds; other processes that need it wait for the cache entry."""
-    if not os.access(cache_folder(), os.W_OK):
-        return nullcontext()
-    digest = modules.digest((text, device.get(index).arch, *options))
-    return folders.worked_in(os.path.join(cache_folder(), f"pyops-{digest}{folders.SUFFIX}"))
+    is_kept = os.access(cache_folder(), os.W_OK)
+    return folders.worked_in(modules.path_of(parts, folders.SUFFIX)) if is_kept else nullcontext()
 
 
 def _load_ptx(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:

@@ -19,7 +19,7 @@ def load(parts: Iterable[str], suffix: str, compile: Callable[[], bytes]) -> tup
 
     `parts`: all that the result depends on. Raises OSError if the cache folder is unusable.
     """
-    path = os.path.join(cache_folder(), f"pyops-{digest(parts)}{suffix}")
+    path = path_of(parts, suffix)
     origin = "disk"
     if (binary := folders.read_sealed(path)) is None:
         with folders.worked_in(path + folders.SUFFIX) as scratch:
@@ -39,9 +39,10 @@ def compile_errors(kernel: str, constants: str) -> Iterator[None]:
         raise CompileError(kernel, constants, "\n".join(str(error).strip().splitlines()[-20:])) from None
 
 
-def digest(parts: Iterable[str]) -> str:
-    """The part of a file's name that differs for other `parts`."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+def path_of(parts: Iterable[str], suffix: str = ".cubin", folder: str = "") -> str:
+    """The path of a file, of a bundle by default, in `folder` or CuPy's cache folder. Its name is made of `parts`."""
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return os.path.join(folder or cache_folder(), f"pyops-{digest}{suffix}")
 
 
 def of(binary: bytes) -> Any:

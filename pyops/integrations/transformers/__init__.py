@@ -8,6 +8,7 @@ encoders                  attention without a cache
 layers                    the residual additions of a layer, fused with norms
 experts routers           experts of a mixture; routers
 quantised packed          linear modules with fp8 weights; with packed weights
+named                     "pyops" in transformers' own interfaces of attention and experts
 generation reporting      the cache that `generate` makes; the report, module by module
 patching                  accelerate, restore, report
 """
@@ -21,8 +22,11 @@ _found = optional("transformers", "pyops.integrations.transformers", "transforme
 if tuple(map(int, _found.split(".")[:2])) < (5, 16):
     raise ImportError(f"pyops.integrations.transformers needs transformers 5.16 or later, found {_found}")
 
+from . import named  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .patching import accelerate, report, restore  # noqa: E402
 from .reporting import Report  # noqa: E402
+
+named.register()
 
 __all__ = ["PagedCache", "Report", "accelerate", "report", "restore"]

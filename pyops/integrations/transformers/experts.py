@@ -20,7 +20,7 @@ _WEIGHTS, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_p
 _ACTIVATIONS = ("silu", "gelu", "swigluoai", "swiglustep")  # gated activations of `fused_experts`
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """The layout of experts' weights, and their activation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Experts(Replacement):
         super().__init__(module, dtype)
         if module.gate_up_proj.dtype != dtype:
             raise Unknown(f"its weights are {module.gate_up_proj.dtype}, not {dtype}")
-        self._form: _Form = trials.outcome(module, _form_of)
+        self._form: Form = trials.outcome(module, form_of)
         self._parameters = _parameters(module)
 
     def passed_over(self) -> Iterable[tuple[str, Any]]:
@@ -58,8 +58,7 @@ class Experts(Replacement):
 
     def install(self) -> None:
         if self._form.by_inputs:
-            for weight in _tensors(self.module, _WEIGHTS):
-                weight.data = weight.data.mT.contiguous().mT
+            lay_out(self.module)
         super().install()
 
     def remove(self) -> None:
@@ -75,7 +74,7 @@ class Experts(Replacement):
         if not self.serves(x) or x.ndim != 2 or not is_laid_out:
             result: Tensor = self.original(*args, **kwargs)
             return result
-        return _computed(self.module, self._form, *(given[name] for name in self._parameters))
+        return computed(self.module, self._form, *(given[name] for name in self._parameters))
 
 
 def is_experts(module: Any) -> bool:
@@ -94,7 +93,15 @@ def _tensors(module: Any, names: tuple[str, ...]) -> list[Any]:
     return [getattr(module, name) for name in names]
 
 
-def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def lay_out(module: Any) -> None:
+    """Transpose weights [num_experts, in, out] in memory to [num_experts, out, in], as the op reads them; their shape
+    stays."""
+    for weight in _tensors(module, _WEIGHTS):
+        if not weight.mT.is_contiguous():
+            weight.data = weight.data.mT.contiguous().mT
+
+
+def computed(module: Any, form: Form, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The op's result for experts of a form."""
     gate_up, down = (weight.mT if form.by_inputs else weight for weight in _tensors(module, _WEIGHTS))
     first, second = _tensors(module, _BIASES) if form.has_biases else (None, None)
@@ -103,7 +110,7 @@ def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_we
     return fused_experts(x, gate_up, down, *choice, activation=form.activation, quant_config=terms)
 
 
-def _form_of(module: Any) -> _Form:
+def form_of(module: Any) -> Form:
     """The form of the module's experts, found by a trial with small weights."""
     refuse_tensors(*module.modules())
     names = {name for name, _ in module.named_parameters(recurse=False)}
@@ -129,8 +136,8 @@ def _fit(gate_up: tuple[int, ...], down: tuple[int, ...], by_inputs: bool) -> bo
     return gate_up == (down[0], 2 * down[-1], down[1])
 
 
-def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
-    """As `_form_of`, for one layout of the weights.
+def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> Form:
+    """As `form_of`, for one layout of the weights.
 
     Raises:
         Unknown: the experts compute something else.
@@ -149,7 +156,7 @@ def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
     # The undecorated forward of the class: its decorator may choose another implementation on a GPU.
     theirs = tried(lambda: [forward_of(module)(small, scale * x, chosen, probabilities) for scale in _SCALES])
     for activation in _ACTIVATIONS:
-        form = _Form(activation, by_inputs, has_biases)
-        if agree([_computed(small, form, scale * x, chosen, probabilities) for scale in _SCALES], theirs):
+        form = Form(activation, by_inputs, has_biases)
+        if agree([computed(small, form, scale * x, chosen, probabilities) for scale in _SCALES], theirs):
             return form
     raise Unknown("its experts compute something else")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from contextlib import ExitStack
 from importlib.metadata import version
 
@@ -41,7 +42,8 @@ def activate() -> None:
     ``PYOPS_VLLM=all`` replaces every op of vLLM that has a known schema, and every part of `parts`; ``ops`` replaces
     every op, a name that op or part; a name with the prefix ``-`` is excluded (`Choice.read`). The logger
     ``vllm.pyops`` reports at INFO the number of replaced ops, the ops that are left to vLLM with the reasons, and each
-    part; at DEBUG the name of each op. A second call changes nothing.
+    part; at WARNING a part for which this version of vLLM has another interface; at DEBUG the name of each op. A second
+    call changes nothing. Under vLLM's switch ``VLLM_BATCH_INVARIANT`` the ops are batch invariant, too.
 
     Raises:
         SwitchError: the switch has an unknown word.
@@ -56,12 +58,18 @@ def activate() -> None:
     for module in ("vllm._custom_ops", *DEFINED_IN_PYTHON.values()):
         importlib.import_module(module)  # modules that define ops, or load the libraries that do
     stand_ins.refuse_flash_attention()
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):  # as vLLM reads it
+        os.environ.setdefault("PYOPS_BATCH_INVARIANT", "1")
     with ExitStack() as undo:
         if choice.every_op or choice.ops:
             undo.enter_context(override(*choice.ops, without=choice.without))
         for name in choice.parts:
-            part = parts.load(name)
-            line = part.install()
+            try:
+                part = parts.load(name)
+                line = part.install()
+            except (ImportError, AttributeError) as error:
+                _log.warning("%s is left to vLLM, which has another interface: %s", name, error)
+                continue
             undo.callback(part.uninstall)
             if line:
                 _log.info("%s: %s", name, line)

@@ -215,7 +215,7 @@ def choose_rows(
 def _choose(problem: RowProblem, device: Device) -> RowConfig:
     """The choice of `choose_rows`."""
     size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
-    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.num_sms))
+    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-tuning.pinned(num_rows) // device.num_sms))
     spills = vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS
     return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers and not spills)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ... import check
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType
@@ -55,6 +55,7 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 def choose_combine(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> CombineConfig:
     """Groups for the splits of a head, heads of a block, and parts of a head if its groups do not fit into a block."""
+    num_seqs, max_splits = tuning.pinned(num_seqs), tuning.pinned(max_splits)
     rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.num_sms
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:

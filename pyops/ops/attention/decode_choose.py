@@ -43,6 +43,9 @@ _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 _MAX_SPLITS = 128  # most splits of a sequence
+# Batch invariance: fewest tokens of a split. A sequence has as many splits as its own length fills, up to _MAX_SPLITS:
+# then 128 K tokens have 128, and the size grows with the length.
+PINNED_SPLIT = 1024
 _MIN_WANTED_SPLITS = 4  # fewest splits planned per sequence, in case one sequence of the batch is much longer
 # Waves per number of splits that saturates memory. "Half of the resident warps saturate memory": one sequence takes
 # 40.4 us with 33 splits, and 42.3 us with the 49 splits of a full wave.
@@ -144,15 +147,16 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """The Config for this problem."""
     heads, tiles, min_blocks = _choose_step(problem, device)
     blocks = blocks_of_one_split(problem, heads)
-    num_warps, cluster_size = NUM_WARPS, 1
+    num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         saturating_warps = _SATURATING_WARPS * device.num_sms if device.supports("mma") else 0
-        num_warps = choose_num_warps(blocks, min_blocks * device.num_sms, saturating_warps)
+        if not is_pinned:
+            num_warps = choose_num_warps(blocks, min_blocks * device.num_sms, saturating_warps)
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     max_splits = problem.num_partitions or choose_max_splits(problem, wave)
-    if problem.uses_mma and not problem.partials:
+    if problem.uses_mma and not problem.partials and not is_pinned:
         may_be_wide = min(heads, problem.group) * problem.head_size <= _MAX_WIDE_ELEMENTS
         step = TILE_TOKENS * tiles
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
@@ -167,7 +171,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         pieces > 1 or _is_short_of_registers(problem, device),
         cluster_size,
         max_splits,
-        _MIN_SPLIT,
+        PINNED_SPLIT if is_pinned else _MIN_SPLIT,
         _choose_combine(problem, max_splits, device),
         pieces,
     )
@@ -176,6 +180,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:
     """The kernel that combines the splits; None if the last block of a row does it."""
     combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
+    combines_itself &= not tuning.batch_invariant()
     if not problem.partials and (max_splits == 1 or combines_itself):
         return None
     lanes = lanes_of(problem.head_size, problem.combine_vector_width, device)
@@ -302,6 +307,8 @@ def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, d
 def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
     """The most splits of a sequence, where `wave` splits of all sequences run at once."""
     num_seqs = problem.num_seqs
+    if tuning.batch_invariant():
+        return max(1, min(-(-problem.max_tokens // PINNED_SPLIT), _MAX_SPLITS))
     if _WAVES_WITHOUT_SPLITS * wave < num_seqs:
         return 1
     if num_seqs <= 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.tensors.dtypes import int32
@@ -52,7 +53,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
     }
     wave = 0.0  # if positive, kernels distribute the splits of a wave by the lengths of all sequences
     if problem.uses_mma:
-        if problem.num_seqs > 1 and max_splits > 1 and not problem.partials:
+        if problem.num_seqs > 1 and max_splits > 1 and not problem.partials and not tuning.batch_invariant():
             wave = wave_splits(
                 problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
             )

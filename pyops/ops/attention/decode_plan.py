@@ -28,7 +28,7 @@ def launch(name: str, problem: DecodeProblem) -> list[Launch]:
     """The launches of the op `name`."""
     device, rows = problem.query.device, _as_rows(problem)
     config: Any
-    if rows and _is_faster(problem):
+    if rows and _is_faster(problem) and not tuning.batch_invariant():
         config = tuning.config(name, rows, device, prefill_plan.choose)
     else:
         config = tuning.config(name, problem, device, decode_choose.choose)

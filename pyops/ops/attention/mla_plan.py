@@ -12,6 +12,7 @@ from ..._core.tensors.dtypes import float32
 from . import mla_schedule, mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
+from .decode_choose import PINNED_SPLIT
 from .decode_launch import NO_STARTS, workspace
 from .layout import absent, heads_stride
 from .mla_problem import (
@@ -91,21 +92,22 @@ AnyConfig = MlaConfig | MlaSm90Config | CodesConfig | FewHeadsConfig
 
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
-    if problem.has_few_heads and problem.is_plain_fp8:
+    is_pinned = tuning.batch_invariant()  # the other kernels cut all sequences into equal shares
+    if problem.has_few_heads and problem.is_plain_fp8 and not is_pinned:
         return mla_small_h_fp8.choose(problem, device)
-    if problem.has_few_heads:
+    if problem.has_few_heads and not is_pinned:
         return mla_small_h.choose(problem, device)
-    if problem.uses_wgmma:
+    if problem.uses_wgmma and not is_pinned:
         return mla_sm90.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
     blocks = num_seqs * -(-num_heads // heads)
-    wanted = problem.num_kv_splits
+    wanted, min_split = problem.num_kv_splits, _MIN_SPLIT * max(1, heads // 16)
     if wanted <= 0:
-        wanted = _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
-    min_split = _MIN_SPLIT * max(1, heads // 16)
+        wanted = _MAX_SPLITS if is_pinned else _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
+        min_split = PINNED_SPLIT if is_pinned else min_split
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
     lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
     combine = choose_combine(num_seqs, num_heads, max_splits, lanes, device)

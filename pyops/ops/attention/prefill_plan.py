@@ -78,7 +78,7 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     # Few rows that need two tiles per warp to read the cache once.
-    many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS
+    many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS or tuning.batch_invariant()
     has_registers = device.supports("async_copies") or device.warp_size == 64  # also for loads held in registers
     config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,

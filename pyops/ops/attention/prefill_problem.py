@@ -62,7 +62,7 @@ class PrefillProblem:
         per sequence. No result depends on it.
         """
         tokens, remainder = divmod(self.query.shape[0], max(1, self.num_seqs))
-        return 0 if remainder else tokens
+        return 0 if remainder or tuning.batch_invariant() else tokens
 
     @property
     def few_rows(self) -> int:
@@ -184,6 +184,7 @@ class PrefillProblem:
         may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
         may_be_many &= self.tokens_of_each <= 1
+        may_be_many |= tuning.batch_invariant()
         reads_once = single_rows.reads == 1 or not self.uses_wgmma
         return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
 

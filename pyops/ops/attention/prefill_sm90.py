@@ -309,6 +309,8 @@ def choose_splits(
 
     Each sequence may add one work item, with all its splits, that is empty.
     """
+    if tuning.batch_invariant():
+        return 1
     item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
     num_kv_heads, slots = problem.layout.num_kv_heads, min_blocks * device.num_sms
     if problem.single_rows:

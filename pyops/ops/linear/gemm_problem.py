@@ -141,7 +141,9 @@ class Epilogue:
         """0: none, 1: one per column, 2: one per element."""
         if self.bias is None:
             return 0
-        return 1 if self.of_experts or check.num_rows(self.bias) == 1 else 2
+        # A matrix of one row selects other kernels than one of several: batch invariance goes by the dimensions.
+        is_row = check.num_rows(self.bias) == 1 and not (tuning.batch_invariant() and len(self.bias.shape) > 1)
+        return 1 if self.of_experts or is_row else 2
 
     def constants(self) -> dict[str, Any]:
         """Constants of every kernel that includes gemm_epilogue.cuh."""
@@ -235,7 +237,9 @@ class GemmProblem:
     def out_is_aligned(self) -> bool:
         """Whether rows of out begin at multiples of 16 bytes."""
         out = self.epilogue.out
-        return out.alignment >= 16 and (self.m == 1 or check.row_stride(out) * out.dtype.itemsize % 16 == 0)
+        return out.alignment >= 16 and (
+            tuning.pinned(self.m) == 1 or check.row_stride(out) * out.dtype.itemsize % 16 == 0
+        )
 
     def bucket(self) -> str:
         epilogue, out = self.epilogue, self.epilogue.out

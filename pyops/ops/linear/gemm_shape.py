@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e5m2, float16
 from .gemm_problem import GemmProblem
@@ -63,6 +63,13 @@ class GemmShape:
             epilogue.has_matrix_bias,
             epilogue.has_tiles,
         )
+
+    def of_rows(self, rows: int) -> GemmShape:
+        return replace(self, m=rows)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.m, self.n)
 
     @property
     def num_k_tiles(self) -> int:

@@ -316,7 +316,7 @@ def _fitting(config: C, shape: GgmlShape, device: Device, most: int) -> C:
 def _of_waves(shape: GgmlShape, device: Device) -> GgmlMulMatConfig:
     """The geometry where registers hold copies. Two blocks fit on an SM, so that one multiplies while the other stores
     its loads to shared memory, unless there are at most as many blocks as SMs."""
-    tiles = -(-shape.n // 16) * shape.tiles
+    tiles = -(-shape.n // 16) * tuning.pinned(shape.tiles)
     is_small = tiles < 2 * device.num_sms
     blocks = 1 if tiles <= device.num_sms else 2  # blocks per SM
     waves = _FEW_WAVES if is_small else _WAVES

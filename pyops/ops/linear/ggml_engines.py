@@ -166,7 +166,7 @@ def _dequantize_refusal(shape: GgmlShape, device: Device) -> str | None:
 
 def _dequantize_configs(shape: GgmlShape, device: Device) -> Iterator[DequantizeGgmlConfig]:
     assert shape.dense is not None
-    yield DequantizeGgmlConfig(gemm_engines.choose.fastest(shape.dense, device).config)
+    yield DequantizeGgmlConfig(gemm_engines.choose.best(shape.dense, device).config)
 
 
 def _dequantize_us(config: DequantizeGgmlConfig, shape: GgmlShape, device: Device, rates: GgmlRates) -> float:

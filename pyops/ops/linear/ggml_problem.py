@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import check, tuning
@@ -198,6 +198,13 @@ class GgmlShape:
             0 if choices is None or choices.expert_ids is None else BLOCK_ROWS,
             GemmShape.of(problem.product) if choices is None else None,
         )
+
+    def of_rows(self, rows: int) -> GgmlShape:
+        return replace(self, rows=rows, dense=None if self.dense is None else self.dense.of_rows(rows))
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.rows, self.n)
 
     @property
     def tokens(self) -> int:

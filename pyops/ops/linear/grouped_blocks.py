@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ... import tuning
 from ..._core.op import torch_library
 from ..._core.system import device as devices
 from ..._core.system.device import Device
@@ -41,7 +42,8 @@ class Limit(NamedTuple):
 
 def block_size_for(shape: GroupedShape, device: Device) -> int:
     """The block size with which `moe_align_block_size` should sort the rows of this product; its own is not read."""
-    times = _times(device, shape)
+    rows = tuning.pinned_rows(shape.rows, shape.num_experts)
+    times = _times(device, replace(shape, rows=rows))
     return min(times, key=lambda size: times[size])
 
 

@@ -134,7 +134,7 @@ class GroupedProblem:
     def out_is_aligned(self) -> bool:
         """Whether rows of out begin at multiples of 16 bytes."""
         stride = check.row_stride(self.out) * self.out.dtype.itemsize
-        return self.out.alignment >= 16 and (self.num_rows == 1 or stride % 16 == 0)
+        return self.out.alignment >= 16 and (tuning.pinned(self.num_rows) == 1 or stride % 16 == 0)
 
     @property
     def empty(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -61,6 +61,13 @@ class GroupedShape:
             problem.lists.block_size,
             problem.vec_size * problem.dtype.itemsize,
         )
+
+    def of_rows(self, rows: int) -> GroupedShape:
+        return replace(self, rows=rows * self.top_k)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows == 0
 
     @property
     def dense(self) -> GroupedShape:

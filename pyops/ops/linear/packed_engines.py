@@ -221,7 +221,7 @@ def _cdna_us(config: PackedTileConfig, shape: PackedShape, device: Device, rates
 
 
 def _dequantize_configs(shape: PackedShape, device: Device) -> Iterator[DequantizeConfig]:
-    yield DequantizeConfig(gemm_engines.choose.fastest(shape.dense, device).config)
+    yield DequantizeConfig(gemm_engines.choose.best(shape.dense, device).config)
 
 
 def _dequantize_us(config: DequantizeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:

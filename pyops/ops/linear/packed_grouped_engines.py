@@ -65,6 +65,9 @@ class PackedGroupedShape(GroupedShape):
         dense = GroupedShape.of(_product(problem))
         return cls(**{one.name: getattr(dense, one.name) for one in fields(dense)}, weight=PackedShape.of(problem))
 
+    def of_rows(self, rows: int) -> PackedGroupedShape:
+        return replace(self, rows=rows * self.top_k, weight=self.weight.of_rows(rows))
+
     @property
     def mean_rows(self) -> int:
         """The expected rows of an expert that has any, a power of two."""
@@ -212,7 +215,7 @@ def _product(problem: PackedProblem) -> GroupedProblem:
 
 
 def _dequantize_configs(shape: PackedGroupedShape, device: Device) -> Iterator[DequantizePackedExpertsConfig]:
-    yield DequantizePackedExpertsConfig(grouped_engines.choose.fastest(shape.dense, device).config)
+    yield DequantizePackedExpertsConfig(grouped_engines.choose.best(shape.dense, device).config)
 
 
 def _dequantize_us(

@@ -162,9 +162,14 @@ class PackedProblem:
         return self.m if self.experts is None else self.experts.lists.num_blocks * self.experts.lists.block_size
 
     @property
+    def expected_rows(self) -> int:
+        """Rows of out that kernels are chosen by, a power of two."""
+        return tuning.power_of_two(tuning.pinned_rows(self.m, self.num_weights))
+
+    @property
     def rows_of_weight(self) -> int:
         """The expected rows of out of a weight that has any, a power of two: rows choose experts at random."""
-        rows = tuning.power_of_two(self.m)
+        rows = self.expected_rows
         if self.experts is None:
             return rows
         count = max(1, self.experts.num_experts)

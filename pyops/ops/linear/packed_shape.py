@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..._core.tensors.dtypes import float8_e4m3fn, float16
 from .._shared.packed_layouts import Layout, ZeroLayout, unit
@@ -61,6 +61,13 @@ class PackedShape:
             w.g_idx is not None,
             all(one.alignment == 16 for one in (w.codes, w.scales, w.zeros, w.places) if one is not None),
         )
+
+    def of_rows(self, rows: int) -> PackedShape:
+        return replace(self, dense=self.dense.of_rows(rows))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.dense.is_empty
 
     @property
     def m(self) -> int:

@@ -102,7 +102,7 @@ def choose(problem: GemmProblem, device: Device) -> SkinnyConfig:
 
 def config_for(shape: GemmShape, device: Device) -> SkinnyConfig:
     """The geometry for one token or for several."""
-    return _choose(shape.k, shape.vec_size, shape.m != 1, device.warp_size)
+    return _choose(shape.k, shape.vec_size, tuning.pinned(shape.m) != 1, device.warp_size)
 
 
 @cache  # a plan miss must not pay for it

@@ -221,7 +221,7 @@ def cdna_us(config: TileGeometry, shape: GroupedShape, device: Device, rates: Wq
 
 
 def _dequantize_configs(shape: WqGroupedShape, device: Device) -> Iterator[DequantizeExpertsConfig]:
-    yield DequantizeExpertsConfig(grouped_engines.choose.fastest(shape.dense, device).config)
+    yield DequantizeExpertsConfig(grouped_engines.choose.best(shape.dense, device).config)
 
 
 def _dequantize_us(

@@ -56,7 +56,7 @@ class ChunkScanProblem:
         """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
         device, num_tokens = self.x.device, self.x.shape[0]
         blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.num_sms
-        wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
+        wanted = 1 if tuning.batch_invariant() else max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
         chunk_parts, part_tokens = 1, min(self.chunk_size, max(1, num_tokens))
         long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
         if wanted > 1 and long and self.num_chunks < _MANY_CHUNKS * wanted:

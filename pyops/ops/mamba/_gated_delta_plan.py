@@ -44,7 +44,7 @@ class GatedDeltaProblem(DeltaProblem):
             and q.shape[3] % 16 == 0
             and 16 <= q.shape[3] <= (_MAX_KEY_SIZE_GFX11 if q.device.arch.startswith("gfx11") else _MAX_KEY_SIZE)
             and v.shape[3] % 32 == 0
-            and q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs
+            and (tuning.batch_invariant() or q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs)
             and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
             and o.alignment >= 8
             and token_stride(o) % 4 == 0
@@ -76,7 +76,7 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
     if not problem.uses_products:
         return GatedDeltaConfig(_WARPS, 1)
     _, _, value_heads, value_size = problem.tokens.v.shape
-    num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
+    num_blocks = tuning.pinned(problem.num_seqs) * value_heads * value_size // (16 * _WARPS)
     large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
     if large and tiles(device, problem.tokens.q.shape[3], _LARGE_WARPS) is not None:
         return GatedDeltaConfig(_LARGE_WARPS, 1)

@@ -33,6 +33,7 @@ _MIN_SHARE = 0.75  # share of the warp schedulers
 _SCHEDULERS = 4  # warp schedulers of an SM
 _MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8  # most and fewest tokens of a tile
 _SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # most tokens of a short sequence, and of its tiles
+_PINNED_TOKENS = 2**15  # batch invariance: tokens that the choice assumes, a thousand for each sequence
 _MAX_STAGED_BYTES = 128  # most bytes that a producer thread holds in registers
 
 
@@ -190,9 +191,13 @@ def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) ->
 
 def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
     """With few channels and long sequences, lanes share the tokens of a channel; otherwise they share its states."""
+    batch, tokens = tuning.pinned(problem.batch), tuning.pinned(problem.num_tokens, _PINNED_TOKENS)
+    problem = problem._replace(batch=batch, num_tokens=tokens)
     # All problems of a bucket get the same Config class, so that a tuning table can name its fields.
     rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
-    if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
+    # In selective_scan_tokens.cu a lane has as many tokens as the alignment of the whole batch allows.
+    is_few = problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS
+    if is_few and rounded_tokens >= _LONG_SEQUENCE and not tuning.batch_invariant():
         return _share_tokens(problem, device, rounded_tokens)
     return _choose_recurrence(problem, device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
@@ -115,7 +115,7 @@ def plan_fused_qk_norm_rope(
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
     check.shape(position_ids, int64, num_tokens=num_tokens)
     heads = num_heads_q + num_heads_k
-    many = num_tokens > qkv.device.num_sms
+    many = tuning.pinned(num_tokens) > qkv.device.num_sms
     num_threads = geometry.threads_for_row(heads * (head_dim // _VEC_SIZE), _HEADS[many], _MAX_HEADS)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,

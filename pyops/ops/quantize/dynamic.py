@@ -49,7 +49,8 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
 
     The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
     not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
-    and finite elements become 0.
+    and finite elements become 0. The scale is that of the whole tensor, so that a row depends on all others: no switch
+    makes it batch invariant, and activations need `dynamic_per_token_scaled_fp8_quant` for that.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ... import check
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
@@ -77,7 +77,7 @@ def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, 
     vec_size = check.vector_width(vocab_size, out, logits)
     row_vecs = -(-vocab_size // vec_size)
     num_threads, batch = _MANY
-    if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.num_sms:
+    if tuning.pinned(num_rows) * -(-row_vecs // (num_threads * batch)) < logits.device.num_sms:
         num_threads, batch = _FEW
     pieces = -(-row_vecs // (num_threads * batch))
     if pieces == 1:

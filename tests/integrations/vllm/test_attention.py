@@ -32,8 +32,18 @@ def vllm_config() -> Iterator[Any]:
         yield config
 
 
-def make_layer(heads: tuple[int, int], head_size: int, dtype: torch.dtype, cache: str, **more: Any) -> Any:
-    """vLLM's layer with an empty cache: every slot holds NaN, or the fp8 maximum."""
+def make_layer(
+    heads: tuple[int, int],
+    head_size: int,
+    dtype: torch.dtype,
+    cache: str,
+    canonical: tuple[int, ...] | None = None,
+    **more: Any,
+) -> Any:
+    """vLLM's layer with an empty cache: every slot holds NaN, or the fp8 maximum.
+
+    `canonical`: the order in memory of a cache as vLLM 0.33 has it, [blocks, heads, slots, keys and values of a slot].
+    """
     from vllm.config import CacheConfig
     from vllm.model_executor.layers.attention import Attention
 
@@ -50,8 +60,11 @@ def make_layer(heads: tuple[int, int], head_size: int, dtype: torch.dtype, cache
         **{"prefix": "layers.0.attn"} | more,
     )
     layer.process_weights_after_loading(dtype)
-    shape = PagedBackend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, heads[1], head_size, cache)
-    order = PagedBackend.get_kv_cache_stride_order()
+    if canonical is None:
+        shape = PagedBackend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, heads[1], head_size, cache)
+        order = PagedBackend.get_kv_cache_stride_order()
+    else:
+        shape, order = (NUM_BLOCKS, heads[1], BLOCK_SIZE, 2 * head_size), canonical
     storage = torch.uint8 if cache.startswith("fp8") else dtype
     value = 0x7E if storage is torch.uint8 else torch.nan
     empty = torch.full([shape[dim] for dim in order], value, dtype=storage)
@@ -244,6 +257,15 @@ def test_heads_before_slots(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(_paged_attention, "get_kv_cache_layout", lambda: "HND")
     assert_is_attention(vllm_config, STEPS)
+
+
+@pytest.mark.parametrize("canonical", [(0, 1, 2, 3), (0, 2, 1, 3)])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_caches_of_0_33(vllm_config: Any, canonical: tuple[int, ...], cache: str) -> None:
+    """A slot holds its keys and its values next to each other, and heads or slots come first."""
+    assert_is_attention(
+        vllm_config, STEPS, canonical=canonical, cache=cache, scales=(0.5, 0.5) if cache == "fp8" else (1.0, 1.0)
+    )
 
 
 @pytest.fixture

@@ -96,6 +96,8 @@ def made(method: Any, tensors: dict[str, torch.Tensor], k: int, n: int, dtype: t
     sizes |= {"input_size": k, "output_size": n, "params_dtype": dtype}
     method.create_weights(layer, **sizes, weight_loader=lambda *args: None)
     for name, value in tensors.items():
+        if name == "g_idx" and not hasattr(layer, name):  # vLLM 0.33 has no act-order
+            continue
         parameter = getattr(layer, name)
         assert parameter.shape == value.shape
         parameter.data.copy_(value)
@@ -342,7 +344,7 @@ def packed_config(**changed: Any) -> Any:
         "weight_type": scalar_types.uint4b8,
         "act_type": torch.bfloat16,
         "zero_points": False,
-        "has_g_idx": False,
+        **({"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__ else {}),
     }
     return MPLinearLayerConfig(**values | changed)
 

@@ -103,6 +103,27 @@ def run(site: Path, words: str | None, code: str = CALLS) -> subprocess.Complete
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("given", "found"), [("1", "1"), ("0", "None")])
+def test_batch_invariance_of_vllm_is_that_of_the_ops(
+    site: Path, given: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", given)
+    monkeypatch.delenv("PYOPS_BATCH_INVARIANT", raising=False)
+    code = "activate()\nimport os\nprint('invariant', os.environ.get('PYOPS_BATCH_INVARIANT'))\n"
+    done = run(site, "ops", code)
+    assert done.returncode == 0, done.stderr
+    assert f"invariant {found}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_part_with_another_interface_is_left_to_vllm(site: Path) -> None:
+    """The stand-in for vLLM has no samplers."""
+    done = run(site, "sampler,silu_and_mul", "activate()\n")
+    assert done.returncode == 0, done.stderr
+    assert "vllm.pyops WARNING sampler is left to vLLM, which has another interface: " in done.stdout
+
+
+@pytest.mark.slow
 def test_without_the_switch_nothing_happens(site: Path) -> None:
     done = run(site, None)
     assert done.returncode == 0, done.stderr

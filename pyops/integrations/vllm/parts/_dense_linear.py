@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 import pyops
+from pyops.tuning import batch_invariant
 
 # Largest M at which the GEMM is at least as fast as cuBLAS for every measured weight on an H200
 # (docs/performance/products.md). For one token, cuBLAS is up to 11 % faster if K is not a multiple of 1024.
@@ -32,10 +33,12 @@ def unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` takes these tensors, and is faster than cuBLAS."""
+    """Whether `linear` takes these tensors, and is faster than cuBLAS, or gives a row the same bits in any batch."""
     if x.stride(-1) != 1 or weight.stride(1) != 1 or not (x.ndim == 2 or x.is_contiguous()):
         return False
     num_tokens = x.numel() // max(1, x.shape[-1])
+    if batch_invariant():
+        return bool(num_tokens > 0)
     if num_tokens == 1:
         return bool(weight.shape[1] % _ONE_TOKEN_MULTIPLE == 0)
     return bool(0 < num_tokens <= _MAX_TOKENS)

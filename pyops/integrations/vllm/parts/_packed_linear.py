@@ -46,15 +46,15 @@ class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         c = self.config
         (k, n), bits = c.partition_weight_shape, c.weight_type.size_bits
-        weight, scales, zeros, g_idx = self._get_weight_params(layer)
+        weight, scales, zeros, *g_idx = self._get_weight_params(layer)
         permute_param_layout_(weight, input_dim=0, output_dim=1, packed_dim=0)
         permute_param_layout_(scales, input_dim=0, output_dim=1)
         groups = scales.shape[0]
 
         layer.row_order = None  # rows of the weight in the order of their groups
-        if c.has_g_idx:
-            layer.row_order = torch.argsort(g_idx).to(torch.int32)
-            replace_parameter(layer, self.w_gidx_name, g_idx[layer.row_order])
+        if _has_g_idx(c):
+            layer.row_order = torch.argsort(g_idx[0]).to(torch.int32)
+            replace_parameter(layer, self.w_gidx_name, g_idx[0][layer.row_order])
         packed = pyops.gptq_marlin_repack(weight.data.contiguous(), layer.row_order, k, n, bits)
         replace_parameter(layer, self.w_q_name, packed)
         replace_parameter(layer, self.w_s_name, _placed(scales.data, "marlin_32" if groups == 1 else "marlin_64"))
@@ -68,7 +68,7 @@ class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         c = self.config
         k, n = c.partition_weight_shape
-        weight, scales, zeros, g_idx = self._get_weight_params(layer)
+        weight, scales, zeros, *g_idx = self._get_weight_params(layer)
         rows = x.reshape(-1, k)
         out = pyops.marlin_gemm(
             rows,
@@ -78,16 +78,21 @@ class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
             None,
             None,
             zeros if c.zero_points else None,
-            g_idx if c.has_g_idx else None,
+            g_idx[0] if _has_g_idx(c) else None,
             layer.row_order,
             None,
             c.weight_type.id,
             rows.shape[0],
             n,
             k,
-            not c.has_g_idx or k == c.full_weight_shape[0],
+            not _has_g_idx(c) or k == c.full_weight_shape[0],
         )
         return out.view(*x.shape[:-1], n)
+
+
+def _has_g_idx(c: Any) -> bool:
+    """Whether rows are in the order of their groups by act-order, which vLLM 0.33 no longer has."""
+    return bool(getattr(c, "has_g_idx", False))
 
 
 def _refusal(c: Any) -> str | None:

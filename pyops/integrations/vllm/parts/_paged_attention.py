@@ -21,10 +21,14 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from ....ops.attention import paged_attention_v1, paged_attention_varlen
 from ....ops.cache import reshape_and_cache_flash
+
+try:
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+except ImportError:  # vLLM 0.33: the cache of a layer is [blocks, heads, slots, keys and values of a slot]
+    get_kv_cache_layout = None
 
 MIN_CAPABILITY = DeviceCapability(8, 0)  # the MMA kernels need mma.sync for bfloat16
 _POOLING_MODEL = "VoxtralRealtimeGeneration"  # its encoder raises an error for unknown backend classes
@@ -102,7 +106,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
         common = common_attn_metadata
-        if not common.causal:
+        if common.causal is not True:
             raise NotImplementedError("pyops' attention backend is causal; choose another by --attention-backend")
         return PagedMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -134,7 +138,7 @@ class Served:
         return "CUSTOM"  # layers look up this name in vLLM's enumeration of backends
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
     @classmethod
@@ -170,6 +174,10 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
         if include_num_layers_dimension:  # the first dimension: all layers of a block are adjacent
             return block + 1, 0, *(dim + 1 for dim in inner)
         return block, *inner
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -249,7 +257,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
 
         vLLM profiles memory with a small first cache and frees it, so the views must not keep it alive.
         """
-        self._key_cache, self._value_cache = kv_cache.data.unbind(1)  # views of kv_cache itself would keep it alive
+        cache = kv_cache.data  # views of kv_cache itself would keep it alive
+        of_kind = cache.unbind(1) if cache.ndim == 5 else cache.transpose(1, 2).split(self.head_size, -1)
+        self._key_cache, self._value_cache = of_kind
         self._block_size = kv_cache.shape[2]
         self._scales = layer._k_scale, layer._v_scale
         self._bound = weakref.ref(kv_cache, self._release)

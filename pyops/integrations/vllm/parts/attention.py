@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,12 +45,18 @@ def install() -> str:
 
     Returns:
         One line for the log with the new backends; "" if there are none. A second call changes nothing.
+
+    Raises:
+        ImportError: this version of vLLM has another interface of attention backends.
     """
     global _line
     from vllm.platforms import current_platform
 
     if not _line and current_platform.is_cuda():
-        installers = {"decoders": _install_decoders, "mla": _install_latent, "mla prefill": _install_latent_prefill}
+        importlib.import_module(f"{_PACKAGE}._paged_attention")  # vLLM resolves the names of backends much later
+        installers = {"decoders": _install_decoders}
+        if not _has_canonical_cache():
+            installers |= {"mla": _install_latent, "mla prefill": _install_latent_prefill}
         lines = [installer() for case, installer in installers.items() if keeps("attention", case)]
         _line = "; ".join(filter(None, lines))
     return _line
@@ -60,6 +67,12 @@ def uninstall() -> None:
     global _line
     _line = ""
     _taken.close()
+
+
+def _has_canonical_cache() -> bool:
+    """Whether this is vLLM 0.33 or later: backends no longer choose the shape of a cache. MLA is not served there."""
+    utils = importlib.import_module("vllm.v1.attention.backends.utils")
+    return not hasattr(utils, "get_kv_cache_layout")
 
 
 def _install_decoders() -> str:
