@@ -83,7 +83,7 @@ def _of_type(rates: dict[str, float], shape: GgmlShape) -> float:
 
 def _rounded(shape: GgmlShape) -> str | None:
     """Why no kernel with fused dequantization serves the shape."""
-    many = shape.dense is not None and shape.rows > MAX_FUSED_ROWS
+    many = shape.dense is not None and shape.rows > MAX_FUSED_ROWS and not tuning.batch_invariant()
     return f"with more than {MAX_FUSED_ROWS} rows the weight is rounded to the dtype of X" if many else None
 
 
@@ -160,6 +160,8 @@ def _simt_us(config: GgmlSimtConfig, shape: GgmlShape, device: Device, rates: Gg
 def _dequantize_refusal(shape: GgmlShape, device: Device) -> str | None:
     if shape.dense is None:
         return "rows have weights of different experts"
+    if tuning.batch_invariant():
+        return "for few rows the weight is not rounded to the dtype of X, and PYOPS_BATCH_INVARIANT is set"
     few = shape.rows <= MAX_FUSED_ROWS
     return f"up to {MAX_FUSED_ROWS} rows the weight is not rounded to the dtype of X" if few else None
 
