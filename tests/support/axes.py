@@ -38,6 +38,10 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "num_experts": (3,),
     "output_size": (136, 64),  # the small-M kernel of packed weights takes a multiple of 64
     "input_size": (160,),
+    "num_pages": (37,),
+    "num_keys": (300,),
+    "num_blocks": (7,),
+    "max_blocks": (5,),
 }
 
 # Axis -> the values that are run, where not all of them are.
