@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..._core.errors import OpError
 from ...ops.cache import concat_and_cache_mla as _concat_and_cache_mla
 from ...ops.cache import cp_gather_and_upconvert_fp8_kv_cache as _cp_gather_and_upconvert_fp8_kv_cache
-from ...ops.cache import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert as _fused_deepseek_v4_insert
 from ...ops.cache import reshape_and_cache as _reshape_and_cache
 from ...ops.linear import dsv3_fused_a_gemm as _dsv3_fused_a_gemm
 from ...ops.linear import gptq_gemm as _gptq_gemm
@@ -78,15 +77,6 @@ def gptq_shuffle(q_weight: Tensor, bit: int) -> None:
 def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
     """dsv3_fused_a_gemm, for which enable_pdl has no effect: every launch may overlap the previous kernel"""
     _dsv3_fused_a_gemm(output, mat_a, mat_b)
-
-
-@_adapter
-def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*args: Any) -> Tensor:
-    """fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with norm and rotation of the queries, and keys as fp8"""
-    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
-    _require(name, args[9:], apply_q_norm=True, kv_mxfp8=False, apply_q_rope=True, is_q_interleaved=False)
-    queries: Tensor = _fused_deepseek_v4_insert(*args[:9])
-    return queries
 
 
 @_adapter

@@ -18,7 +18,11 @@ from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
 from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
-from .deepseek_v4 import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from .deepseek_v4 import fused_deepseek_v4_kv_rope_insert, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from .deepseek_v4_rows import (
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
+)
 from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
 from .indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .reshape_and_cache import reshape_and_cache
@@ -36,6 +40,9 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "fused_deepseek_v4_kv_rope_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",

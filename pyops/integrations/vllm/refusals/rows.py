@@ -40,7 +40,6 @@ _BLOCK_SIZES = Refusal(
 )
 
 _AITER = "True", "the layout of values is that of AITER's kernels for AMD's GPUs, which no attention here reads"
-_V4_WHY = "the kernel has the one form that DeepSeek-V4 calls"
 
 ROWS: dict[str, tuple[Refusal, ...]] = {
     # activations
@@ -104,12 +103,10 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "indexer_k_quant_and_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "cp_gather_indexer_k_quant_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "concat_mla_q": (),
-    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (
-        Refusal("apply_q_norm", "False", _V4_WHY),
-        Refusal("kv_mxfp8", "True", _V4_WHY),
-        Refusal("apply_q_rope", "False", _V4_WHY),
-        Refusal("is_q_interleaved", "True", _V4_WHY),
-    ),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (),
+    "fused_deepseek_v4_kv_rope_insert": (),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": (),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": (),
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),
