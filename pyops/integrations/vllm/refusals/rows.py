@@ -107,6 +107,21 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "fused_deepseek_v4_kv_rope_insert": (),
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": (),
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_ds_mla_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert": (),
+    "fused_kimi_k3_mla_key_concat_ds_mla_insert": (),
+    "fused_kimi_k3_mla_key_concat_kv_cache_insert": (),
+    "fused_kimi_k3_mla_kv_concat": (),
+    "fused_kimi_k3_mla_kv_concat_quant_fp8": (),
+    "fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert": (),
+    "fused_qknorm_rope_cache": (),
+    "fused_muse_spark_qknorm_rope_kv_insert": (),
+    "fused_minimax_m3_qknorm_rope_kv_insert": (
+        Refusal(
+            "kv_cache_dtype", '"nvfp4"', "the pages are those of trtllm-gen for sm_100; no attention here reads them"
+        ),
+    ),
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),
