@@ -1992,6 +1992,31 @@ class _situ_and_mul_quant(_Attributes, Protocol):
 
 situ_and_mul_quant: _situ_and_mul_quant
 
+class _muse_spark_mul_tanh_soft_cap(_Attributes, Protocol):
+    def __call__(self, out: Tensor, input: Tensor, multiplier: float, soft_cap_temp: float) -> None:
+        """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
+
+        Args:
+            out: [...] float32, contiguous, written.
+            input: the same shape, float32, float16 or bfloat16, contiguous.
+            multiplier: the factor of logits.
+            soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
+        """
+    @staticmethod
+    def new(input: Tensor, multiplier: float, soft_cap_temp: float) -> Tensor:
+        """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
+
+        Args:
+            input: [...], float32, float16 or bfloat16, contiguous.
+            multiplier: the factor of logits.
+            soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
+
+        Returns:
+            out: [...] float32.
+        """
+
+muse_spark_mul_tanh_soft_cap: _muse_spark_mul_tanh_soft_cap
+
 class _gelu_and_mul_sparse(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = 'none') -> None:
         """GEGLU of the gates above a quantile of their row; about the fraction `activation_sparsity` of `out` is zero.
@@ -3320,6 +3345,33 @@ class _cp_gather_and_upconvert_fp8_kv_cache(_Attributes, Protocol):
 
 cp_gather_and_upconvert_fp8_kv_cache: _cp_gather_and_upconvert_fp8_kv_cache
 
+class _cp_gather_and_upconvert_nvfp4_kv_cache(_Attributes, Protocol):
+    def __call__(
+        self,
+        src_cache: Tensor,
+        dst: Tensor,
+        block_table: Tensor,
+        workspace_starts: Tensor,
+        batch_size: int,
+    ) -> None:
+        """Gather the 352-byte entries "nvfp4_ds_mla" of sequences from a paged cache as bfloat16 rows.
+
+        An entry has 512 e2m1 values, two in a byte, the first in the lower bits; 64 float8_e4m3fn, the rotary key; and 32
+        scales, float8_e4m3fn, that of the 16 values of group g at byte ``8 * (g % 4) + g // 4``. ``dst[workspace_starts[b]
+        + j] = [value * scale, rotary key]``, exactly, from the entry ``src_cache[block_table[b, j // block_size], j %
+        block_size]``, for every b below batch_size. A sequence ends where the next begins, the last with `dst`. A row of no
+        sequence, or without an existing entry, is left unchanged.
+
+        Args:
+            src_cache: [num_blocks, block_size, 352] uint8; any strides but the last.
+            dst: [num_rows, 576] bfloat16, written row by row; any row stride.
+            block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
+            workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
+            batch_size: sequences to gather.
+        """
+
+cp_gather_and_upconvert_nvfp4_kv_cache: _cp_gather_and_upconvert_nvfp4_kv_cache
+
 class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
     def __call__(
         self,
@@ -4355,15 +4407,15 @@ class _fused_qknorm_rope_cache(_Attributes, Protocol):
             q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
             k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
             cos: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
-                dtype and row stride. Not read if rotary_pairs is 0.
+                dtype, any row strides. Not read if rotary_pairs is 0.
             sin: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
-                dtype and row stride. Not read if rotary_pairs is 0.
+                dtype, any row strides. Not read if rotary_pairs is 0.
             positions: [num_tokens] int64 or int32, any stride.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
-                last, the same in both; of the dtype of `qkv`, or uint8 or float8.
+                last; of the dtype of `qkv`, or uint8 or float8.
             v_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
-                last, the same in both; of the dtype of `qkv`, or uint8 or float8.
+                last; of the dtype of `qkv`, or uint8 or float8.
             head_dim: 64, 128, 192 or 256.
             num_q_heads: heads of each kind.
             num_kv_heads: heads of each kind.
@@ -4409,15 +4461,15 @@ class _fused_qknorm_rope_cache(_Attributes, Protocol):
             q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
             k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
             cos: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
-                dtype and row stride. Not read if rotary_pairs is 0.
+                dtype, any row strides. Not read if rotary_pairs is 0.
             sin: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
-                dtype and row stride. Not read if rotary_pairs is 0.
+                dtype, any row strides. Not read if rotary_pairs is 0.
             positions: [num_tokens] int64 or int32, any stride.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
-                last, the same in both; of the dtype of `qkv`, or uint8 or float8.
+                last; of the dtype of `qkv`, or uint8 or float8.
             v_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
-                last, the same in both; of the dtype of `qkv`, or uint8 or float8.
+                last; of the dtype of `qkv`, or uint8 or float8.
             head_dim: 64, 128, 192 or 256.
             num_q_heads: heads of each kind.
             num_kv_heads: heads of each kind.
@@ -8504,6 +8556,61 @@ class _moe_unpermute(_Attributes, Protocol):
 
 moe_unpermute: _moe_unpermute
 
+class _moe_prepare_scatter(_Attributes, Protocol):
+    def __call__(
+        self,
+        topk_ids: Tensor,
+        token_expert_indices: Tensor,
+        expert_map: Tensor | None,
+        n_expert: int,
+        n_local_expert: int,
+        expert_first_token_offset: Tensor,
+        scatter_idx: Tensor,
+        sorted_rows: Tensor,
+    ) -> None:
+        """The permutation of `moe_permute`, which describes it, without a copy of rows, as vLLM's op of this name.
+
+        Args:
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. None: the local index of an expert is its id.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
+            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the permuted index of the first row
+                for each expert on this device, then the number of all rows for experts on this device.
+            scatter_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
+            sorted_rows: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
+                ``num_tokens * topk`` if its expert is not on this device.
+        """
+    @staticmethod
+    def new(
+        topk_ids: Tensor,
+        token_expert_indices: Tensor,
+        expert_map: Tensor | None,
+        n_expert: int,
+        n_local_expert: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The permutation of `moe_permute`, which describes it, without a copy of rows, as vLLM's op of this name.
+
+        Args:
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. None: the local index of an expert is its id.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
+
+        Returns:
+            expert_first_token_offset: [n_local_expert + 1] int64: the permuted index of the first row for each expert on this
+                device, then the number of all rows for experts on this device.
+            scatter_idx: [num_tokens, topk] int32: the permuted index of each row.
+            sorted_rows: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` if its
+                expert is not on this device.
+        """
+
+moe_prepare_scatter: _moe_prepare_scatter
+
 class _topk_softmax(_Attributes, Protocol):
     def __call__(
         self,
@@ -9169,6 +9276,83 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """
 
 get_cutlass_pplx_moe_mm_data: _get_cutlass_pplx_moe_mm_data
+
+class _kimi_k3_attn_res(_Attributes, Protocol):
+    def __call__(
+        self,
+        prefix: Tensor,
+        delta: Tensor | None,
+        blocks: Tensor,
+        norm_weight: Tensor,
+        qk_weight: Tensor,
+        output_norm_weight: Tensor | None,
+        output: Tensor,
+        num_blocks: int,
+        block_write_idx: int,
+        eps: float,
+        output_norm_eps: float,
+    ) -> None:
+        """Mix the residual stream and the outputs of earlier blocks by a softmax over their scores (Kimi K3).
+
+        ``x = prefix[t]``, or, with `delta`, ``x = prefix[t] = T(prefix[t] + delta[t])``; then ``blocks[t, block_write_idx]
+        = x`` unless that index is -1. The sources are ``v[s] = blocks[t, s]`` for s < num_blocks, and x. Their scores are
+        ``sum(v[s] * norm_weight * qk_weight) / sqrt(mean(v[s]^2) + eps)``, and ``y`` is the sum of the sources, weighted by
+        the softmax of the scores. ``output[t] = y``, or, with `output_norm_weight`, ``y / sqrt(mean(y^2) + output_norm_eps)
+        * output_norm_weight``. All in float32; T rounds x and the output.
+
+        Args:
+            prefix: [num_tokens, hidden_size], float16 or bfloat16, read, and written with `delta`; any row stride.
+            delta: the same shape and dtype, any row stride; or None.
+            blocks: [num_tokens, at least num_blocks, hidden_size] of the same dtype, read, and written at block_write_idx;
+                any strides but the last.
+            norm_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            qk_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            output_norm_weight: [hidden_size] of the same dtype, or None.
+            output: [num_tokens, hidden_size] of the same dtype, written; any row stride.
+            num_blocks: blocks that are mixed, 0 to 16.
+            block_write_idx: the block that x is written to, or -1.
+            eps: added to the means of squares.
+            output_norm_eps: added to the means of squares.
+        """
+    @staticmethod
+    def new(
+        prefix: Tensor,
+        delta: Tensor | None,
+        blocks: Tensor,
+        norm_weight: Tensor,
+        qk_weight: Tensor,
+        output_norm_weight: Tensor | None,
+        num_blocks: int,
+        block_write_idx: int,
+        eps: float,
+        output_norm_eps: float,
+    ) -> Tensor:
+        """Mix the residual stream and the outputs of earlier blocks by a softmax over their scores (Kimi K3).
+
+        ``x = prefix[t]``, or, with `delta`, ``x = prefix[t] = T(prefix[t] + delta[t])``; then ``blocks[t, block_write_idx]
+        = x`` unless that index is -1. The sources are ``v[s] = blocks[t, s]`` for s < num_blocks, and x. Their scores are
+        ``sum(v[s] * norm_weight * qk_weight) / sqrt(mean(v[s]^2) + eps)``, and ``y`` is the sum of the sources, weighted by
+        the softmax of the scores. ``output[t] = y``, or, with `output_norm_weight`, ``y / sqrt(mean(y^2) + output_norm_eps)
+        * output_norm_weight``. All in float32; T rounds x and the output.
+
+        Args:
+            prefix: [num_tokens, hidden_size], float16 or bfloat16, read, and written with `delta`; any row stride.
+            delta: the same shape and dtype, any row stride; or None.
+            blocks: [num_tokens, at least num_blocks, hidden_size] of the same dtype, read, and written at block_write_idx;
+                any strides but the last.
+            norm_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            qk_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            output_norm_weight: [hidden_size] of the same dtype, or None.
+            num_blocks: blocks that are mixed, 0 to 16.
+            block_write_idx: the block that x is written to, or -1.
+            eps: added to the means of squares.
+            output_norm_eps: added to the means of squares.
+
+        Returns:
+            output: [num_tokens, hidden_size] of the same dtype; any row stride.
+        """
+
+kimi_k3_attn_res: _kimi_k3_attn_res
 
 class _rms_norm_dynamic_per_token_quant(_Attributes, Protocol):
     def __call__(

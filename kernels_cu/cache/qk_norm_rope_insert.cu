@@ -28,6 +28,7 @@
 //     SPLIT_ANGLES  cos and sin are two tensors; else sines follow the HALF cosines of a row
 //     INSERT        there is a cache
 //     ONE_CACHE     an entry of a head is its key and then its value; else value_cache is like key_cache
+//     INDEX_SLOTS   the index key has slots of its own
 //     BLOCK_SIZE    slots of a block
 //     ROUNDS        heads of a group of lanes
 //     ACCESS_SIZE   elements of tensors with heads in one memory access
@@ -45,15 +46,17 @@ constexpr bool HAS_ROPE = HALF > 0;
 using Rotation = HeadRotation<LANES, (HALF > 0 ? HALF : 8), IS_NEOX>;
 constexpr bool VIA_SHARED = HAS_ROPE && Rotation::VIA_SHARED;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+// Narrow accesses and partners by shared memory need more than the 64 registers that four blocks per SM leave a thread.
+constexpr int MIN_BLOCKS = ACCESS_SIZE == VEC_SIZE && !VIA_SHARED ? 1024 / NUM_THREADS : 512 / NUM_THREADS;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HEAD_SIZE elements
                     const weight_t* q_weight, const weight_t* k_weight, const weight_t* index_q_weight,
                     const weight_t* index_k_weight,            // [HEAD_SIZE] each
                     const angle_t* cos, const angle_t* sin,    // [max_position, HALF] or [max_position, 2 * HALF]
                     const position_t* positions,               // [num_tokens]
                     const slot_t* slot_mapping,                // [num_slots]
-                    const slot_t* index_slot_mapping,          // [num_index_slots], or null for slot_mapping
+                    const slot_t* index_slot_mapping,          // [num_index_slots], with INDEX_SLOTS
                     scalar_t* q_out, fp8_e4m3_t* q_fp8_out,    // [num_tokens, NUM_Q, HEAD_SIZE], or null
                     scalar_t* k_out, scalar_t* v_out,          // [num_tokens, NUM_KV, HEAD_SIZE], or null
                     index_t* index_q_out,                      // [num_tokens, NUM_INDEX, HEAD_SIZE], or null
@@ -62,10 +65,11 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
                     const float* q_scale, const float* k_scale,
                     const float* v_scale,  // one element each; null for q_fp8_scale and 1
                     int64_t num_tokens, int64_t num_slots, int64_t num_index_slots, int64_t num_blocks,
-                    int64_t index_cache_slots, int64_t max_position, int64_t qkv_stride, int64_t angle_stride,
-                    int64_t block_stride, int64_t slot_stride, int64_t head_stride, int64_t positions_stride,
-                    int64_t slot_mapping_stride, int64_t index_slot_mapping_stride, float eps, float weight_bias,
-                    float q_fp8_scale) {
+                    int64_t index_cache_slots, int64_t max_position, int64_t qkv_stride, int64_t cos_stride,
+                    int64_t sin_stride, int64_t key_block_stride, int64_t key_slot_stride, int64_t key_head_stride,
+                    int64_t value_block_stride, int64_t value_slot_stride, int64_t value_head_stride,
+                    int64_t positions_stride, int64_t slot_mapping_stride, int64_t index_slot_mapping_stride, float eps,
+                    float weight_bias, float q_fp8_scale) {
     await_previous_kernel();
     __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
     const int lane = threadIdx.x % LANES, element = lane * VEC_SIZE;
@@ -91,12 +95,11 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         known = position >= 0 && position < max_position;
         if (known && rotates) {
             const angle_t* sines = SPLIT_ANGLES ? sin : cos + HALF;
-            Rotation::template load_angles<ANGLE_ACCESS>(cos + position * angle_stride, element, cosine);
-            Rotation::template load_angles<ANGLE_ACCESS>(sines + position * angle_stride, element, sine);
+            Rotation::template load_angles<ANGLE_ACCESS>(cos + position * cos_stride, element, cosine);
+            Rotation::template load_angles<ANGLE_ACCESS>(sines + position * sin_stride, element, sine);
         }
     }
-    const Quotient over_q(q_scale == nullptr ? q_fp8_scale : *q_scale), over_k(k_scale == nullptr ? 1.0f : *k_scale);
-    const Quotient over_v(v_scale == nullptr ? 1.0f : *v_scale), over_one(1.0f);
+    const Quotient over_q(q_scale == nullptr ? q_fp8_scale : *q_scale), over_one(1.0f);
 
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
@@ -147,15 +150,19 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
 
         if (!INSERT || !known) continue;
         if ((is_k || is_v) && token < num_slots) {
-            const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
+            const Pages<BLOCK_SIZE> pages{num_blocks, is_k ? key_block_stride : value_block_stride,
+                                          is_k ? key_slot_stride : value_slot_stride};
             const int64_t at = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
             if (at == NOWHERE) continue;
+            const int64_t head_stride = is_k ? key_head_stride : value_head_stride;
             const int64_t place = at + (head - (is_k ? FIRST_K : FIRST_V)) * head_stride + element;
+            const float* scale_of = is_k ? k_scale : v_scale;
+            const Quotient over(scale_of == nullptr ? 1.0f : *scale_of);
             cache_t* values = ONE_CACHE ? key_cache + HEAD_SIZE : value_cache;
-            encode<cache_t>(y, is_k ? over_k : over_v).template store<ACCESS_SIZE>((is_k ? key_cache : values) + place);
+            encode<cache_t>(y, over).template store<ACCESS_SIZE>((is_k ? key_cache : values) + place);
         }
         if (is_index_k) {
-            const bool own = index_slot_mapping != nullptr;
+            const bool own = INDEX_SLOTS;
             if (token >= (own ? num_index_slots : num_slots)) continue;
             const int64_t slot =
                 own ? index_slot_mapping[token * index_slot_mapping_stride] : slot_mapping[token * slot_mapping_stride];

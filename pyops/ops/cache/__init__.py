@@ -18,6 +18,7 @@ from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
 from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
+from .cp_gather_and_upconvert_nvfp4_kv_cache import cp_gather_and_upconvert_nvfp4_kv_cache
 from .deepseek_v4 import fused_deepseek_v4_kv_rope_insert, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from .deepseek_v4_rows import (
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
@@ -51,6 +52,7 @@ __all__ = [
     "copy_blocks_mla",
     "copy_cache_blocks",
     "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
     "fused_deepseek_v4_kv_rope_insert",

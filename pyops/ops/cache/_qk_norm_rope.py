@@ -133,7 +133,7 @@ class Rows:
         self._check_rotation()
         weight_t = self._check_norms()
         self._check_outputs()
-        kind, layout = self._check_cache()
+        kind, num_blocks, block_size = self._check_cache()
         index_t = self._check_index()
         slots = self.slot_mapping
         rounds = _MANY_ROUNDS if num_tokens * heads > _FEW_GROUPS * qkv.device.num_sms else 1
@@ -141,7 +141,7 @@ class Rows:
         stored = [
             one for one in (qkv, *self.outputs.values(), self.key_cache, self.value_cache, self.index_cache) if one
         ]
-        angle = self.cos or qkv
+        angles = [one for one in (self.cos, self.sin) if one]
         fed: dict[str, Any] = {
             "qkv": qkv,
             "cos": self.cos,
@@ -163,7 +163,7 @@ class Rows:
         return _insert(
             scalar_t=qkv.dtype,
             weight_t=weight_t,
-            angle_t=angle.dtype,
+            angle_t=angles[0].dtype if angles else qkv.dtype,
             slot_t=slots.dtype if slots else int64,
             position_t=self.positions.dtype,
             cache_t=kind,
@@ -180,10 +180,11 @@ class Rows:
             SPLIT_ANGLES=self.sin is not None,
             INSERT=self.key_cache is not None,
             ONE_CACHE=self.value_cache is None,
-            BLOCK_SIZE=layout[1],
+            INDEX_SLOTS=self.index_slot_mapping is not None,
+            BLOCK_SIZE=block_size,
             ROUNDS=rounds,
             ACCESS_SIZE=check.vector_width(_VEC_SIZE, *stored),
-            ANGLE_ACCESS=check.vector_width(_VEC_SIZE, angle) if self.pairs % _VEC_SIZE == 0 else 1,
+            ANGLE_ACCESS=check.vector_width(_VEC_SIZE, *angles) if angles and self.pairs % _VEC_SIZE == 0 else 1,
             NUM_THREADS=_NUM_THREADS,
         ).launch(
             grid=-(-num_tokens * -(-heads // rounds) * lanes // _NUM_THREADS),
@@ -191,14 +192,14 @@ class Rows:
             num_tokens=num_tokens,
             num_slots=slots.shape[0] if slots else 0,
             num_index_slots=self.index_slot_mapping.shape[0] if self.index_slot_mapping else 0,
-            num_blocks=layout[0],
+            num_blocks=num_blocks,
             index_cache_slots=self.index_cache.numel // size if self.index_cache else 0,
             max_position=self.cos.shape[0] if self.cos else 0,
             qkv_stride=first_stride(qkv),
-            angle_stride=first_stride(self.cos),
-            block_stride=layout[2],
-            slot_stride=layout[3],
-            head_stride=layout[4],
+            cos_stride=first_stride(self.cos),
+            sin_stride=first_stride(self.sin or self.cos),
+            **self._strides("key", self.key_cache),
+            **self._strides("value", self.value_cache or self.key_cache),
             positions_stride=first_stride(self.positions),
             slot_mapping_stride=first_stride(slots),
             index_slot_mapping_stride=first_stride(self.index_slot_mapping),
@@ -222,8 +223,6 @@ class Rows:
             least = self.pairs * (2 if self.sin is None else 1)
             if table.shape[1] < least or not table.shape[0]:
                 raise table.error(f"expected at least one row, of at least {least} angles, got shape {table.shape}")
-            if table.strides[0] != self.cos.strides[0] and table.shape[0] > 1:
-                raise table.error(f"expected the row stride of the cosines, {self.cos.strides[0]}, got {table.strides}")
 
     def _check_norms(self) -> DType:
         """Check the weights; returns their dtype."""
@@ -242,16 +241,20 @@ class Rows:
                 continue
             kinds = [float8_e4m3fn] if name == "q_fp8_out" else [self.qkv.dtype]
             check.dtype(out, *kinds, *([float8_e4m3fn] if name == "index_q_out" else []))
-            count = num_tokens * counts.get(name, self.num_q) * self.head_size
-            check.contiguous(out)
-            if out.numel != count:
-                raise out.error(f"expected {count} elements, got shape {out.shape}")
+            width = counts.get(name, self.num_q) * self.head_size
+            check.shape(out, out.dtype, num_tokens=num_tokens, **{"heads * head_dim": width})
 
-    def _check_cache(self) -> tuple[DType, tuple[int, int, int, int, int]]:
-        """Check caches and slots; returns the element type, and (blocks, block size, strides of block, slot, head)."""
+    def _strides(self, name: str, cache: TensorArg | None) -> dict[str, int]:
+        """The strides of blocks, slots and heads of a cache."""
+        block, one, other, _ = cache.strides if cache else (0, 0, 0, 1)
+        slot, head = (other, one) if self.heads_first else (one, other)
+        return {f"{name}_block_stride": block, f"{name}_slot_stride": slot, f"{name}_head_stride": head}
+
+    def _check_cache(self) -> tuple[DType, int, int]:
+        """Check caches and slots; returns the element type, the number of blocks and their slots."""
         key, value, slots = self.key_cache, self.value_cache, self.slot_mapping
         if key is None:
-            return self.qkv.dtype, (0, 1, 0, 0, 0)
+            return self.qkv.dtype, 0, 1
         if slots is None:
             raise check.refuse(self.qkv, "slot_mapping", "expected a tensor, as there is a cache, got None")
         check.index(slots, num_slots=None)
@@ -266,18 +269,14 @@ class Rows:
         if value is not None:
             check.dtype(value, key.dtype)
             check.same_shape(value, key)
-            if value.strides != key.strides:
-                raise value.error(f"expected the strides of the keys, {key.strides}, got {value.strides}")
+            check.row_size(value)
         if kind != self.qkv.dtype:
             for name in ("k_scale", "v_scale"):
                 if self.scales.get(name, self.qkv) is None:
                     raise check.refuse(self.qkv, name, "expected a tensor for a cache of fp8, got None")
         for scale in self.scales.values():
             check.scalar(scale)
-        block_size = key.shape[2 if self.heads_first else 1]
-        block, one, other, _ = key.strides
-        slot, head = (other, one) if self.heads_first else (one, other)
-        return kind, (key.shape[0], max(1, block_size), block, slot, head)
+        return kind, key.shape[0], max(1, key.shape[2 if self.heads_first else 1])
 
     def _check_index(self) -> DType:
         """Check the cache of the indexer; returns the element type of its tensors."""

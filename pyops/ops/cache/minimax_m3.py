@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BLOCK_SIZE, _MAX_POSITION, _HEAD_SIZE = 16, 4096, 128  # of examples
 
 
-@op(inout=("qkv", "kv_cache", "index_cache"), out=("q_out", "index_q_out", "q_fp8_out"))
+@op(inout=("qkv", "kv_cache", "index_cache", "q_out", "index_q_out", "q_fp8_out"))
 def fused_minimax_m3_qknorm_rope_kv_insert(
     qkv: Tensor,
     q_norm_weight: Tensor,

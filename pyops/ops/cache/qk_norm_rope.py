@@ -57,11 +57,11 @@ def fused_qknorm_rope_cache(
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16; any row stride.
         q_weight, k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
         cos, sin: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
-            dtype and row stride. Not read if rotary_pairs is 0.
+            dtype, any row strides. Not read if rotary_pairs is 0.
         positions: [num_tokens] int64 or int32, any stride.
         slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
-            last, the same in both; of the dtype of `qkv`, or uint8 or float8.
+            last; of the dtype of `qkv`, or uint8 or float8.
         head_dim: 64, 128, 192 or 256.
         num_q_heads, num_kv_heads: heads of each kind.
         rotary_pairs: at most head_dim / 2.
@@ -179,7 +179,7 @@ def example_fused_qknorm_rope_cache(
     )
 
 
-@op(inout=("qkv", "kv_cache"), out="q_fp8_out")
+@op(inout=("qkv", "kv_cache", "q_fp8_out"))
 def fused_muse_spark_qknorm_rope_kv_insert(
     qkv: Tensor,
     positions: Tensor,

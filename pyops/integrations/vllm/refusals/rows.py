@@ -122,6 +122,16 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
             "kv_cache_dtype", '"nvfp4"', "the pages are those of trtllm-gen for sm_100; no attention here reads them"
         ),
     ),
+    "muse_spark_mul_tanh_soft_cap": (),
+    "kimi_k3_attn_res": (
+        Refusal("num_blocks", "more than 16", "a thread keeps two sums of each block in registers; vLLM's takes 8"),
+    ),
+    "cp_gather_and_upconvert_nvfp4_kv_cache": (),
+    "ngram_compute_n_gram_ids": (),
+    "moe_permute_with_scratch": (),
+    "moe_prepare_scatter": (),
+    "moe_permute_sort_workspace_size": (),
+    "mxfp4_experts_quant_supported": (),
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),
