@@ -53,6 +53,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.collective.custom_all_reduce import *
+from .ops.collective.custom_gather_scatter import *
 from .ops.collective.expert_parallel import *
 from .ops.collective.minimax import *
 from .ops.collective.process_group import *

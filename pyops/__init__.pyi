@@ -178,6 +178,30 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
         frees the memory; nothing else does. Within `pyops.testing.ranks`, memory of the host.
     """
 
+def custom_all_gather(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None:
+    """``out = the tensors inp of all ranks, in the order of ranks``.
+
+    Args:
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: of any dtype, as in `all_reduce`: dense, and a multiple of 16 bytes.
+        out: of the dtype of `inp`, with as many elements as those of all ranks, written.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured.
+        reg_buffer_sz_bytes: size of that buffer.
+    """
+
+def custom_reduce_scatter(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None:
+    """``out = slice r of the sum of inp over ranks`` on rank r: in float32, in the order of ranks, rounded once.
+
+    Args:
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: float32, float16 or bfloat16, as in `all_reduce`; a multiple of 16 bytes for each rank.
+        out: of the dtype of `inp`, with its elements divided by the number of ranks, written.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured.
+        reg_buffer_sz_bytes: size of that buffer.
+    """
+
 def dispose(fa: int) -> None:
     """Destroy a communicator, and unmap the peers' graph buffers that it mapped.
 
@@ -1997,8 +2021,8 @@ class _muse_spark_mul_tanh_soft_cap(_Attributes, Protocol):
         """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
 
         Args:
-            out: [...] float32, contiguous, written.
-            input: the same shape, float32, float16 or bfloat16, contiguous.
+            out: [...] float32, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             multiplier: the factor of logits.
             soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
         """
@@ -2007,7 +2031,7 @@ class _muse_spark_mul_tanh_soft_cap(_Attributes, Protocol):
         """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
 
         Args:
-            input: [...], float32, float16 or bfloat16, contiguous.
+            input: [...], float32, float16 or bfloat16; constant row stride.
             multiplier: the factor of logits.
             soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
 

@@ -27,8 +27,8 @@ def muse_spark_mul_tanh_soft_cap(out: Tensor, input: Tensor, multiplier: float, 
     """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
 
     Args:
-        out: [...] float32, contiguous, written.
-        input: the same shape, float32, float16 or bfloat16, contiguous.
+        out: [...] float32, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         multiplier: the factor of logits.
         soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
     """
@@ -45,12 +45,13 @@ def result_muse_spark_mul_tanh_soft_cap(input: TensorArg) -> Result:
 @muse_spark_mul_tanh_soft_cap.plan
 def plan_muse_spark_mul_tanh_soft_cap(out: TensorArg, input: TensorArg) -> Launch:
     check.floating(input)
-    check.contiguous(input)
+    check.row_size(input)
     check.dtype(out, float32)
     check.same_shape(out, input)
-    check.contiguous(out)
-    row, logits = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (out, input))
-    return chunks.launch(_soft_cap, row, logits)
+    check.row_size(out)
+    if check.row_stride(input) == check.row_stride(out) == input.shape[-1]:  # contiguous: one long row, in wide vectors
+        out, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (out, input))
+    return chunks.launch(_soft_cap, out, input)
 
 
 @muse_spark_mul_tanh_soft_cap.example

@@ -123,9 +123,7 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
         ),
     ),
     "muse_spark_mul_tanh_soft_cap": (),
-    "kimi_k3_attn_res": (
-        Refusal("num_blocks", "more than 16", "a thread keeps two sums of each block in registers; vLLM's takes 8"),
-    ),
+    "kimi_k3_attn_res": (),
     "cp_gather_and_upconvert_nvfp4_kv_cache": (),
     "ngram_compute_n_gram_ids": (),
     "moe_permute_with_scratch": (),
@@ -135,6 +133,8 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),
+    "custom_all_gather": (),
+    "custom_reduce_scatter": (),
     "dispose": (),
     "meta_size": (),
     "register_buffer": (),
