@@ -63,7 +63,7 @@ DEVICE void put(T* to, const float (&x)[VEC_SIZE], const float* scale_inv) {
     Vec<T, VEC_SIZE>::from_floats(y).template store<ACCESS>(to);
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1536 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
 mla_epilogue(const scalar_t* q_nope,          // [num_tokens, NUM_HEADS, Q_SIZE - ROPE_SIZE]
              const scalar_t* q_pe,            // [num_tokens, NUM_HEADS, ROPE_SIZE]
              const scalar_t* k_nope,          // [num_tokens, NUM_HEADS, K_SIZE - ROPE_SIZE]
