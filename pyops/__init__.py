@@ -42,6 +42,7 @@ from .ops.activation.elementwise import *
 from .ops.activation.gated import *
 from .ops.activation.masked import *
 from .ops.activation.quant import *
+from .ops.activation.soft_cap import *
 from .ops.activation.sparse import *
 from .ops.attention.decode import *
 from .ops.attention.merge import *
@@ -54,6 +55,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.collective.custom_all_reduce import *
+from .ops.collective.custom_gather_scatter import *
 from .ops.collective.expert_parallel import *
 from .ops.collective.minimax import *
 from .ops.collective.process_group import *
@@ -90,12 +92,14 @@ from .ops.memory.device_memory import *
 from .ops.moe.align import *
 from .ops.moe.align_lora import *
 from .ops.moe.permute import *
+from .ops.moe.prepare_scatter import *
 from .ops.moe.routing import *
 from .ops.moe.routing_fused import *
 from .ops.moe.routing_grouped import *
 from .ops.moe.rows import *
 from .ops.moe.sizes import *
 from .ops.moe.sizes_batched import *
+from .ops.norm.attention_residual import *
 from .ops.norm.dynamic_quant import *
 from .ops.norm.layer import *
 from .ops.norm.rms import *

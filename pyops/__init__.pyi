@@ -178,6 +178,30 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
         frees the memory; nothing else does. Within `pyops.testing.ranks`, memory of the host.
     """
 
+def custom_all_gather(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None:
+    """``out = the tensors inp of all ranks, in the order of ranks``.
+
+    Args:
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: of any dtype, as in `all_reduce`: dense, and a multiple of 16 bytes.
+        out: of the dtype of `inp`, with as many elements as those of all ranks, written.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured.
+        reg_buffer_sz_bytes: size of that buffer.
+    """
+
+def custom_reduce_scatter(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None:
+    """``out = slice r of the sum of inp over ranks`` on rank r: in float32, in the order of ranks, rounded once.
+
+    Args:
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: float32, float16 or bfloat16, as in `all_reduce`; a multiple of 16 bytes for each rank.
+        out: of the dtype of `inp`, with its elements divided by the number of ranks, written.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured.
+        reg_buffer_sz_bytes: size of that buffer.
+    """
+
 def dispose(fa: int) -> None:
     """Destroy a communicator, and unmap the peers' graph buffers that it mapped.
 
@@ -2083,6 +2107,31 @@ class _situ_and_mul_quant(_Attributes, Protocol):
 
 situ_and_mul_quant: _situ_and_mul_quant
 
+class _muse_spark_mul_tanh_soft_cap(_Attributes, Protocol):
+    def __call__(self, out: Tensor, input: Tensor, multiplier: float, soft_cap_temp: float) -> None:
+        """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
+
+        Args:
+            out: [...] float32, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
+            multiplier: the factor of logits.
+            soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
+        """
+    @staticmethod
+    def new(input: Tensor, multiplier: float, soft_cap_temp: float) -> Tensor:
+        """Multiply logits and cap them softly: ``out = c * tanh(input * multiplier / c)`` in float32, with c soft_cap_temp.
+
+        Args:
+            input: [...], float32, float16 or bfloat16; constant row stride.
+            multiplier: the factor of logits.
+            soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
+
+        Returns:
+            out: [...] float32.
+        """
+
+muse_spark_mul_tanh_soft_cap: _muse_spark_mul_tanh_soft_cap
+
 class _gelu_and_mul_sparse(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = 'none') -> None:
         """GEGLU of the gates above a quantile of their row; about the fraction `activation_sparsity` of `out` is zero.
@@ -3628,6 +3677,33 @@ class _cp_gather_and_upconvert_fp8_kv_cache(_Attributes, Protocol):
 
 cp_gather_and_upconvert_fp8_kv_cache: _cp_gather_and_upconvert_fp8_kv_cache
 
+class _cp_gather_and_upconvert_nvfp4_kv_cache(_Attributes, Protocol):
+    def __call__(
+        self,
+        src_cache: Tensor,
+        dst: Tensor,
+        block_table: Tensor,
+        workspace_starts: Tensor,
+        batch_size: int,
+    ) -> None:
+        """Gather the 352-byte entries "nvfp4_ds_mla" of sequences from a paged cache as bfloat16 rows.
+
+        An entry has 512 e2m1 values, two in a byte, the first in the lower bits; 64 float8_e4m3fn, the rotary key; and 32
+        scales, float8_e4m3fn, that of the 16 values of group g at byte ``8 * (g % 4) + g // 4``. ``dst[workspace_starts[b]
+        + j] = [value * scale, rotary key]``, exactly, from the entry ``src_cache[block_table[b, j // block_size], j %
+        block_size]``, for every b below batch_size. A sequence ends where the next begins, the last with `dst`. A row of no
+        sequence, or without an existing entry, is left unchanged.
+
+        Args:
+            src_cache: [num_blocks, block_size, 352] uint8; any strides but the last.
+            dst: [num_rows, 576] bfloat16, written row by row; any row stride.
+            block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
+            workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
+            batch_size: sequences to gather.
+        """
+
+cp_gather_and_upconvert_nvfp4_kv_cache: _cp_gather_and_upconvert_nvfp4_kv_cache
+
 class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
     def __call__(
         self,
@@ -3640,6 +3716,10 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         q_head_padded: int,
         eps: float,
         cache_block_size: int,
+        apply_q_norm: bool = True,
+        kv_mxfp8: bool = False,
+        apply_q_rope: bool = True,
+        is_q_interleaved: bool = False,
         *,
         q_out: Tensor | None = None,
     ) -> Tensor:
@@ -3652,7 +3732,9 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
         float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
         bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
-        of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
+        of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448. With `kv_mxfp8`, the
+        format of DeepSeek-V4.1, an entry is 528 bytes: all 512 elements as float8_e4m3fn, then the exponents of the scales
+        of 16 groups of 32 elements.
 
         A token with a position outside the table is not rotated, and its key not written; nor is a key with a slot that is
         negative or after the last.
@@ -3660,13 +3742,19 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         Args:
             q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
             kv: [num_tokens, 512] of the same dtype; any token stride.
-            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
+            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride. With
+                `kv_mxfp8` at least 528 * cache_block_size.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             position_ids: [num_tokens] int64 or int32, any stride.
             cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
-            q_head_padded: heads of q_out, at least num_heads.
+            q_head_padded: heads of q_out, at least num_heads; or 0, with which queries are not read and q_out is [0].
             eps: added to the mean of squares.
             cache_block_size: slots of a block, at least 1.
+            apply_q_norm: whether queries are normalised.
+            kv_mxfp8: the format of the cache.
+            apply_q_rope: whether queries are rotated; keys always are.
+            is_q_interleaved: whether the queries of a token are [32, heads, 16] in memory, in q_in and in q_out, where
+                [j, h] is the elements 16j to 16j + 15 of head h; the tokens of q_in are then contiguous.
             q_out: [num_tokens, q_head_padded, 512] of the dtype of `q_in`, contiguous, written and returned; new unless
                 given.
 
@@ -3684,6 +3772,10 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         q_head_padded: int,
         eps: float,
         cache_block_size: int,
+        apply_q_norm: bool = True,
+        kv_mxfp8: bool = False,
+        apply_q_rope: bool = True,
+        is_q_interleaved: bool = False,
         *,
         q_out: Tensor | None = None,
     ) -> Tensor:
@@ -3696,7 +3788,9 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
         float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
         bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
-        of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
+        of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448. With `kv_mxfp8`, the
+        format of DeepSeek-V4.1, an entry is 528 bytes: all 512 elements as float8_e4m3fn, then the exponents of the scales
+        of 16 groups of 32 elements.
 
         A token with a position outside the table is not rotated, and its key not written; nor is a key with a slot that is
         negative or after the last.
@@ -3704,13 +3798,19 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         Args:
             q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
             kv: [num_tokens, 512] of the same dtype; any token stride.
-            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
+            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride. With
+                `kv_mxfp8` at least 528 * cache_block_size.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             position_ids: [num_tokens] int64 or int32, any stride.
             cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
-            q_head_padded: heads of q_out, at least num_heads.
+            q_head_padded: heads of q_out, at least num_heads; or 0, with which queries are not read and q_out is [0].
             eps: added to the mean of squares.
             cache_block_size: slots of a block, at least 1.
+            apply_q_norm: whether queries are normalised.
+            kv_mxfp8: the format of the cache.
+            apply_q_rope: whether queries are rotated; keys always are.
+            is_q_interleaved: whether the queries of a token are [32, heads, 16] in memory, in q_in and in q_out, where
+                [j, h] is the elements 16j to 16j + 15 of head h; the tokens of q_in are then contiguous.
             q_out: [num_tokens, q_head_padded, 512] of the dtype of `q_in`, contiguous, written and returned; new unless
                 given.
 
@@ -3719,6 +3819,148 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         """
 
 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert: _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+
+class _fused_deepseek_v4_kv_rope_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        kv: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        position_ids: Tensor,
+        cos_sin_cache: Tensor,
+        cache_block_size: int,
+        fp8_scale: Tensor | None = None,
+        kv_mxfp8: bool = False,
+    ) -> None:
+        """Rotate the key of DeepSeek-V4, and write it into a paged cache.
+
+        The key is ``rotated(kv[t])``, as in `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the two
+        formats of a cache of bytes, and the tokens of which nothing is written. A cache of floats holds the key rounded to
+        T; a cache of float8_e4m3fn holds ``key * (1 / fp8_scale)``, saturating, where NaN becomes -448.
+
+        Args:
+            kv: [num_tokens, 512], float16 or bfloat16; any token stride.
+            k_cache: written where slots say; any block stride. [num_blocks, cache_block_size, 584] uint8 with adjacent
+                slots, or 528 with `kv_mxfp8`; or [num_blocks, cache_block_size, 512] of the dtype of `kv` or float8_e4m3fn,
+                any slot stride.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            position_ids: [num_tokens] int64 or int32, any stride.
+            cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
+            cache_block_size: slots of a block, at least 1.
+            fp8_scale: one float32, for a cache of float8_e4m3fn; not read for others.
+            kv_mxfp8: the format of a cache of bytes; no effect on others.
+        """
+
+fused_deepseek_v4_kv_rope_insert: _fused_deepseek_v4_kv_rope_insert
+
+class _fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        position_ids: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+        cache_block_size: int,
+        apply_q_norm: bool = True,
+    ) -> None:
+        """Norm and rotate the query heads of DeepSeek-V4 in place; rotate its key, and write it into a paged cache of rows.
+
+        ``q[t, h] = rotated(x / sqrt(mean(x^2) + eps))`` for ``x = q[t, h]``, and the key is ``rotated(kv[t])``, as in
+        `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the rotation, and the tokens that are not
+        rotated or of which no key is written. All in float32, rounded to T at the end.
+
+        Args:
+            q: [num_tokens, num_heads, 512], float16 or bfloat16, contiguous, read and written.
+            kv: [num_tokens, 512] of the same dtype; any token stride.
+            k_cache: [num_blocks, cache_block_size, 512] of the same dtype, written where slots say; any strides but the
+                last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            position_ids: [num_tokens] int64 or int32, any stride.
+            cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
+            eps: added to the mean of squares.
+            cache_block_size: slots of a block, at least 1.
+            apply_q_norm: whether queries are normalised.
+        """
+
+fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert: _fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert
+
+class _fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        q_fp8: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        position_ids: Tensor,
+        cos_sin_cache: Tensor,
+        fp8_scale: Tensor,
+        q_fp8_scale_inv: Tensor,
+        eps: float,
+        cache_block_size: int,
+        apply_q_norm: bool = True,
+    ) -> None:
+        """Norm and rotate the query heads of DeepSeek-V4, as fp8; rotate its key, and write it into a paged cache of fp8.
+
+        `fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert` in float8_e4m3fn: ``q_fp8`` is the queries times
+        ``q_fp8_scale_inv``, and the cache holds ``key * (1 / fp8_scale)``, both of float32 values, saturating; NaN becomes
+        -448.
+
+        Args:
+            q: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
+            kv: [num_tokens, 512] of the same dtype; any token stride.
+            q_fp8: [num_tokens, num_heads, 512] float8_e4m3fn, contiguous, written.
+            k_cache: [num_blocks, cache_block_size, 512] float8_e4m3fn, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            position_ids: [num_tokens] int64 or int32, any stride.
+            cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
+            fp8_scale: one float32 each.
+            q_fp8_scale_inv: one float32 each.
+            eps: added to the mean of squares.
+            cache_block_size: slots of a block, at least 1.
+            apply_q_norm: whether queries are normalised.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        kv: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        position_ids: Tensor,
+        cos_sin_cache: Tensor,
+        fp8_scale: Tensor,
+        q_fp8_scale_inv: Tensor,
+        eps: float,
+        cache_block_size: int,
+        apply_q_norm: bool = True,
+    ) -> Tensor:
+        """Norm and rotate the query heads of DeepSeek-V4, as fp8; rotate its key, and write it into a paged cache of fp8.
+
+        `fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert` in float8_e4m3fn: ``q_fp8`` is the queries times
+        ``q_fp8_scale_inv``, and the cache holds ``key * (1 / fp8_scale)``, both of float32 values, saturating; NaN becomes
+        -448.
+
+        Args:
+            q: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
+            kv: [num_tokens, 512] of the same dtype; any token stride.
+            k_cache: [num_blocks, cache_block_size, 512] float8_e4m3fn, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            position_ids: [num_tokens] int64 or int32, any stride.
+            cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
+            fp8_scale: one float32 each.
+            q_fp8_scale_inv: one float32 each.
+            eps: added to the mean of squares.
+            cache_block_size: slots of a block, at least 1.
+            apply_q_norm: whether queries are normalised.
+
+        Returns:
+            q_fp8: [num_tokens, num_heads, 512] float8_e4m3fn.
+        """
+
+fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert: _fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert
 
 class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
     def __call__(
@@ -3873,6 +4115,763 @@ class _cp_gather_indexer_k_quant_cache(_Attributes, Protocol):
         """
 
 cp_gather_indexer_k_quant_cache: _cp_gather_indexer_k_quant_cache
+
+class _fused_kimi_k3_mla_key_concat_kv_cache_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_out: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """Rotate queries in place, concatenate keys, and write the latent into a paged cache (Kimi K3's MLA, prefill).
+
+        ``k_out[t, h] = [k_nope[t, h], rotated(k_pe[t])]`` and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])]`` with
+        ``b, o = divmod(slot_mapping[t], cache_block_size)``. The last rope_size elements of a query rotate, too. A rotation
+        is that of the adjacent pairs (2j, 2j + 1) by the angles of the token's position, in float32, rounded once; without
+        `position_ids` and `cos_sin_cache` nothing rotates. No entry is written for a slot that is negative or after the
+        last. A token with a position outside the table is not rotated, and has no entry written.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + rope_size], float16 or bfloat16, read and written; any strides but the
+                last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. All sizes are multiples of 8.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_out: [num_tokens, num_heads, nope_size + rope_size] of the same dtype, written; any strides but the last.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] of the same dtype, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride: cosines, then sines; or
+                None.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> Tensor:
+        """Rotate queries in place, concatenate keys, and write the latent into a paged cache (Kimi K3's MLA, prefill).
+
+        ``k_out[t, h] = [k_nope[t, h], rotated(k_pe[t])]`` and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])]`` with
+        ``b, o = divmod(slot_mapping[t], cache_block_size)``. The last rope_size elements of a query rotate, too. A rotation
+        is that of the adjacent pairs (2j, 2j + 1) by the angles of the token's position, in float32, rounded once; without
+        `position_ids` and `cos_sin_cache` nothing rotates. No entry is written for a slot that is negative or after the
+        last. A token with a position outside the table is not rotated, and has no entry written.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + rope_size], float16 or bfloat16, read and written; any strides but the
+                last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. All sizes are multiples of 8.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] of the same dtype, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride: cosines, then sines; or
+                None.
+
+        Returns:
+            k_out: [num_tokens, num_heads, nope_size + rope_size] of the same dtype.
+        """
+
+fused_kimi_k3_mla_key_concat_kv_cache_insert: _fused_kimi_k3_mla_key_concat_kv_cache_insert
+
+class _fused_kimi_k3_mla_key_concat_ds_mla_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_out: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`fused_kimi_k3_mla_key_concat_kv_cache_insert` with a cache in the format "fp8_ds_mla".
+
+        An entry is 656 bytes: 512 float8_e4m3fn of ``kv_c_normed / scale``, four float32, the scales of its tiles of 128
+        elements, and the 64 elements of ``rotated(k_pe)``. A scale is the smallest power of two not below ``max(max|x| /
+        448, 1e-4)``, where the maximum ignores NaN.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + 64], float16 or bfloat16, read and written; any strides but the last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, 64] of the same dtype; any token stride.
+            kv_c_normed: [num_tokens, 512] of the same dtype; any token stride.
+            k_out: [num_tokens, num_heads, nope_size + 64] of the same dtype, written; any strides but the last.
+            k_cache: [num_blocks, cache_block_size, 656] uint8, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, 64] float32, of one row at least, any row stride; or None.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> Tensor:
+        """`fused_kimi_k3_mla_key_concat_kv_cache_insert` with a cache in the format "fp8_ds_mla".
+
+        An entry is 656 bytes: 512 float8_e4m3fn of ``kv_c_normed / scale``, four float32, the scales of its tiles of 128
+        elements, and the 64 elements of ``rotated(k_pe)``. A scale is the smallest power of two not below ``max(max|x| /
+        448, 1e-4)``, where the maximum ignores NaN.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + 64], float16 or bfloat16, read and written; any strides but the last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, 64] of the same dtype; any token stride.
+            kv_c_normed: [num_tokens, 512] of the same dtype; any token stride.
+            k_cache: [num_blocks, cache_block_size, 656] uint8, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, 64] float32, of one row at least, any row stride; or None.
+
+        Returns:
+            k_out: [num_tokens, num_heads, nope_size + 64] of the same dtype.
+        """
+
+fused_kimi_k3_mla_key_concat_ds_mla_insert: _fused_kimi_k3_mla_key_concat_ds_mla_insert
+
+class _fused_kimi_k3_mla_decode_q_concat_kv_cache_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        mqa_q: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """Concatenate the parts of queries, and write the latent into a paged cache (Kimi K3's MLA, decode).
+
+        ``mqa_q[t, h] = [ql_nope[t, h], rotated(q_pe[t, h])]`` and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])]``
+        with ``b, o = divmod(slot_mapping[t], cache_block_size)``; rotations and slots are those of
+        `fused_kimi_k3_mla_key_concat_kv_cache_insert`.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, latent_size], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, rope_size] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+            mqa_q: [num_tokens, num_heads, latent_size + rope_size] of the same dtype, written; any strides but the last.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] of the same dtype, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+        """
+    @staticmethod
+    def new(
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> Tensor:
+        """Concatenate the parts of queries, and write the latent into a paged cache (Kimi K3's MLA, decode).
+
+        ``mqa_q[t, h] = [ql_nope[t, h], rotated(q_pe[t, h])]`` and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])]``
+        with ``b, o = divmod(slot_mapping[t], cache_block_size)``; rotations and slots are those of
+        `fused_kimi_k3_mla_key_concat_kv_cache_insert`.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, latent_size], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, rope_size] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] of the same dtype, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+
+        Returns:
+            mqa_q: [num_tokens, num_heads, latent_size + rope_size] of the same dtype.
+        """
+
+fused_kimi_k3_mla_decode_q_concat_kv_cache_insert: _fused_kimi_k3_mla_decode_q_concat_kv_cache_insert
+
+class _fused_kimi_k3_mla_decode_q_concat_ds_mla_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        mqa_q: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`fused_kimi_k3_mla_decode_q_concat_kv_cache_insert` with a cache in the format "fp8_ds_mla".
+
+        `fused_kimi_k3_mla_key_concat_ds_mla_insert` describes the 656 bytes of an entry.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, 64] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, 512] of the same dtype; any token stride.
+            k_pe: [num_tokens, 64] of the same dtype; any token stride.
+            mqa_q: [num_tokens, num_heads, 576] of the same dtype, written; any strides but the last.
+            k_cache: [num_blocks, cache_block_size, 656] uint8, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, 64] float32, of one row at least, any row stride; or None.
+        """
+    @staticmethod
+    def new(
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> Tensor:
+        """`fused_kimi_k3_mla_decode_q_concat_kv_cache_insert` with a cache in the format "fp8_ds_mla".
+
+        `fused_kimi_k3_mla_key_concat_ds_mla_insert` describes the 656 bytes of an entry.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, 64] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, 512] of the same dtype; any token stride.
+            k_pe: [num_tokens, 64] of the same dtype; any token stride.
+            k_cache: [num_blocks, cache_block_size, 656] uint8, written where slots say; any strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, 64] float32, of one row at least, any row stride; or None.
+
+        Returns:
+            mqa_q: [num_tokens, num_heads, 576] of the same dtype.
+        """
+
+fused_kimi_k3_mla_decode_q_concat_ds_mla_insert: _fused_kimi_k3_mla_decode_q_concat_ds_mla_insert
+
+class _fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        mqa_q: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        q_scale_inv: Tensor,
+        cache_scale_inv: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`fused_kimi_k3_mla_decode_q_concat_kv_cache_insert` with an fp8 cache, and with queries in fp8 or not.
+
+        The cache holds ``[kv_c_normed[t], rotated(k_pe[t])] * cache_scale_inv`` and `mqa_q`, if it is fp8, its values times
+        ``q_scale_inv``: float8_e4m3fn of float32 values, saturating; NaN stays NaN.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, latent_size], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, rope_size] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+            mqa_q: [num_tokens, num_heads, latent_size + rope_size] float8_e4m3fn or the dtype of `ql_nope`, written; any
+                strides but the last.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] float8_e4m3fn, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            q_scale_inv: one float32 each; `q_scale_inv` is not read unless `mqa_q` is fp8.
+            cache_scale_inv: one float32 each; `q_scale_inv` is not read unless `mqa_q` is fp8.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+        """
+    @staticmethod
+    def new(
+        ql_nope: Tensor,
+        q_pe: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        q_scale_inv: Tensor,
+        cache_scale_inv: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> Tensor:
+        """`fused_kimi_k3_mla_decode_q_concat_kv_cache_insert` with an fp8 cache, and with queries in fp8 or not.
+
+        The cache holds ``[kv_c_normed[t], rotated(k_pe[t])] * cache_scale_inv`` and `mqa_q`, if it is fp8, its values times
+        ``q_scale_inv``: float8_e4m3fn of float32 values, saturating; NaN stays NaN.
+
+        Args:
+            ql_nope: [num_tokens, num_heads, latent_size], float16 or bfloat16; any strides but the last.
+            q_pe: [num_tokens, num_heads, rope_size] of the same dtype; any strides but the last.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] float8_e4m3fn, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            q_scale_inv: one float32 each; `q_scale_inv` is not read unless `mqa_q` is fp8.
+            cache_scale_inv: one float32 each; `q_scale_inv` is not read unless `mqa_q` is fp8.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+
+        Returns:
+            mqa_q: [num_tokens, num_heads, latent_size + rope_size] float8_e4m3fn or the dtype of `ql_nope`.
+        """
+
+fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert: _fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert
+
+class _fused_kimi_k3_mla_kv_concat(_Attributes, Protocol):
+    def __call__(self, k_nope: Tensor, k_pe: Tensor, k_out: Tensor) -> None:
+        """Concatenate the parts of keys, ``k_out[t, h] = [k_nope[t, h], k_pe[t]]`` (Kimi K3's MLA, chunked prefill).
+
+        Args:
+            k_nope: [num_tokens, num_heads, nope_size], float16 or bfloat16; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+            k_out: [num_tokens, num_heads, nope_size + rope_size] of the same dtype, written; any strides but the last.
+        """
+    @staticmethod
+    def new(k_nope: Tensor, k_pe: Tensor) -> Tensor:
+        """Concatenate the parts of keys, ``k_out[t, h] = [k_nope[t, h], k_pe[t]]`` (Kimi K3's MLA, chunked prefill).
+
+        Args:
+            k_nope: [num_tokens, num_heads, nope_size], float16 or bfloat16; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride. Both sizes are multiples of 8.
+
+        Returns:
+            k_out: [num_tokens, num_heads, nope_size + rope_size] of the same dtype.
+        """
+
+fused_kimi_k3_mla_kv_concat: _fused_kimi_k3_mla_kv_concat
+
+class _fused_kimi_k3_mla_kv_concat_quant_fp8(_Attributes, Protocol):
+    def __call__(self, k_nope: Tensor, k_pe: Tensor, v: Tensor, k_fp8: Tensor, v_fp8: Tensor) -> None:
+        """Concatenate the parts of keys, and convert keys and values to fp8 (Kimi K3's MLA, chunked prefill).
+
+        ``k_fp8[t, h] = [k_nope[t, h], k_pe[t]]`` and ``v_fp8 = v`` as float8_e4m3fn, saturating; NaN stays NaN.
+
+        Args:
+            k_nope: [num_tokens, num_heads, nope_size], float16 or bfloat16; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype, or float8_e4m3fn, copied; any token stride.
+            v: [num_tokens, num_heads, v_size] of the dtype of `k_nope`; any strides but the last. All sizes are multiples
+                of 8.
+            k_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn, written; any strides but the last.
+            v_fp8: [num_tokens, num_heads, v_size] float8_e4m3fn, written; any strides but the last.
+        """
+    @staticmethod
+    def new(k_nope: Tensor, k_pe: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Concatenate the parts of keys, and convert keys and values to fp8 (Kimi K3's MLA, chunked prefill).
+
+        ``k_fp8[t, h] = [k_nope[t, h], k_pe[t]]`` and ``v_fp8 = v`` as float8_e4m3fn, saturating; NaN stays NaN.
+
+        Args:
+            k_nope: [num_tokens, num_heads, nope_size], float16 or bfloat16; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype, or float8_e4m3fn, copied; any token stride.
+            v: [num_tokens, num_heads, v_size] of the dtype of `k_nope`; any strides but the last. All sizes are multiples
+                of 8.
+
+        Returns:
+            k_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn.
+            v_fp8: [num_tokens, num_heads, v_size] float8_e4m3fn.
+        """
+
+fused_kimi_k3_mla_kv_concat_quant_fp8: _fused_kimi_k3_mla_kv_concat_quant_fp8
+
+class _fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        v: Tensor,
+        q_fp8: Tensor,
+        k_fp8: Tensor,
+        v_fp8: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        q_scale_inv: Tensor,
+        k_scale_inv: Tensor,
+        v_scale_inv: Tensor,
+        cache_scale_inv: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`fused_kimi_k3_mla_key_concat_kv_cache_insert` in fp8: queries, keys, values and the latent (Kimi K3, prefill).
+
+        ``q_fp8 = q * q_scale_inv`` with rotated last elements; ``k_fp8[t, h] = [k_nope[t, h], rotated(k_pe[t])] *
+        k_scale_inv``; ``v_fp8 = v * v_scale_inv``; and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])] *
+        cache_scale_inv``. All as float8_e4m3fn of float32 values, saturating; NaN stays NaN. The op named above describes
+        rotations and slots.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + rope_size], float16 or bfloat16; any strides but the last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            v: [num_tokens, num_heads, v_size] of the same dtype; any strides but the last. All sizes are multiples of 8.
+            q_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn, written; any strides but the last.
+            k_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn, written; any strides but the last.
+            v_fp8: [num_tokens, num_heads, v_size] float8_e4m3fn, written; any strides but the last.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] float8_e4m3fn, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            q_scale_inv: one float32 each.
+            k_scale_inv: one float32 each.
+            v_scale_inv: one float32 each.
+            cache_scale_inv: one float32 each.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+        """
+    @staticmethod
+    def new(
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        kv_c_normed: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        slot_mapping: Tensor,
+        q_scale_inv: Tensor,
+        k_scale_inv: Tensor,
+        v_scale_inv: Tensor,
+        cache_scale_inv: Tensor,
+        cache_block_size: int,
+        position_ids: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`fused_kimi_k3_mla_key_concat_kv_cache_insert` in fp8: queries, keys, values and the latent (Kimi K3, prefill).
+
+        ``q_fp8 = q * q_scale_inv`` with rotated last elements; ``k_fp8[t, h] = [k_nope[t, h], rotated(k_pe[t])] *
+        k_scale_inv``; ``v_fp8 = v * v_scale_inv``; and ``k_cache[b, o] = [kv_c_normed[t], rotated(k_pe[t])] *
+        cache_scale_inv``. All as float8_e4m3fn of float32 values, saturating; NaN stays NaN. The op named above describes
+        rotations and slots.
+
+        Args:
+            q: [num_tokens, num_heads, nope_size + rope_size], float16 or bfloat16; any strides but the last.
+            k_nope: [num_tokens, num_heads, nope_size] of the same dtype; any strides but the last.
+            k_pe: [num_tokens, rope_size] of the same dtype; any token stride.
+            kv_c_normed: [num_tokens, latent_size] of the same dtype; any token stride.
+            v: [num_tokens, num_heads, v_size] of the same dtype; any strides but the last. All sizes are multiples of 8.
+            k_cache: [num_blocks, cache_block_size, latent_size + rope_size] float8_e4m3fn, written where slots say; any
+                strides but the last.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            q_scale_inv: one float32 each.
+            k_scale_inv: one float32 each.
+            v_scale_inv: one float32 each.
+            cache_scale_inv: one float32 each.
+            cache_block_size: slots of a block.
+            position_ids: [num_tokens] int64 or int32, any stride, or None.
+            cos_sin_cache: [max_position, rope_size] float32, of one row at least, any row stride; or None.
+
+        Returns:
+            q_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn.
+            k_fp8: [num_tokens, num_heads, nope_size + rope_size] float8_e4m3fn.
+            v_fp8: [num_tokens, num_heads, v_size] float8_e4m3fn.
+        """
+
+fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert: _fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert
+
+class _fused_minimax_m3_qknorm_rope_kv_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_norm_weight: Tensor,
+        k_norm_weight: Tensor,
+        cos_sin_cache: Tensor,
+        positions: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary_dim: int,
+        eps: float,
+        index_q_norm_weight: Tensor | None,
+        index_k_norm_weight: Tensor | None,
+        num_index_heads: int,
+        slot_mapping: Tensor | None,
+        index_slot_mapping: Tensor | None,
+        kv_cache: Tensor | None,
+        index_cache: Tensor | None,
+        block_size: int,
+        q_out: Tensor | None,
+        index_q_out: Tensor | None,
+        kv_cache_dtype: str,
+        skip_index_branch: bool = False,
+        q_fp8_out: Tensor | None = None,
+        q_fp8_scale: float = 1.0,
+        kv_k_scale: Tensor | None = None,
+        kv_v_scale: Tensor | None = None,
+    ) -> None:
+        """Norm and rotate the heads of qkv in place, and insert keys and values into caches (MiniMax-M3).
+
+        A row of qkv has query, key and value heads, and, if num_index_heads is not 0, index query heads and one index key.
+        A head ``x`` of queries or keys becomes ``rotated(x / sqrt(mean(x^2) + eps) * (1 + weight))`` with the weight of its
+        kind. Its first rotary_dim elements rotate in pairs (j, j + rotary_dim / 2) by the angles of the token's position;
+        all in float32, rounded once to T. With `kv_cache`, keys and values are then written to ``b, o =
+        divmod(slot_mapping[t], block_size)``, as they are or as fp8, and the index key to slot ``index_slot_mapping[t]`` of
+        `index_cache`. A token with a position outside the table is not rotated, and nothing of it is inserted; nor is what
+        has a slot that is negative or after the last.
+
+        Args:
+            qkv: [num_tokens, heads * head_size], float16 or bfloat16, read and written; any row stride. Values are not
+                changed.
+            q_norm_weight: [head_size], float32, float16 or bfloat16; head_size 64, 128, 192 or 256.
+            k_norm_weight: [head_size], float32, float16 or bfloat16; head_size 64, 128, 192 or 256.
+            cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, of one row at least, any row stride:
+                cosines, then sines.
+            positions: [num_tokens] int64 or int32, any stride.
+            num_heads: heads of queries, and of keys.
+            num_kv_heads: heads of queries, and of keys.
+            rotary_dim: even, at most head_size.
+            eps: added to the mean of squares.
+            index_q_norm_weight: [head_size] of the dtype of the other weights; None without an index.
+            index_k_norm_weight: [head_size] of the dtype of the other weights; None without an index.
+            num_index_heads: heads of index queries; 0 without an index.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride; None without `kv_cache`.
+            index_slot_mapping: the same for `index_cache`
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], keys before values, written where slots say;
+                any strides but the last; of the dtype of `qkv`, or uint8 or float8; or None.
+            index_cache: [..., head_size], contiguous, of the dtype of `qkv` or float8_e4m3fn, written where slots say;
+                needed with an index and `kv_cache`.
+            block_size: slots of a block of `kv_cache`.
+            q_out: [num_tokens, num_heads * head_size] of the dtype of `qkv`, contiguous, written: queries, instead of in
+                place; or None.
+            index_q_out: [num_tokens, num_index_heads * head_size] of the dtype of `index_cache`, contiguous, written: index
+                queries, instead of in place; or None.
+            kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
+            skip_index_branch: whether index heads stay as they are.
+            q_fp8_out: [num_tokens, num_heads * head_size] float8_e4m3fn, contiguous, written: queries, rounded to T,
+                divided by q_fp8_scale. Without `q_out`, the queries of qkv are then not changed.
+            q_fp8_scale: above 0.
+            kv_k_scale: not read: fp8 caches have a scale of 1.
+            kv_v_scale: not read: fp8 caches have a scale of 1.
+        """
+
+fused_minimax_m3_qknorm_rope_kv_insert: _fused_minimax_m3_qknorm_rope_kv_insert
+
+class _fused_qknorm_rope_cache(_Attributes, Protocol):
+    def __call__(
+        self,
+        q_out: Tensor,
+        k_out: Tensor,
+        v_out: Tensor,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        head_dim: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        rotary_pairs: int,
+        epsilon: float,
+        norm_weight_bias: float,
+        kv_cache_dtype: str = 'auto',
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Split qkv into queries, keys and values, norm and rotate queries and keys, and insert keys and values (Step 5).
+
+        ``q_out[t, h] = rotated(x / sqrt(mean(x^2) + epsilon) * (q_weight + norm_weight_bias))`` for head ``x`` of
+        ``qkv[t]``, keys likewise, and values as they are. The first 2 * rotary_pairs elements of a head rotate in pairs
+        (j, j + rotary_pairs) by the angles of the token's position; all in float32, rounded once. Keys and values are
+        then written to ``b, o = divmod(slot_mapping[t], block_size)`` of the caches, as they are or as fp8 of ``x /
+        scale``. A token with a position outside the table is not rotated, and nothing of it is inserted; nor is a token
+        with a slot that is negative or after the last.
+
+        Args:
+            q_out: [num_tokens, num_q_heads * head_dim], of the dtype of `qkv`, contiguous, written.
+            k_out: [num_tokens, num_kv_heads * head_dim] of the same dtype, contiguous, written.
+            v_out: [num_tokens, num_kv_heads * head_dim] of the same dtype, contiguous, written.
+            qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16; any row stride.
+            q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
+            k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
+            cos: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
+                dtype, any row strides. Not read if rotary_pairs is 0.
+            sin: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
+                dtype, any row strides. Not read if rotary_pairs is 0.
+            positions: [num_tokens] int64 or int32, any stride.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
+                last; of the dtype of `qkv`, or uint8 or float8.
+            v_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
+                last; of the dtype of `qkv`, or uint8 or float8.
+            head_dim: 64, 128, 192 or 256.
+            num_q_heads: heads of each kind.
+            num_kv_heads: heads of each kind.
+            rotary_pairs: at most head_dim / 2.
+            epsilon: added to the mean of squares.
+            norm_weight_bias: added to the weights.
+            kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
+            k_scale: one float32 each; needed for fp8.
+            v_scale: one float32 each; needed for fp8.
+        """
+    @staticmethod
+    def new(
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        head_dim: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        rotary_pairs: int,
+        epsilon: float,
+        norm_weight_bias: float,
+        kv_cache_dtype: str = 'auto',
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split qkv into queries, keys and values, norm and rotate queries and keys, and insert keys and values (Step 5).
+
+        ``q_out[t, h] = rotated(x / sqrt(mean(x^2) + epsilon) * (q_weight + norm_weight_bias))`` for head ``x`` of
+        ``qkv[t]``, keys likewise, and values as they are. The first 2 * rotary_pairs elements of a head rotate in pairs
+        (j, j + rotary_pairs) by the angles of the token's position; all in float32, rounded once. Keys and values are
+        then written to ``b, o = divmod(slot_mapping[t], block_size)`` of the caches, as they are or as fp8 of ``x /
+        scale``. A token with a position outside the table is not rotated, and nothing of it is inserted; nor is a token
+        with a slot that is negative or after the last.
+
+        Args:
+            qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16; any row stride.
+            q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
+            k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype.
+            cos: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
+                dtype, any row strides. Not read if rotary_pairs is 0.
+            sin: [max_position, at least rotary_pairs], float32, float16 or bfloat16, of one row at least; both of one
+                dtype, any row strides. Not read if rotary_pairs is 0.
+            positions: [num_tokens] int64 or int32, any stride.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
+                last; of the dtype of `qkv`, or uint8 or float8.
+            v_cache: [num_blocks, block_size, num_kv_heads, head_dim], written where slots say; any strides but the
+                last; of the dtype of `qkv`, or uint8 or float8.
+            head_dim: 64, 128, 192 or 256.
+            num_q_heads: heads of each kind.
+            num_kv_heads: heads of each kind.
+            rotary_pairs: at most head_dim / 2.
+            epsilon: added to the mean of squares.
+            norm_weight_bias: added to the weights.
+            kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
+            k_scale: one float32 each; needed for fp8.
+            v_scale: one float32 each; needed for fp8.
+
+        Returns:
+            q_out: [num_tokens, num_q_heads * head_dim], of the dtype of `qkv`.
+            k_out: [num_tokens, num_kv_heads * head_dim] of the same dtype.
+            v_out: [num_tokens, num_kv_heads * head_dim] of the same dtype.
+        """
+
+fused_qknorm_rope_cache: _fused_qknorm_rope_cache
+
+class _fused_muse_spark_qknorm_rope_kv_insert(_Attributes, Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        cos_sin_cache: Tensor | None,
+        rotary_dim: int,
+        slot_mapping: Tensor | None,
+        kv_cache: Tensor | None,
+        block_size: int,
+        kv_cache_dtype: str,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        q_fp8_out: Tensor | None = None,
+        q_scale: Tensor | None = None,
+    ) -> None:
+        """Norm and rotate the query and key heads of qkv in place, and insert keys and values into a cache (Muse Spark).
+
+        A head ``x`` becomes ``rotated(x / sqrt(mean(x^2) + eps))``. Its first rotary_dim elements rotate in adjacent pairs
+        (2j, 2j + 1) by the angles of the token's position; without `cos_sin_cache` nothing rotates. All in float32, rounded
+        once. With `kv_cache`, keys and values are then written to ``b, o = divmod(slot_mapping[t], block_size)``, as they
+        are or as fp8 of ``x / scale``. A token with a position outside the table is not rotated, and nothing of it is
+        inserted; nor is a token with a slot that is negative or after the last.
+
+        Args:
+            qkv: [num_tokens, at least (num_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, read and written;
+                any row stride. Values, and what follows them, are not changed.
+            positions: [num_tokens] int64 or int32, any stride; not read without `cos_sin_cache`.
+            num_heads: heads of queries, and of keys.
+            num_kv_heads: heads of queries, and of keys.
+            head_dim: 64, 128, 192 or 256.
+            eps: added to the mean of squares.
+            cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, of one row at least, any row stride:
+                cosines, then sines; or None.
+            rotary_dim: even, at most head_dim; no effect without `cos_sin_cache`.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride; None without `kv_cache`.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], keys before values, written where slots say; any
+                strides but the last; of the dtype of `qkv`, or uint8 or float8; or None.
+            block_size: slots of a block of `kv_cache`.
+            kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
+            k_scale: one float32 each; needed for fp8.
+            v_scale: one float32 each; needed for fp8.
+            q_fp8_out: [num_tokens, num_heads * head_dim] float8_e4m3fn, contiguous, written: queries, rounded to T, divided
+                by `q_scale`. The queries of qkv are then not changed.
+            q_scale: one float32, with `q_fp8_out`.
+        """
+
+fused_muse_spark_qknorm_rope_kv_insert: _fused_muse_spark_qknorm_rope_kv_insert
 
 class _reshape_and_cache(_Attributes, Protocol):
     def __call__(
@@ -8235,6 +9234,61 @@ class _moe_unpermute(_Attributes, Protocol):
 
 moe_unpermute: _moe_unpermute
 
+class _moe_prepare_scatter(_Attributes, Protocol):
+    def __call__(
+        self,
+        topk_ids: Tensor,
+        token_expert_indices: Tensor,
+        expert_map: Tensor | None,
+        n_expert: int,
+        n_local_expert: int,
+        expert_first_token_offset: Tensor,
+        scatter_idx: Tensor,
+        sorted_rows: Tensor,
+    ) -> None:
+        """The permutation of `moe_permute`, which describes it, without a copy of rows, as vLLM's op of this name.
+
+        Args:
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. None: the local index of an expert is its id.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
+            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the permuted index of the first row
+                for each expert on this device, then the number of all rows for experts on this device.
+            scatter_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
+            sorted_rows: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
+                ``num_tokens * topk`` if its expert is not on this device.
+        """
+    @staticmethod
+    def new(
+        topk_ids: Tensor,
+        token_expert_indices: Tensor,
+        expert_map: Tensor | None,
+        n_expert: int,
+        n_local_expert: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The permutation of `moe_permute`, which describes it, without a copy of rows, as vLLM's op of this name.
+
+        Args:
+            topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token. Any values are allowed.
+            token_expert_indices: [num_tokens, topk] int32, contiguous. vLLM's op takes it; this op does not read it.
+            expert_map: one-dimensional int32, contiguous: the local index of each expert, -1 for an expert on another
+                device. None: the local index of an expert is its id.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
+
+        Returns:
+            expert_first_token_offset: [n_local_expert + 1] int64: the permuted index of the first row for each expert on this
+                device, then the number of all rows for experts on this device.
+            scatter_idx: [num_tokens, topk] int32: the permuted index of each row.
+            sorted_rows: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` if its
+                expert is not on this device.
+        """
+
+moe_prepare_scatter: _moe_prepare_scatter
+
 class _topk_softmax(_Attributes, Protocol):
     def __call__(
         self,
@@ -8900,6 +9954,83 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """
 
 get_cutlass_pplx_moe_mm_data: _get_cutlass_pplx_moe_mm_data
+
+class _kimi_k3_attn_res(_Attributes, Protocol):
+    def __call__(
+        self,
+        prefix: Tensor,
+        delta: Tensor | None,
+        blocks: Tensor,
+        norm_weight: Tensor,
+        qk_weight: Tensor,
+        output_norm_weight: Tensor | None,
+        output: Tensor,
+        num_blocks: int,
+        block_write_idx: int,
+        eps: float,
+        output_norm_eps: float,
+    ) -> None:
+        """Mix the residual stream and the outputs of earlier blocks by a softmax over their scores (Kimi K3).
+
+        ``x = prefix[t]``, or, with `delta`, ``x = prefix[t] = T(prefix[t] + delta[t])``; then ``blocks[t, block_write_idx]
+        = x`` unless that index is -1. The sources are ``v[s] = blocks[t, s]`` for s < num_blocks, and x. Their scores are
+        ``sum(v[s] * norm_weight * qk_weight) / sqrt(mean(v[s]^2) + eps)``, and ``y`` is the sum of the sources, weighted by
+        the softmax of the scores. ``output[t] = y``, or, with `output_norm_weight`, ``y / sqrt(mean(y^2) + output_norm_eps)
+        * output_norm_weight``. All in float32; T rounds x and the output.
+
+        Args:
+            prefix: [num_tokens, hidden_size], float16 or bfloat16, read, and written with `delta`; any row stride.
+            delta: the same shape and dtype, any row stride; or None.
+            blocks: [num_tokens, at least num_blocks, hidden_size] of the same dtype, read, and written at block_write_idx;
+                any strides but the last.
+            norm_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            qk_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            output_norm_weight: [hidden_size] of the same dtype, or None.
+            output: [num_tokens, hidden_size] of the same dtype, written; any row stride.
+            num_blocks: blocks that are mixed, 0 to 16.
+            block_write_idx: the block that x is written to, or -1.
+            eps: added to the means of squares.
+            output_norm_eps: added to the means of squares.
+        """
+    @staticmethod
+    def new(
+        prefix: Tensor,
+        delta: Tensor | None,
+        blocks: Tensor,
+        norm_weight: Tensor,
+        qk_weight: Tensor,
+        output_norm_weight: Tensor | None,
+        num_blocks: int,
+        block_write_idx: int,
+        eps: float,
+        output_norm_eps: float,
+    ) -> Tensor:
+        """Mix the residual stream and the outputs of earlier blocks by a softmax over their scores (Kimi K3).
+
+        ``x = prefix[t]``, or, with `delta`, ``x = prefix[t] = T(prefix[t] + delta[t])``; then ``blocks[t, block_write_idx]
+        = x`` unless that index is -1. The sources are ``v[s] = blocks[t, s]`` for s < num_blocks, and x. Their scores are
+        ``sum(v[s] * norm_weight * qk_weight) / sqrt(mean(v[s]^2) + eps)``, and ``y`` is the sum of the sources, weighted by
+        the softmax of the scores. ``output[t] = y``, or, with `output_norm_weight`, ``y / sqrt(mean(y^2) + output_norm_eps)
+        * output_norm_weight``. All in float32; T rounds x and the output.
+
+        Args:
+            prefix: [num_tokens, hidden_size], float16 or bfloat16, read, and written with `delta`; any row stride.
+            delta: the same shape and dtype, any row stride; or None.
+            blocks: [num_tokens, at least num_blocks, hidden_size] of the same dtype, read, and written at block_write_idx;
+                any strides but the last.
+            norm_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            qk_weight: [hidden_size] of the same dtype; hidden_size at most 16384.
+            output_norm_weight: [hidden_size] of the same dtype, or None.
+            num_blocks: blocks that are mixed, 0 to 16.
+            block_write_idx: the block that x is written to, or -1.
+            eps: added to the means of squares.
+            output_norm_eps: added to the means of squares.
+
+        Returns:
+            output: [num_tokens, hidden_size] of the same dtype; any row stride.
+        """
+
+kimi_k3_attn_res: _kimi_k3_attn_res
 
 class _rms_norm_dynamic_per_token_quant(_Attributes, Protocol):
     def __call__(

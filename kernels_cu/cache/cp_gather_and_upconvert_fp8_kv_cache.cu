@@ -1,8 +1,10 @@
-// cp_gather_and_upconvert_fp8_kv_cache: copies the 656-byte entries of sequences from a paged cache to rows of
+// cp_gather_and_upconvert_fp8_kv_cache: copies the quantized entries of sequences from a paged cache to rows of
 // bfloat16.
 //
 //     dst[t, i] = bf16(x[i] * scale[i / 128])                i < 512: e4m3 values x, then four float32 scales
 //     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16, unchanged
+//     NVFP4: x are e2m1 values, two in a byte, the scales are e4m3, of 16 elements each, and rope is e4m3: an entry has
+//     256 bytes of x, 64 of rope and 32 of scales, where that of group g is at 8 * (g % 4) + g / 4
 //     from the entry src_cache[block_table[b, p / BLOCK_SIZE], p % BLOCK_SIZE], where t = workspace_starts[b] + j,
 //     0 <= j < seq_lens[b] and p = seq_starts[b] + j
 //
@@ -11,7 +13,7 @@
 //
 // Thread mapping: a group of 32 threads takes ROWS adjacent rows of dst.
 // 1. All lanes search for the sequences of these rows, then one lane per row finds the row's entry.
-// 2. Each lane loads, for each row, two vectors of 8 fp8 values with a stride of 256: each store of the group covers
+// 2. Each lane loads, for each row, two vectors of 8 values with a stride of 256: each store of the group covers
 //    one contiguous piece of the row. Eight lanes per row load the rope.
 // 3. Stores begin when all loads have been issued.
 //
@@ -21,25 +23,71 @@
 //     starts_t      element type of workspace_starts
 //     first_t       element type of seq_starts
 //     HAS_LENS      false when seq_lens is null
+//     NVFP4         the format of entries
 //     HAS_FIRST     false when seq_starts is null: all sequences are gathered from position 0
 //     ACCESS_SIZE   bytes of an entry in one memory access
 //     DST_ACCESS    elements of dst in one memory access
 //     ROWS          rows of a group: 1, 2 or 4
 
 #include "cache.cuh"
+#include "packed.cuh"
 #include "paged.cuh"
 
 constexpr int LANES = 32;
 constexpr int LATENT_SIZE = 512;
-constexpr int TILE_SIZE = 128;                                                           // elements under one scale
-constexpr int SCALES = LATENT_SIZE, ROPE = LATENT_SIZE + 4 * (LATENT_SIZE / TILE_SIZE);  // bytes from the entry's start
-constexpr int ENTRY_BYTES = 656;
+constexpr int TILE_SIZE = NVFP4 ? 16 : 128;                                  // elements under one scale
+constexpr int ROPE = NVFP4 ? 256 : 528, SCALES = NVFP4 ? 320 : LATENT_SIZE;  // bytes from the entry's start
+constexpr int ENTRY_BYTES = NVFP4 ? 352 : 656;
 constexpr int HALF = LATENT_SIZE / 2;  // elements between the two vectors of a lane
 constexpr int VEC_SIZE = HALF / LANES;
-constexpr int ROPE_LANES = 8;  // lanes that copy 16 bytes of the rope each
-constexpr int CODE_ACCESS = ACCESS_SIZE < VEC_SIZE ? ACCESS_SIZE : VEC_SIZE;
+constexpr int ROPE_LANES = 8;  // lanes that copy 8 elements of the rope each
+constexpr int CODE_BYTES = NVFP4 ? VEC_SIZE / 2 : VEC_SIZE, ROPE_BYTES = NVFP4 ? VEC_SIZE : 2 * VEC_SIZE;  // of a lane
+constexpr int CODE_ACCESS = ACCESS_SIZE < CODE_BYTES ? ACCESS_SIZE : CODE_BYTES;
+constexpr int ROPE_ACCESS = ACCESS_SIZE < ROPE_BYTES ? ACCESS_SIZE : ROPE_BYTES;
 constexpr int SCALE_ACCESS = ACCESS_SIZE < 4 ? ACCESS_SIZE : 4;
 static_assert(ROWS * ROPE_LANES <= LANES);
+
+using code_t = Vec<uint8_t, CODE_BYTES>;
+
+// The scale of the elements of an entry from `element` on.
+DEVICE float scale_of(const uint8_t* entry, int element) {
+    const int group = element / TILE_SIZE;
+    if constexpr (NVFP4) {
+        Vec<fp8_e4m3_t, 1> scale;
+        scale.word<1>(0) = entry[SCALES + 8 * (group % 4) + group / 4];
+        return scale[0];
+    }
+    return load_float<SCALE_ACCESS>(entry + SCALES + group * 4);
+}
+
+// Eight values times their scale. With NVFP4 that is exact.
+DEVICE Vec<bf16_t, VEC_SIZE> decoded(const code_t& codes, float scale) {
+    if constexpr (NVFP4) {
+        float x[VEC_SIZE];
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE; ++i) x[i] = e2m1_to_float(codes.data[i / 2] >> (i % 2 * 4) & 15) * scale;
+        return Vec<bf16_t, VEC_SIZE>::from_floats(x);
+    } else {
+        Vec<fp8_e4m3_t, VEC_SIZE> eight;
+        eight.word<VEC_SIZE>(0) = codes.word<VEC_SIZE>(0);
+        return decode<bf16_t>(eight, scale);
+    }
+}
+
+// Eight elements of the rope.
+DEVICE Vec<bf16_t, VEC_SIZE> rope_of(const Vec<uint8_t, ROPE_BYTES>& bytes) {
+    Vec<bf16_t, VEC_SIZE> rope;
+    if constexpr (NVFP4) {
+        Vec<fp8_e4m3_t, VEC_SIZE> eight;
+        eight.word<VEC_SIZE>(0) = bytes.word<VEC_SIZE>(0);
+        float x[VEC_SIZE];
+        eight.to_floats(x);
+        rope = rope.from_floats(x);
+    } else {
+        rope = *reinterpret_cast<const Vec<bf16_t, VEC_SIZE>*>(bytes.data);
+    }
+    return rope;
+}
 
 // A bit for each lane of the caller's group: its predicate. Every lane of the warp takes part.
 DEVICE uint32_t ballot_of_group(bool predicate) {
@@ -177,7 +225,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
     // A row without an entry loads an existing entry and does not use it: a conditional load would be issued late.
     const uint32_t found = ballot_of_group(at != NOWHERE);
     at = max(at, int64_t(0));
-    Vec<fp8_e4m3_t, VEC_SIZE> codes[ROWS][2];
+    code_t codes[ROWS][2];
     float scales[ROWS][2];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -185,14 +233,13 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int element = half * HALF + lane * VEC_SIZE;
-            codes[i][half].word<VEC_SIZE>(0) =
-                Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
-            scales[i][half] = load_float<SCALE_ACCESS>(entry + SCALES + element / TILE_SIZE * 4);
+            codes[i][half] = code_t::load<CODE_ACCESS>(entry + element / VEC_SIZE * CODE_BYTES);
+            scales[i][half] = scale_of(entry, element);
         }
     }
     const int rope_row = lane / ROPE_LANES, rope_lane = lane % ROPE_LANES;
-    const auto rope =
-        Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
+    const auto rope = Vec<uint8_t, ROPE_BYTES>::load<ROPE_ACCESS>(src_cache + shfl<LANES>(at, rope_row) + ROPE +
+                                                                  rope_lane * ROPE_BYTES);
     keep_loads_of_warp();
 
     dst += first * dst_stride;
@@ -201,13 +248,11 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
         if (!(found >> i & 1)) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const auto eight = decode<bf16_t>(codes[i][half], scales[i][half]);
+            const auto eight = decoded(codes[i][half], scales[i][half]);
             eight.store<DST_ACCESS>(dst + i * dst_stride + half * HALF + lane * VEC_SIZE);
         }
     }
     if (found >> rope_row & 1) {
-        Vec<bf16_t, 8> elements;
-        elements.word<8>(0) = rope.word<16>(0);
-        elements.store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * 8);
+        rope_of(rope).store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * VEC_SIZE);
     }
 }

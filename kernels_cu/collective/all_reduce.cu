@@ -1,6 +1,7 @@
-// all_reduce: the all-reduce (sum) of a tensor over the ranks of one node, in one shot or two shots.
+// all_reduce: the all-reduce (sum) of a tensor over the ranks of one node, in one shot or two shots, or its
+// reduce-scatter.
 //
-//     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
+//     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once; with SCATTER, rank r has only slice r
 //
 // Thread t of block b takes vector b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, UNROLL of them at a
 // time: the loads in flight bound the rate over the links.
@@ -13,6 +14,7 @@
 // Constants
 //     WORLD_SIZE     ranks
 //     TWO_SHOT       reduce-scatter, then all-gather
+//     SCATTER        reduce-scatter: out is the rank's slice
 //     SIGNAL_BYTES   offset of a rank's packets from its signals
 //     PACKET_BYTES   offset of its scratch memory from its packets
 //     UNROLL         vectors that a thread loads from every rank before it sums them
@@ -24,7 +26,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
+all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE], or a slice of it
            const uint64_t* peers,    // [8]: address of the input of each rank
            const uint64_t* signals,  // [8]: address of the signals of each rank
            LostRank* lost,           // [8]: report on each rank that the kernel gave up
@@ -35,8 +37,9 @@ all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);
     const int64_t first = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x, step = int64_t(gridDim.x) * NUM_THREADS;
-    const int64_t slice = num_vecs / WORLD_SIZE, begin = TWO_SHOT ? rank * slice : 0;
-    const int64_t end = !TWO_SHOT || rank == WORLD_SIZE - 1 ? num_vecs : begin + slice;
+    const int64_t slice = num_vecs / WORLD_SIZE, begin = TWO_SHOT || SCATTER ? rank * slice : 0;
+    const bool to_the_end = !SCATTER && (!TWO_SHOT || rank == WORLD_SIZE - 1);
+    const int64_t end = to_the_end ? num_vecs : begin + slice;
     const auto slice_of = [&](int other) {
         return reinterpret_cast<scalar_t*>(world.template scratch<char>(other) + PACKET_BYTES);
     };

@@ -8,9 +8,7 @@
 // The result is rounded once to T, the dtype of qkv. A token is not changed if its position lies outside the cache.
 //
 // One thread block per token. A group of HEAD_SIZE / 8 lanes has a head; each lane holds 8 consecutive elements of up
-// to CHUNK heads at a time, so that position, angles and weights are loaded once for all of them. The other element of
-// a NeoX pair lies in another lane: it comes by shuffle if ROTARY_DIM / 2 is a multiple of 8, else through shared
-// memory.
+// to CHUNK heads at a time, so that position, angles and weights are loaded once for all of them.
 //
 // Constants:
 //     cache_t       element type of cos_sin_cache
@@ -21,8 +19,7 @@
 //     ACCESS_SIZE   elements of qkv in one memory access
 //     CACHE_VEC     elements of cos_sin_cache in one memory access; divides 8 and ROTARY_DIM / 2
 
-#include "reduce.cuh"
-#include "vec.cuh"
+#include "head_rotation.cuh"
 
 constexpr int VEC_SIZE = 8;
 constexpr int LANES = HEAD_SIZE / VEC_SIZE;
@@ -31,44 +28,9 @@ constexpr int HALF = ROTARY_DIM / 2;
 constexpr int HEADS = NUM_HEADS_Q + NUM_HEADS_K;
 constexpr int GROUP_HEADS = ceil_div(HEADS, GROUPS);
 constexpr int CHUNK = GROUP_HEADS < 8 ? GROUP_HEADS : 8;
-constexpr bool VIA_SHARED = IS_NEOX && HALF % VEC_SIZE != 0;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
-
-// cos or sin, from its half of a row of the cache, for the 8 elements from `element` on; 0 beyond ROTARY_DIM.
-DEVICE void load_angles(const cache_t* row, int element, float (&angle)[VEC_SIZE]) {
-    if constexpr (IS_NEOX && !VIA_SHARED) {
-        load_floats<CACHE_VEC>(row + element % HALF, angle);
-    } else {
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) {
-            const int index = element + j;
-            angle[j] = index < ROTARY_DIM ? to_float(row[IS_NEOX ? index % HALF : index / 2]) : 0.0f;
-        }
-    }
-}
-
-// partner[j] = the other element of the pair to which element + j belongs. n: the lane's elements. All lanes take part.
-DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared, float (&partner)[VEC_SIZE]) {
-    if constexpr (!IS_NEOX) {
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) partner[j] = n[j ^ 1];
-    } else if constexpr (!VIA_SHARED) {
-        const int partner_element = element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element;
-        const int source = partner_element / VEC_SIZE;
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) partner[j] = shfl<LANES>(n[j], source);
-    } else {
-        sync_warp();
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) shared[element + j] = n[j];
-        sync_warp();
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) {
-            const int index = element + j;
-            partner[j] = index < ROTARY_DIM ? shared[index < HALF ? index + HALF : index - HALF] : 0.0f;
-        }
-    }
-}
+using Rotation = HeadRotation<LANES, HALF, IS_NEOX>;
+constexpr bool VIA_SHARED = Rotation::VIA_SHARED;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + value heads, HEAD_SIZE]
@@ -91,8 +53,8 @@ fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + 
     const bool rotates = element < ROTARY_DIM;
     float cosine[VEC_SIZE], sine[VEC_SIZE];
     if (rotates) {
-        load_angles(cos_sin_cache + position * ROTARY_DIM, element, cosine);
-        load_angles(cos_sin_cache + position * ROTARY_DIM + HALF, element, sine);
+        Rotation::load_angles<CACHE_VEC>(cos_sin_cache + position * ROTARY_DIM, element, cosine);
+        Rotation::load_angles<CACHE_VEC>(cos_sin_cache + position * ROTARY_DIM + HALF, element, sine);
     }
 
     for (int first = group; first - group < HEADS; first += CHUNK * GROUPS) {
@@ -120,15 +82,8 @@ fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + 
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
 
-            load_partners(n, element, VIA_SHARED ? shared + group * HEAD_SIZE : nullptr, partner);
-            if (rotates) {
-#pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) {
-                    const bool low = IS_NEOX ? element + j < HALF : j % 2 == 0;
-                    const float rotated = n[j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
-                    if (element + j < ROTARY_DIM) n[j] = rotated;
-                }
-            }
+            Rotation::load_partners(n, element, VIA_SHARED ? shared + group * HEAD_SIZE : nullptr, partner);
+            if (rotates) Rotation::turn(n, element, cosine, sine, partner);
             if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {
                 vec_t::from_floats(n).store<ACCESS_SIZE>(x + head * HEAD_SIZE);
             }

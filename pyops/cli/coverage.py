@@ -16,5 +16,5 @@ def text(vllm: str = VERSIONS[0]) -> str:
         "  ".join((*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[3])) for row in rows
     ]
     counts = Counter(one.state for one in entries)
-    of_each = ", ".join(f"{counts[state]} {state}" for state in ("served", "adapted", "missing"))
+    of_each = ", ".join(f"{counts[state]} {state}" for state in ("served", "adapted", "refused", "missing"))
     return "\n".join([*lines, f"{len(entries)} ops: {of_each}"])

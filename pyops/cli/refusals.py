@@ -1,8 +1,8 @@
-"""The page docs/refusals.md: arguments that vLLM's ops accept and this library refuses."""
+"""The page docs/refusals.md: ops of vLLM, and arguments that they accept, which this library refuses."""
 
 from __future__ import annotations
 
-from ..integrations.vllm.refusals import REFUSALS
+from ..integrations.vllm.refusals import REFUSALS, REFUSED_OPS
 
 _HEAD = """# Refusals
 
@@ -13,6 +13,14 @@ names of this library, or those of vLLM if the op here does not have them.
 | op | argument | what is refused | why |
 |---|---|---|---|"""
 
+_OPS = """
+## Ops
+
+Ops of vLLM that this library does not have. `override()` leaves them to vLLM.
+
+| op | why: it |
+|---|---|"""
+
 
 def text() -> str:
     """The page, with one table row per refusal."""
@@ -21,4 +29,5 @@ def text() -> str:
         for op, refusals in sorted(REFUSALS.items())
         for one in refusals
     ]
-    return "\n".join((_HEAD, *rows))
+    ops = [f"| `{op}` | {why} |" for op, why in sorted(REFUSED_OPS.items())]
+    return "\n".join((_HEAD, *rows, _OPS, *ops))

@@ -275,7 +275,13 @@ def test_zero_and_one_are_false_and_true(op: Op, p: Parameter, monkeypatch: pyte
 
 # Negative integers that have a meaning, or that an op takes for compatibility with vLLM and never reads.
 _ANY_INTEGER = {"pad_slot_id", "max_seq_len", "max_query_len", "num_kv_splits", "rows_per_block", "CuCount"}
-_ANY_INTEGER |= {"tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride", "blocksparse_block_size"}
+_ANY_INTEGER |= {
+    "block_write_idx",
+    "tp_rank",
+    "blocksparse_local_blocks",
+    "blocksparse_vert_stride",
+    "blocksparse_block_size",
+}
 _ANY_INTEGER |= {"blocksparse_head_sliding_step", "split_k_iters", "thx", "thy", "sm_count", "sm_version"}
 _ANY_INTEGER |= {"CUBLAS_M_THRESHOLD", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "thread_k", "thread_n", "blocks_per_sm"}
 

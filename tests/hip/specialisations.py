@@ -16,7 +16,7 @@ from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 from pyops.example import ArgMaker
-from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
+from pyops.ops.collective import custom_all_reduce, custom_gather_scatter, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from tests.support import axes
@@ -52,9 +52,12 @@ def of_ranks() -> list[Specialisation]:
     return [
         custom_all_reduce._packets(**packets),
         *(
-            custom_all_reduce._all_reduce(**packets | {"WORLD_SIZE": size}, TWO_SHOT=two, UNROLL=unroll(size))
-            for size, two in ((2, False), (4, True), (8, False), (8, True))
+            custom_all_reduce._all_reduce(
+                **packets | {"WORLD_SIZE": size}, TWO_SHOT=two, SCATTER=scatter, UNROLL=unroll(size)
+            )
+            for size, two, scatter in ((2, False, False), (4, True, False), (8, False, True), (8, True, False))
         ),
+        custom_gather_scatter._all_gather(**shared),
         custom_all_reduce._add_rms_norm(**packets, HIDDEN_SIZE=8192),
         minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
         quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),

@@ -6,7 +6,6 @@ from __future__ import annotations
 EQUIVALENT: dict[str, str] = {
     "attention/prefill_mma.cu:predicate:f9c38b89": "without ALiBi the slopes are 0, which add nothing",
     "attention/mla_decode.cu:comparison:05e105a3": "a head behind the tiles is none of the block's, and is left out",
-    "cache/fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.cu:constant:0c8a6183": "nothing made of it is stored",
     "cache/gather_cache.cu:arithmetic:4b48e09d": "what is asked of a cache ahead of its use changes no result",
     "mamba/chunk_scan.cuh:bound:5c7a8024": "where part_tokens are left, both ends are the same",
     "include/counted_rows.cuh:cast:edc619fe": "the warps of a few blocks per SM fit in 32 bits",

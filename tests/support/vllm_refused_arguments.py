@@ -21,20 +21,24 @@ def _refused(name: str, *trailing: Any, op: str = "", order: tuple[int, ...] | N
     return kernel(*(args if order is None else [args[i] for i in order]), *trailing)
 
 
-_V4 = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 _GATHER = "cp_gather_and_upconvert_fp8_kv_cache"
 _CHOICES, _IDS = torch.ones(4, 8, 32), torch.zeros(8, 4, dtype=torch.int32).t()
+
+
+def _nvfp4_cache() -> object:
+    name = "fused_minimax_m3_qknorm_rope_kv_insert"
+    args = example(pyops.registry[name])
+    args[19] = "nvfp4"
+    return pyops.fused_minimax_m3_qknorm_rope_kv_insert(*args)
+
 
 CALLS: dict[tuple[str, str], Callable[[], object]] = {
     ("reshape_and_cache", "interleaved_v"): partial(_refused, "reshape_and_cache", True),
     ("paged_attention", "use_interleaved_v_cache"): partial(
         _refused, "paged_attention", True, op="paged_attention_rocm", order=tuple(range(20))
     ),
-    (_V4, "apply_q_norm"): partial(_refused, _V4, False),
-    (_V4, "kv_mxfp8"): partial(_refused, _V4, True, True),
-    (_V4, "apply_q_rope"): partial(_refused, _V4, True, False, False),
-    (_V4, "is_q_interleaved"): partial(_refused, _V4, True, False, True, True),
     (_GATHER, "host_cache"): partial(_refused, _GATHER, None, torch.zeros(1), order=(0, 1, 2, 4, 5)),
     ("topk_softplus_sqrt", "bias_vl"): partial(_refused, "topk_softplus_sqrt", torch.zeros(256), 5),
+    ("fused_minimax_m3_qknorm_rope_kv_insert", "kv_cache_dtype"): _nvfp4_cache,
     ("moe_sum", "topk_ids"): partial(_refused, "moe_sum", _CHOICES, torch.zeros(4, 32), _IDS, order=()),
 }

@@ -9,13 +9,15 @@ from ..._core.errors import OpError
 from ..._core.system.lazy import torch
 from ...ops.cache import concat_and_cache_mla as _concat_and_cache_mla
 from ...ops.cache import cp_gather_and_upconvert_fp8_kv_cache as _cp_gather_and_upconvert_fp8_kv_cache
-from ...ops.cache import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert as _fused_deepseek_v4_insert
 from ...ops.cache import reshape_and_cache as _reshape_and_cache
+from ...ops.embedding import ngram_compute_n_gram_ids as _ngram_compute_n_gram_ids
 from ...ops.linear import dsv3_fused_a_gemm as _dsv3_fused_a_gemm
 from ...ops.linear import gptq_gemm as _gptq_gemm
 from ...ops.linear import gptq_marlin_repack as _gptq_marlin_repack
 from ...ops.mamba import gated_delta_rule_update as _gated_delta_rule_update
 from ...ops.mamba import kda as _kda
+from ...ops.moe import moe_permute as _moe_permute
+from ...ops.moe import moe_prepare_scatter as _moe_prepare_scatter
 from ...ops.moe import moe_sum as _moe_sum
 from ...ops.moe import moe_sum_experts as _moe_sum_experts
 from ...ops.moe import topk_softplus_sqrt as _topk_softplus_sqrt
@@ -82,15 +84,6 @@ def gptq_shuffle(q_weight: Tensor, bit: int) -> None:
 def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
     """dsv3_fused_a_gemm, for which enable_pdl has no effect: every launch may overlap the previous kernel"""
     _dsv3_fused_a_gemm(output, mat_a, mat_b)
-
-
-@_adapter
-def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*args: Any) -> Tensor:
-    """fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with norm and rotation of the queries, and keys as fp8"""
-    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
-    _require(name, args[9:], apply_q_norm=True, kv_mxfp8=False, apply_q_rope=True, is_q_interleaved=False)
-    queries: Tensor = _fused_deepseek_v4_insert(*args[:9])
-    return queries
 
 
 @_adapter
@@ -173,6 +166,46 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
 
 
 @_adapter
+def ngram_compute_n_gram_ids(*args: Any) -> None:
+    """ngram_compute_n_gram_ids, which of the tensors that are marked as written writes n_gram_ids alone"""
+    _ngram_compute_n_gram_ids(*args)
+
+
+@_adapter
+def moe_permute_with_scratch(*args: Any) -> None:
+    """moe_permute, which needs no scratch: the last four tensors are not written"""
+    try:
+        _moe_permute(*args[:11])
+    except OpError as error:
+        raise error.within("moe_permute_with_scratch", {}) from None
+
+
+@_adapter
+def moe_prepare_scatter(
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    expert_map: Tensor | None,
+    n_expert: int,
+    n_local_expert: int,
+    expert_first_token_offset: Tensor,
+    scatter_idx: Tensor,
+    sort_workspace: Tensor,
+    sorted_experts: Tensor,
+    sorted_rows: Tensor,
+    topk_ids_for_sort: Tensor,
+) -> None:
+    """moe_prepare_scatter, which writes neither sort_workspace nor sorted_experts nor topk_ids_for_sort"""
+    outputs = expert_first_token_offset, scatter_idx, sorted_rows
+    _moe_prepare_scatter(topk_ids, token_expert_indices, expert_map, n_expert, n_local_expert, *outputs)
+
+
+@_adapter
+def moe_permute_sort_workspace_size(num_expanded_rows: int, n_expert: int) -> int:
+    """no bytes: moe_permute and moe_prepare_scatter need no workspace"""
+    return 0
+
+
+@_adapter
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -237,3 +270,9 @@ def fused_gdn_decode_post_conv_mtp(
         activation=output_gate_activation,
     )
     out.copy_(normed)
+
+
+@_adapter
+def mxfp4_experts_quant_supported(cuda_device_capability: int) -> bool:
+    """mxfp4_experts_quant runs on every GPU"""
+    return True

@@ -254,7 +254,9 @@ def _replaceable(versions: Sequence[dict[str, Entry]], name: str) -> Entry:
         raise OpError("override", name, "is no op of vLLM")
     served = {entry.schema: entry for entry in named if entry.kernel is not None}
     if not served:
-        raise OpError("override", name, "is an op of vLLM that pyops lacks: see python -m pyops coverage")
+        refused = next((entry.ours for entry in named if entry.state == "refused"), "")
+        reason = f"it {refused}" if refused else "see python -m pyops coverage"
+        raise OpError("override", name, f"is an op of vLLM that pyops lacks: {reason}")
     known = _known(named[0])
     if known is None:
         raise OpError("override", name, "is unknown to torch: import vLLM first, or call register()")

@@ -14,6 +14,7 @@ from ..._core.op import torch_library
 from ..._core.op.op import Op, registry
 from .adapters import ADAPTERS
 from .adapters_0_33 import ADAPTERS_0_33
+from .refusals import REFUSED_OPS
 from .schemas import SCHEMAS, SCHEMAS_0_22
 from .schemas_0_33 import REMOVED_0_33, SCHEMAS_0_33
 from .signature import Signature
@@ -35,9 +36,10 @@ class Entry:
         name: its name in the namespace; ``"name.overload"`` for an overload.
         schema: the schema that vLLM registers.
         state: ``"served"`` if a function of this library takes its arguments as they are, ``"adapted"`` if an adapter
-            passes them to such a function, or ``"missing"``.
-        kernel: the function or adapter; it takes the arguments of the schema by position. None if missing.
-        ours: the function's name, or the adapter's docstring; "" if missing.
+            passes them to such a function, ``"refused"`` if this library does not have it for a reason, or
+            ``"missing"``.
+        kernel: the function or adapter; it takes the arguments of the schema by position. None if refused or missing.
+        ours: the function's name, the adapter's docstring, or the reason of a refusal; "" if missing.
 
     Examples:
         >>> entry = table("0.22")["rms_norm"]
@@ -48,7 +50,7 @@ class Entry:
     namespace: str
     name: str
     schema: str
-    state: Literal["served", "adapted", "missing"]
+    state: Literal["served", "adapted", "refused", "missing"]
     kernel: Callable[..., Any] | None = None
     ours: str = ""
 
@@ -70,7 +72,7 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
         OpError: another version.
 
     Examples:
-        >>> {entry.state for entry in table("0.22").values()} <= {"served", "adapted", "missing"}
+        >>> {entry.state for entry in table("0.22").values()} <= {"served", "adapted"}
         True
         >>> entry = table("0.22")["silu_and_mul"]
         >>> entry.schema
@@ -97,6 +99,8 @@ def _entry(namespace: str, schema: str, vllm: str) -> Entry:
         return Entry(namespace, name, schema, "served", op.wrapper, op.name)
     if op is None and function is not None and takes_as_many(function, Signature.read(schema)):
         return Entry(namespace, name, schema, "served", function, name)
+    if name in REFUSED_OPS:
+        return Entry(namespace, name, schema, "refused", None, REFUSED_OPS[name])
     return Entry(namespace, name, schema, "missing")
 
 

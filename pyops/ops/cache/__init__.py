@@ -18,9 +18,27 @@ from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
 from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
-from .deepseek_v4 import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from .cp_gather_and_upconvert_nvfp4_kv_cache import cp_gather_and_upconvert_nvfp4_kv_cache
+from .deepseek_v4 import fused_deepseek_v4_kv_rope_insert, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from .deepseek_v4_rows import (
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
+)
 from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
 from .indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from .kimi_k3_decode import (
+    fused_kimi_k3_mla_decode_q_concat_ds_mla_insert,
+    fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert,
+    fused_kimi_k3_mla_decode_q_concat_kv_cache_insert,
+)
+from .kimi_k3_fp8 import (
+    fused_kimi_k3_mla_kv_concat,
+    fused_kimi_k3_mla_kv_concat_quant_fp8,
+    fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert,
+)
+from .kimi_k3_prefill import fused_kimi_k3_mla_key_concat_ds_mla_insert, fused_kimi_k3_mla_key_concat_kv_cache_insert
+from .minimax_m3 import fused_minimax_m3_qknorm_rope_kv_insert
+from .qk_norm_rope import fused_muse_spark_qknorm_rope_kv_insert, fused_qknorm_rope_cache
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_flash import reshape_and_cache_flash
 from .swap_batch import swap_blocks_batch
@@ -34,9 +52,24 @@ __all__ = [
     "copy_blocks_mla",
     "copy_cache_blocks",
     "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "fused_deepseek_v4_kv_rope_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_kimi_k3_mla_decode_q_concat_ds_mla_insert",
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert",
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert",
+    "fused_kimi_k3_mla_key_concat_ds_mla_insert",
+    "fused_kimi_k3_mla_key_concat_kv_cache_insert",
+    "fused_kimi_k3_mla_kv_concat",
+    "fused_kimi_k3_mla_kv_concat_quant_fp8",
+    "fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert",
+    "fused_minimax_m3_qknorm_rope_kv_insert",
+    "fused_muse_spark_qknorm_rope_kv_insert",
+    "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",
     "reshape_and_cache",

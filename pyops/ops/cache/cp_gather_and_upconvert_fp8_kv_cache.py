@@ -55,6 +55,24 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         seq_starts: [at least batch_size] int32 or int64: the first position of each sequence that is gathered; a
             sequence with one outside the table is not. None: 0.
     """
+    sequences = seq_lens, workspace_starts, batch_size, seq_starts
+    rows, block, offset = existing_rows(src_cache, dst, block_table, *sequences)
+    latent, scales, rope = src_cache[block, offset].split((512, 16, 128), -1)
+    tiles = latent.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+    values = tiles * scales.contiguous().view(torch.float32)[..., None]
+    dst[rows] = torch.cat((values.flatten(1).to(dst.dtype), rope.contiguous().view(torch.bfloat16)), -1)
+
+
+def existing_rows(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor | None,
+    workspace_starts: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows of `dst`, blocks, offsets) of the rows with an entry."""
     row = torch.arange(len(dst), dtype=torch.int64, device=dst.device)
     starts, lengths, first = _sequences(dst, seq_lens, workspace_starts, batch_size, seq_starts)
     max_positions = block_table.shape[1] * src_cache.shape[1]
@@ -67,11 +85,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
             & (row < starts[b].clamp(0, len(dst)) + lengths[b].clamp(max=len(dst)))
         )
         sequence, position = sequence.where(~belongs, b), position.where(~belongs, row - starts[b] + first[b])
-    rows, block, offset = existing_positions(block_table, sequence, position, *src_cache.shape[:2])
-    latent, scales, rope = src_cache[block, offset].split((512, 16, 128), -1)
-    tiles = latent.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
-    values = tiles * scales.contiguous().view(torch.float32)[..., None]
-    dst[rows] = torch.cat((values.flatten(1).to(dst.dtype), rope.contiguous().view(torch.bfloat16)), -1)
+    return existing_positions(block_table, sequence, position, *src_cache.shape[:2])
 
 
 def _sequences(
@@ -97,8 +111,22 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
     batch_size: int,
     seq_starts: TensorArg | None,
 ) -> Launch:
+    return launch(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size, seq_starts, DS_MLA_BYTES)
+
+
+def launch(
+    src_cache: TensorArg,
+    dst: TensorArg,
+    block_table: TensorArg,
+    seq_lens: TensorArg | None,
+    workspace_starts: TensorArg,
+    batch_size: int,
+    seq_starts: TensorArg | None,
+    entry_bytes: int,
+) -> Launch:
+    """The checks and the launch for entries of this size: 656 bytes, or the 352 of NVFP4."""
     check.dtype(src_cache, uint8)
-    check.sizes(src_cache, num_blocks=None, block_size=None, entry=DS_MLA_BYTES)
+    check.sizes(src_cache, num_blocks=None, block_size=None, entry=entry_bytes)
     entry = entry_layout(src_cache)
     check.dtype(dst, bfloat16)
     check.sizes(dst, num_rows=None, row=576)
@@ -112,6 +140,8 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         raise check.refuse(dst, "batch_size", f"expected at least 0, got {batch_size}")
     for arg in (block_table, *by_sequence):
         check_rows(arg, batch_size, "batch_size")
+    given = {"seq_lens": seq_lens, "seq_starts": seq_starts}
+    absent: dict[str, Any] = {name: 0 for name, arg in given.items() if arg is None}
     num_rows, warps = dst.shape[0], _NUM_THREADS // 32
     rows = _ROWS if num_rows >= warps * _ROWS * dst.device.num_sms else 1
     num_blocks = -(-num_rows // (warps * rows))
@@ -120,6 +150,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         lens_t=seq_lens.dtype if seq_lens else int32,
         starts_t=workspace_starts.dtype,
         first_t=seq_starts.dtype if seq_starts else int32,
+        NVFP4=entry_bytes != DS_MLA_BYTES,
         HAS_LENS=seq_lens is not None,
         HAS_FIRST=seq_starts is not None,
         BLOCK_SIZE=entry.block_size,
@@ -128,6 +159,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         ROWS=rows,
         NUM_THREADS=_NUM_THREADS,
     ).launch(
+        **absent,
         grid=num_blocks if batch_size and src_cache.numel and block_table.numel else 0,
         block=_NUM_THREADS,
         num_rows=num_rows,

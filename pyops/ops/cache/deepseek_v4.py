@@ -5,44 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
-from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
-from ..._core.system.lazy import torch
-from ..._core.tensors.dtypes import bfloat16, float16, float32, uint8
+from ..._core.tensors.dtypes import bfloat16, float16, uint8
 from ..._core.tensors.tensor import TensorArg
-from ._common import bad_slots, example_slots, existing_slots, first_stride
+from . import _deepseek_v4 as v4
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_fused = Kernel("cache/fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.cu")
-_HEAD_SIZE, _NOPE_SIZE, _ROPE_SIZE, _GROUP_SIZE = 512, 448, 64, 64
-_ENTRY_BYTES, _SCALE_BYTES = _NOPE_SIZE + 2 * _ROPE_SIZE, 8
-# Heads per group of 32 lanes if groups of one head would exceed _FEW_GROUPS per SM; that bound; threads of a block.
-_MANY_ROUNDS, _FEW_GROUPS, _NUM_THREADS = 2, 64, 256
-
-
-def _turned(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """The float32 heads `x` [num_tokens, heads, 512] of tokens with a position in the table, rotated."""
-    cos, sin = (each[:, None] for each in cos_sin_cache[positions.long()].chunk(2, -1))
-    a, b = x[..., _NOPE_SIZE::2], x[..., _NOPE_SIZE + 1 :: 2]
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    return torch.cat((x[..., :_NOPE_SIZE], pairs), -1)
-
-
-def _entries(key: Tensor) -> tuple[Tensor, Tensor]:
-    """(bytes of data [num_tokens, 576], bytes of scales [num_tokens, 8]) of keys [num_tokens, 512]."""
-    x = key[:, :_NOPE_SIZE].float().unflatten(-1, (-1, _GROUP_SIZE))
-    absmax = x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True).clamp(min=1e-4)
-    bits = (absmax / torch.full_like(absmax, 448.0)).view(torch.int32)
-    exponents = (bits + 0x7FFFFF) >> 23
-    scale = (exponents << 23).view(torch.float32)
-    codes = (x * (1.0 / scale)).nan_to_num(nan=-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    rope = key[:, _NOPE_SIZE:].contiguous()
-    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN that conversions give
-    scales = torch.nn.functional.pad(exponents.squeeze(-1), (0, 1)).to(torch.uint8)
-    return torch.cat((codes.flatten(1).view(torch.uint8), rope), -1), scales
 
 
 @op(inout="k_cache", returns="q_out")
@@ -56,6 +27,10 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     q_head_padded: int,
     eps: float,
     cache_block_size: int,
+    apply_q_norm: bool = True,
+    kv_mxfp8: bool = False,
+    apply_q_rope: bool = True,
+    is_q_interleaved: bool = False,
     *,
     q_out: Tensor,
 ) -> None:
@@ -68,7 +43,9 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
     float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
     bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
-    of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
+    of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448. With `kv_mxfp8`, the
+    format of DeepSeek-V4.1, an entry is 528 bytes: all 512 elements as float8_e4m3fn, then the exponents of the scales
+    of 16 groups of 32 elements.
 
     A token with a position outside the table is not rotated, and its key not written; nor is a key with a slot that is
     negative or after the last.
@@ -76,39 +53,40 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     Args:
         q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
         kv: [num_tokens, 512] of the same dtype; any token stride.
-        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
+        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride. With
+            `kv_mxfp8` at least 528 * cache_block_size.
         slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
         position_ids: [num_tokens] int64 or int32, any stride.
         cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
-        q_head_padded: heads of q_out, at least num_heads.
+        q_head_padded: heads of q_out, at least num_heads; or 0, with which queries are not read and q_out is [0].
         eps: added to the mean of squares.
         cache_block_size: slots of a block, at least 1.
+        apply_q_norm: whether queries are normalised.
+        kv_mxfp8: the format of the cache.
+        apply_q_rope: whether queries are rotated; keys always are.
+        is_q_interleaved: whether the queries of a token are [32, heads, 16] in memory, in q_in and in q_out, where
+            [j, h] is the elements 16j to 16j + 15 of head h; the tokens of q_in are then contiguous.
         q_out: [num_tokens, q_head_padded, 512] of the dtype of `q_in`, contiguous, written and returned; new unless
             given.
     """
-    known = ((position_ids >= 0) & (position_ids < len(cos_sin_cache))).nonzero().squeeze(1)
-    x = q_in.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    x[known] = _turned(x[known], position_ids[known], cos_sin_cache)
-    q_out.zero_()
-    q_out[:, : q_in.shape[1]] = x.to(q_in.dtype)
-    known = known[known < len(slot_mapping)]
-    tokens, block, offset = existing_slots(slot_mapping[known], len(k_cache), cache_block_size)
-    tokens = known[tokens]
-    key = _turned(kv[tokens, None].float(), position_ids[tokens], cos_sin_cache)[:, 0].to(kv.dtype)
-    data, scales = _entries(key)
-    for part, size, start in ((data, _ENTRY_BYTES, 0), (scales, _SCALE_BYTES, cache_block_size * _ENTRY_BYTES)):
-        first = start + offset[:, None] * size
-        k_cache[block[:, None], first + torch.arange(size, dtype=torch.int64, device=first.device)] = part
+    if q_head_padded:
+        given = v4.interleaved(q_in) if is_q_interleaved else q_in
+        x = v4.turned_queries(given.reshape(q_in.shape), position_ids, cos_sin_cache, eps, apply_q_norm, apply_q_rope)
+        q_out.zero_()
+        padded = v4.interleaved(q_out) if is_q_interleaved else q_out
+        padded[:, : q_in.shape[1]] = x.to(q_in.dtype).reshape(*q_in.shape[:2], *padded.shape[2:])
+    v4.insert_keys(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size, kv_mxfp8)
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.result
 def result_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q_in: TensorArg, q_head_padded: int) -> Result:
-    check.sizes(q_in, num_tokens=None, num_heads=None, head_size=_HEAD_SIZE)
+    check.sizes(q_in, num_tokens=None, num_heads=None, head_size=v4.HEAD_SIZE)
+    if not q_head_padded:
+        return Result((0,), q_in.dtype)
     if q_head_padded < q_in.shape[1]:
-        message = f"expected at least the {q_in.shape[1]} heads of q_in, got {q_head_padded}"
+        message = f"expected at least the {q_in.shape[1]} heads of q_in, or 0, got {q_head_padded}"
         raise check.refuse(q_in, "q_head_padded", message)
-    return Result((q_in.shape[0], q_head_padded, _HEAD_SIZE), q_in.dtype)
+    return Result((q_in.shape[0], q_head_padded, v4.HEAD_SIZE), q_in.dtype)
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.plan
@@ -121,82 +99,51 @@ def plan_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     cos_sin_cache: TensorArg,
     q_head_padded: int,
     cache_block_size: int,
+    apply_q_norm: bool,
+    kv_mxfp8: bool,
+    apply_q_rope: bool,
+    is_q_interleaved: bool,
     q_out: TensorArg,
 ) -> Launch:
     check.dtype(q_in, float16, bfloat16)
     shape, *_ = result_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q_in, q_head_padded)
-    num_tokens, num_heads, _ = q_in.shape
+    check.row_size(q_in)
     check.dtype(kv, q_in.dtype)
-    check.sizes(kv, num_tokens=num_tokens, head_size=_HEAD_SIZE)
-    for arg in (q_in, kv, k_cache):
-        check.row_size(arg)
-    check.shape(q_out, q_in.dtype, num_tokens=num_tokens, q_head_padded=shape[1], head_size=_HEAD_SIZE)
-    check.index(slot_mapping, num_slots=None)
-    if slot_mapping.shape[0] > num_tokens:
-        raise slot_mapping.error(f"expected at most num_tokens={num_tokens} slots, got {slot_mapping.shape}")
-    check.index(position_ids, num_tokens=num_tokens)
-    check.sizes(cos_sin_cache, max_position=None, rope_size=_ROPE_SIZE)
-    check.shape(cos_sin_cache, float32, max_position=cos_sin_cache.shape[0], rope_size=_ROPE_SIZE)
-    if not cos_sin_cache.numel:
-        raise cos_sin_cache.error("expected at least one row, got none")
+    check.sizes(kv, num_tokens=q_in.shape[0], head_size=v4.HEAD_SIZE)
+    queries = None
+    if q_head_padded:
+        check.shape(q_out, q_in.dtype, num_tokens=shape[0], q_head_padded=shape[1], head_size=v4.HEAD_SIZE)
+        if is_q_interleaved and q_in.numel and q_in.strides[1] != v4.HEAD_SIZE and q_in.shape[1] > 1:
+            raise q_in.error(f"expected contiguous tokens, got strides {q_in.strides}")
+        queries = v4.Queries(q_in, q_out, bool(apply_q_norm), bool(apply_q_rope), bool(is_q_interleaved))
+    else:
+        check.shape(q_out, q_in.dtype, none=0)
     check.dtype(k_cache, uint8)
     check.sizes(k_cache, num_blocks=None, bytes=None)
-    if cache_block_size < 1:
-        raise check.refuse(q_in, "cache_block_size", f"expected at least 1, got {cache_block_size}")
-    block_bytes = cache_block_size * (_ENTRY_BYTES + _SCALE_BYTES)
-    if k_cache.shape[1] < block_bytes:
-        raise k_cache.error(f"expected blocks of at least {block_bytes} bytes, got shape {k_cache.shape}")
-    groups = num_tokens * (q_head_padded + 1)
-    rounds = _MANY_ROUNDS if groups > _FEW_GROUPS * q_in.device.num_sms else 1
-    token_groups = -(-(q_head_padded + 1) // rounds)
-    return _fused(
-        scalar_t=q_in.dtype,
-        slot_t=slot_mapping.dtype,
-        position_t=position_ids.dtype,
-        NUM_HEADS=num_heads,
-        PADDED_HEADS=q_head_padded,
-        BLOCK_SIZE=cache_block_size,
-        ROUNDS=rounds,
-        ACCESS_SIZE=check.vector_width(8, q_in, kv, q_out),
-        ANGLE_ACCESS=check.vector_width(4, cos_sin_cache),
-        ENTRY_ACCESS=check.vector_width(16, k_cache),
-        NUM_THREADS=_NUM_THREADS,
-    ).launch(
-        grid=-(-num_tokens * token_groups * 32 // _NUM_THREADS),
-        block=_NUM_THREADS,
-        num_tokens=num_tokens,
-        num_slots=slot_mapping.shape[0],
-        num_blocks=k_cache.shape[0],
-        max_position=cos_sin_cache.shape[0],
-        q_stride=q_in.strides[0],
-        q_head_stride=q_in.strides[1],
-        kv_stride=first_stride(kv),
-        block_stride=k_cache.strides[0],
-        slot_mapping_stride=first_stride(slot_mapping),
-        positions_stride=first_stride(position_ids),
-    )
+    tensors = kv, k_cache, slot_mapping, position_ids, cos_sin_cache
+    return v4.launch(*tensors, cache_block_size, mxfp8=bool(kv_mxfp8), queries=queries)
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.bad_indices
 def bad_indices_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     k_cache: Tensor, slot_mapping: Tensor, position_ids: Tensor, cos_sin_cache: Tensor, cache_block_size: int
 ) -> dict[str, Tensor]:
-    outside = (position_ids < 0) | (position_ids >= len(cos_sin_cache))
-    return {"position_ids": outside, **bad_slots(slot_mapping, len(k_cache), cache_block_size)}
+    return v4.bad_tokens(k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size)
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.traffic
 def traffic_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     q_in: TensorArg,
     kv: TensorArg,
+    k_cache: TensorArg,
     slot_mapping: TensorArg,
     position_ids: TensorArg,
     cos_sin_cache: TensorArg,
+    kv_mxfp8: bool,
     q_out: TensorArg,
 ) -> int:
-    angles = min(position_ids.numel, cos_sin_cache.shape[0]) * _ROPE_SIZE * 4
-    written = q_out.nbytes + slot_mapping.numel * (_ENTRY_BYTES + _SCALE_BYTES)
-    return q_in.nbytes + kv.nbytes + slot_mapping.nbytes + position_ids.nbytes + angles + written
+    keys = v4.traffic(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, kv_mxfp8)
+    return keys + q_out.nbytes + (q_in.nbytes if q_out.numel else 0)
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.example
@@ -206,17 +153,90 @@ def example_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     num_tokens: int = 16,
     dtype: Literal["float16", "bfloat16"] = "bfloat16",
     num_heads: Literal[6, 64] = 6,
+    mxfp8: bool = False,
+    raw_queries: bool = False,
 ) -> tuple[Any, ...]:
-    block_size, max_position = 64, 4096
     padded_heads = num_heads + 2 if num_heads < 64 else 64
-    num_blocks, slot_mapping = example_slots(make, num_tokens, block_size)
     return (
-        make.randn(num_tokens, num_heads, _HEAD_SIZE, dtype=dtype),
-        make.randn(num_tokens, _HEAD_SIZE, dtype=dtype),
-        make.randint(0, 120, num_blocks, block_size * (_ENTRY_BYTES + _SCALE_BYTES), dtype="uint8"),
-        slot_mapping,
-        make.randint(0, max_position, num_tokens),
-        make.randn(max_position, _ROPE_SIZE, dtype="float32"),
-        *(padded_heads, 1e-6, block_size),
-        make.empty(num_tokens, padded_heads, _HEAD_SIZE, dtype=dtype),
+        make.randn(num_tokens, num_heads, v4.HEAD_SIZE, dtype=dtype),
+        *v4.example_tokens(make, num_tokens, dtype, "mxfp8" if mxfp8 else "packed", rows=False),
+        *(padded_heads, 1e-6, 64, not raw_queries, mxfp8, not raw_queries, raw_queries),
+        make.empty(num_tokens, padded_heads, v4.HEAD_SIZE, dtype=dtype),
     )
+
+
+@op(inout="k_cache")
+def fused_deepseek_v4_kv_rope_insert(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    position_ids: Tensor,
+    cos_sin_cache: Tensor,
+    cache_block_size: int,
+    fp8_scale: Tensor | None = None,
+    kv_mxfp8: bool = False,
+) -> None:
+    """Rotate the key of DeepSeek-V4, and write it into a paged cache.
+
+    The key is ``rotated(kv[t])``, as in `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the two
+    formats of a cache of bytes, and the tokens of which nothing is written. A cache of floats holds the key rounded to
+    T; a cache of float8_e4m3fn holds ``key * (1 / fp8_scale)``, saturating, where NaN becomes -448.
+
+    Args:
+        kv: [num_tokens, 512], float16 or bfloat16; any token stride.
+        k_cache: written where slots say; any block stride. [num_blocks, cache_block_size, 584] uint8 with adjacent
+            slots, or 528 with `kv_mxfp8`; or [num_blocks, cache_block_size, 512] of the dtype of `kv` or float8_e4m3fn,
+            any slot stride.
+        slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+        position_ids: [num_tokens] int64 or int32, any stride.
+        cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
+        cache_block_size: slots of a block, at least 1.
+        fp8_scale: one float32, for a cache of float8_e4m3fn; not read for others.
+        kv_mxfp8: the format of a cache of bytes; no effect on others.
+    """
+    v4.insert_keys(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size, kv_mxfp8, fp8_scale)
+
+
+@fused_deepseek_v4_kv_rope_insert.plan
+def plan_fused_deepseek_v4_kv_rope_insert(
+    kv: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    position_ids: TensorArg,
+    cos_sin_cache: TensorArg,
+    cache_block_size: int,
+    fp8_scale: TensorArg | None,
+    kv_mxfp8: bool,
+) -> Launch:
+    if len(k_cache.shape) != 3:
+        raise k_cache.error(f"expected 3 dimensions, got shape {k_cache.shape}")
+    tensors = kv, k_cache, slot_mapping, position_ids, cos_sin_cache
+    return v4.launch(*tensors, cache_block_size, mxfp8=bool(kv_mxfp8), scale=fp8_scale, eps=0.0)
+
+
+@fused_deepseek_v4_kv_rope_insert.bad_indices
+def bad_indices_fused_deepseek_v4_kv_rope_insert(
+    k_cache: Tensor, slot_mapping: Tensor, position_ids: Tensor, cos_sin_cache: Tensor, cache_block_size: int
+) -> dict[str, Tensor]:
+    return v4.bad_tokens(k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size)
+
+
+@fused_deepseek_v4_kv_rope_insert.traffic
+def traffic_fused_deepseek_v4_kv_rope_insert(
+    kv: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    position_ids: TensorArg,
+    cos_sin_cache: TensorArg,
+    kv_mxfp8: bool,
+) -> int:
+    return v4.traffic(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, kv_mxfp8)
+
+
+@fused_deepseek_v4_kv_rope_insert.example
+def example_fused_deepseek_v4_kv_rope_insert(
+    make: Any, *, num_tokens: int = 16, kind: Literal["packed", "mxfp8", "fp8", "auto"] = "packed"
+) -> tuple[Any, ...]:
+    tensors = v4.example_tokens(make, num_tokens, "bfloat16", kind)
+    scale = make.full(1, value=0.03, dtype="float32") if kind == "fp8" else None
+    return *tensors, 64, scale, kind == "mxfp8"

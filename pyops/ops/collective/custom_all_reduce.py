@@ -167,7 +167,7 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     if not num_vecs:
         return
     part = num_vecs - (found.world_size - 1) * (num_vecs // found.world_size) if two else num_vecs
-    constants |= {"TWO_SHOT": two, "UNROLL": unroll(found.world_size)}
+    constants |= {"TWO_SHOT": two, "SCATTER": False, "UNROLL": unroll(found.world_size)}
     found.launch("all_reduce", _all_reduce, constants, *geometry(part), {"num_vecs": num_vecs}, peers, out=out)
 
 

@@ -102,7 +102,7 @@ def sort_launch(
     places: int,
     groups: int = 1,
     tuned: bool = True,
-    fixed: dict[str, int] | None = None,
+    fixed: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.

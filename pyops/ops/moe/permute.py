@@ -71,6 +71,21 @@ def moe_permute(
         permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
             ``num_tokens * topk`` if its expert is not on this device.
     """
+    sorted_ids = topk_ids, expert_map, n_expert, n_local_expert
+    rows, num_local = write_permutation(*sorted_ids, expert_first_token_offset, inv_permuted_idx, permuted_idx)
+    _bits(permuted_input)[:num_local] = _bits(input)[rows[:num_local] // topk]
+
+
+def write_permutation(
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    n_expert: int,
+    n_local_expert: int,
+    expert_first_token_offset: Tensor,
+    inv_permuted_idx: Tensor,
+    permuted_idx: Tensor,
+) -> tuple[Tensor, int]:
+    """Write the permutation of `moe_permute`; returns (row at each permuted index, rows of experts on this device)."""
     num_rows = topk_ids.numel()
     num_ids = n_expert if expert_map is None else min(n_expert, len(expert_map))
     num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
@@ -83,8 +98,7 @@ def moe_permute(
     inv_permuted_idx.view(-1).copy_(permuted_index)
     permuted_idx.view(-1).copy_(rows.where(experts[rows] >= 0, num_rows))
     expert_first_token_offset.copy_((counts.cumsum(0) - counts)[: n_local_expert + 1])
-    num_local = int(counts[:n_local_expert].sum())
-    _bits(permuted_input)[:num_local] = _bits(input)[rows[:num_local] // topk]
+    return rows, int(counts[:n_local_expert].sum())
 
 
 def _bins(num_ids: int, num_local: int, has_map: bool) -> int:
@@ -127,29 +141,15 @@ def plan_moe_permute(
     check.sizes(topk_ids, num_tokens=num_tokens, topk=topk)
     check_topk(topk_ids, topk)
     num_rows = num_tokens * topk
-    check.shape(token_expert_indices, int32, num_tokens=num_tokens, topk=topk)
-    check_count(topk_ids, "n_expert", n_expert)
-    check_count(topk_ids, "n_local_expert", n_local_expert)
     check.shape(permuted_input, input.dtype, num_rows=num_rows, hidden_size=hidden_size)
-    check.shape(expert_first_token_offset, int64, num_offsets=n_local_expert + 1)
-    for arg in (inv_permuted_idx, permuted_idx):
-        check.per_row(arg, int32, num_rows)
-    num_ids = check_map(expert_map, n_expert)
-    num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
+    outputs = expert_first_token_offset, inv_permuted_idx, permuted_idx
+    sort = plan_sort(topk_ids, token_expert_indices, expert_map, n_expert, n_local_expert, *outputs)
     tokens = as_bytes(input)
     # A thread loads one vector of a token's row once, and stores it topk times. `chunks.launch` takes the grid from the
     # output, so it gets the output with as many rows as the input.
     one_row_per_token = replace(as_bytes(permuted_input), shape=tokens.shape)
     return [
-        sort_launch(
-            _moe_sort_rows,
-            topk_ids,
-            num_bins,
-            num_rows,
-            tuned=False,  # `tuning` varies the Config of this op's row copy, not of its sort
-            HAS_MAP=expert_map is not None,
-            fixed={"num_experts": num_ids, "num_local": n_local_expert, "num_bins": num_bins},
-        ),
+        sort,
         chunks.launch(
             _moe_scatter_rows,
             one_row_per_token,
@@ -160,6 +160,39 @@ def plan_moe_permute(
             fixed={"max_places": num_rows, "num_local": n_local_expert},
         ),
     ]
+
+
+def plan_sort(
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    expert_map: TensorArg | None,
+    n_expert: int,
+    n_local_expert: int,
+    expert_first_token_offset: TensorArg,
+    inv_permuted_idx: TensorArg,
+    permuted_idx: TensorArg,
+) -> Launch:
+    """The checks and the launch of the permutation, of `topk_ids` that are checked."""
+    num_tokens, topk = topk_ids.shape
+    check.shape(token_expert_indices, int32, num_tokens=num_tokens, topk=topk)
+    check_count(topk_ids, "n_expert", n_expert)
+    check_count(topk_ids, "n_local_expert", n_local_expert)
+    check.shape(expert_first_token_offset, int64, num_offsets=n_local_expert + 1)
+    for arg in (inv_permuted_idx, permuted_idx):
+        check.per_row(arg, int32, num_tokens * topk)
+    num_ids = check_map(expert_map, n_expert)
+    num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
+    names = {"num_experts": num_ids, "num_local": n_local_expert, "num_bins": num_bins}
+    outputs = {"inv_permuted_idx": inv_permuted_idx, "permuted_idx": permuted_idx}
+    return sort_launch(
+        _moe_sort_rows,
+        topk_ids,
+        num_bins,
+        num_tokens * topk,
+        tuned=False,  # `tuning` varies the Config of moe_permute's row copy, not of its sort
+        HAS_MAP=expert_map is not None,
+        fixed={**names, **outputs},
+    )
 
 
 @moe_permute.traffic

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from . import dynamic_quant, layer, rms, rope, static_quant
+from . import attention_residual, dynamic_quant, layer, rms, rope, static_quant
+from .attention_residual import *
 from .dynamic_quant import *
 from .layer import *
 from .rms import *
@@ -15,3 +16,4 @@ __all__ += static_quant.__all__
 __all__ += dynamic_quant.__all__
 __all__ += layer.__all__
 __all__ += rope.__all__
+__all__ += attention_residual.__all__

@@ -95,8 +95,9 @@ def test_override_replaces_every_op_that_is_served() -> None:
     qualified = {name: f"{entry.namespace}::{name}" for name, entry in NEWER.items()}
     served = {qualified[name] for name in NEWER.keys() - MISSING}
     assert names == str(sorted(served))
-    lacks = "is an op of vLLM that pyops lacks: see python -m pyops coverage"
-    reasons = {qualified[name]: lacks for name in MISSING} | {"_C::not_known": "is no op of vLLM"}
+    lacks = "is an op of vLLM that pyops lacks: "
+    why = {name: f"it {NEWER[name].ours}" if NEWER[name].ours else "see python -m pyops coverage" for name in MISSING}
+    reasons = {qualified[name]: lacks + why[name] for name in MISSING} | {"_C::not_known": "is no op of vLLM"}
     assert left == str(dict(sorted(reasons.items())))
     assert level.startswith("INFO ops left to vLLM: ")
     assert other.startswith("WARNING ops left to vLLM: ")

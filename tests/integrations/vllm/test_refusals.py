@@ -10,7 +10,7 @@ import pytest
 from pyops import OpError
 from pyops.cli import refusals
 from pyops.integrations.vllm import VERSIONS, table
-from pyops.integrations.vllm.refusals import REFUSALS
+from pyops.integrations.vllm.refusals import REFUSALS, REFUSED_OPS
 from tests.support import vllm_refused_arguments, vllm_refused_products, vllm_refused_rows
 
 _CALLS = vllm_refused_rows.CALLS | vllm_refused_products.CALLS | vllm_refused_arguments.CALLS
@@ -19,7 +19,12 @@ _LISTED = {key: call if isinstance(call, tuple) else (call,) for key, call in _C
 
 def test_every_served_op_is_in_the_table() -> None:
     every = (entry for vllm in VERSIONS for entry in table(vllm).values())
-    assert set(REFUSALS) == {entry.name for entry in every if entry.state != "missing"}
+    assert set(REFUSALS) == {entry.name for entry in every if entry.kernel is not None}
+
+
+def test_refused_ops_have_no_kernel() -> None:
+    refused = {entry.name: entry.ours for entry in table("0.33").values() if entry.state == "refused"}
+    assert refused == REFUSED_OPS
 
 
 def test_each_refusal_has_a_call_and_vice_versa() -> None:

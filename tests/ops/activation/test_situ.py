@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import pyops
-from pyops.testing import same_bits
+from pyops.testing import cpu, same_bits
 from tests.support.calls import DEVICES
 
 NARROW = [torch.float16, torch.bfloat16]
@@ -213,3 +213,12 @@ def test_unknown_activations_are_refused() -> None:
     pyops.masked_moe_activation(out, x, counts, "silu")
     right = F.silu(x[:, 0, :4]) * x[:, 0, 4:]
     torch.testing.assert_close(out[:, 0], right)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_soft_cap(kind: torch.dtype) -> None:
+    x = torch.linspace(-300, 300, 3 * 77).to(kind).view(3, 77)
+    out = torch.empty(3, 77)
+    with cpu("kernels"):
+        pyops.muse_spark_mul_tanh_soft_cap(out, x, 0.25, 30.0)
+    torch.testing.assert_close(out.double(), 30 * torch.tanh(x.double() * 0.25 / 30), rtol=2**-21, atol=0)

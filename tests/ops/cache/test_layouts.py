@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core.system import device
 from pyops.ops.cache import _geometry
-from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
+from pyops.testing import SCHEDULES, Layout, assert_matches_reference, cpu, same_bits, strategies
 from pyops.testing.calls import named, replaced, run
 from tests.support import axes
 from tests.support.cache import FAMILY, INT32_MAX, KINDS, bytes_of, ints, make, on_host, packed, quantised
@@ -259,3 +261,26 @@ def test_indices_written_by_the_kernel_before() -> None:
         pyops.gather_and_maybe_dequant_cache(cache, dst, table, lens, owners, num_tokens, "auto", 1.0)
     for new, dst in zip(tables, found, strict=True):
         assert torch.equal(dst[:, 0], new[0].repeat_interleave(64).half())
+
+
+@pytest.mark.parametrize("backend", ["reference", "kernels"])
+def test_nvfp4_entries_of_latents(backend: Literal["reference", "kernels"]) -> None:
+    """Each value is the product of its code and its scale, whose place is permuted; the rotary key has no scale."""
+    magnitudes = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+    generator = torch.Generator().manual_seed(9)
+    cache = torch.randint(0, 256, (3, 4, 360), generator=generator, dtype=torch.uint8)[..., :352]
+    cache[..., 256:] &= 0x7E  # no NaN
+    table, starts = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32), torch.tensor([1, 6], dtype=torch.int32)
+    dst = torch.full((9, 576), 7.0, dtype=torch.bfloat16)
+    with cpu(backend):
+        pyops.cp_gather_and_upconvert_nvfp4_kv_cache(cache, dst, table, starts, 2)
+    assert (dst[0] == 7).all()
+    small = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+    for row in range(1, 9):
+        sequence, position = (0, row - 1) if row < 6 else (1, row - 6)
+        entry = cache[table[sequence, position // 4], position % 4].tolist()
+        for i in range(512):
+            code, group = entry[i // 2] >> 4 * (i % 2) & 15, i // 16
+            value = magnitudes[code % 8] * (-1 if code & 8 else 1)
+            assert dst[row, i].item() == value * small[entry[320 + 8 * (group % 4) + group // 4]]
+        assert dst[row, 512:].tolist() == [small[one] for one in entry[256:320]]

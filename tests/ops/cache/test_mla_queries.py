@@ -108,6 +108,79 @@ def test_tokens_without_a_slot(device: str) -> None:
     assert same_bits(q_out[2:], plain[2:])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_options_of_queries(device: str) -> None:
+    """Queries are left raw, one step at a time; interleaved ones are the same elements in another order."""
+    args, raw = insert(device, apply_q_norm=False, apply_q_rope=False)
+    assert same_bits(raw[:, :2], args["q_in"])
+    _, rotated = insert(device, apply_q_norm=False)
+    torch.testing.assert_close(rotated[:, :2].double(), turned(args["q_in"].double(), args), rtol=2**-8, atol=1e-6)
+    interleaved = args["q_in"].view(4, 2, 32, 16).transpose(1, 2).reshape(4, 2, 512)
+    _, found = insert(device, q_in=interleaved, is_q_interleaved=True)
+    _, plain = insert(device)
+    assert same_bits(found.view(4, 32, 3, 16).transpose(1, 2).reshape(4, 3, 512), plain)
+    kept = args["k_cache"].clone()
+    args, none = insert(device, q_head_padded=0)
+    assert none.shape == (0,)
+    assert same_bits(args["k_cache"], kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mxfp8_keys(device: str) -> None:
+    """A value times its scale is within half an ulp of the key, for all 512; scales follow the values of an entry."""
+    args, _ = insert(device, kv_mxfp8=True)
+    key = turned(args["kv"][:, None], args)[:, 0].cpu()
+    blocks = args["k_cache"].cpu()
+    for token, slot in enumerate(args["slot_mapping"].tolist()):
+        entry = blocks[slot // BLOCK_SIZE, slot % BLOCK_SIZE * 528 :][:528]
+        groups, scale = key[token].view(16, 32), torch.exp2(entry[512:].double() - 127)
+        needed = groups.abs().amax(-1) / 448
+        assert ((scale >= needed * (1 - 2**-8)) & (scale < 2 * needed * (1 + 2**-8))).all()
+        found = entry[:512].view(torch.float8_e4m3fn).double().view(16, 32) * scale[:, None]
+        step = torch.maximum(groups.abs() / 16 * 1.07, scale[:, None] * 2**-10)  # rounded to bfloat16 and to e4m3
+        assert ((found - groups).abs() <= step).all()
+    assert (blocks[:, 528 * BLOCK_SIZE :] == 99).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("apply_q_norm", [True, False])
+def test_rows_of_deepseek_v4(apply_q_norm: bool, device: str) -> None:
+    """Caches of whole rows, in bfloat16 and in fp8, and the same keys without queries."""
+    args, _ = insert(device)
+    q, kv, indices = args["q_in"], args["kv"], [args[one] for one in ("slot_mapping", "position_ids", "cos_sin_cache")]
+    x = q.double()
+    queries = turned(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() if apply_q_norm else x, args)
+    key, slots = turned(kv[:, None], args)[:, 0], args["slot_mapping"]
+    rows = torch.full((3, BLOCK_SIZE, 520), 99.0, dtype=torch.bfloat16, device=q.device)
+    cache, turned_q = rows[..., :512], q.clone()
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
+    run(getattr(pyops, name), device, turned_q, kv, cache, *indices, 1e-5, BLOCK_SIZE, apply_q_norm)
+    torch.testing.assert_close(turned_q.double(), queries, rtol=2**-8, atol=1e-6)
+    written = cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
+    torch.testing.assert_close(written.double(), key, rtol=2**-8, atol=1e-6)
+    assert (rows == 99).all(-1).sum() == 5
+    assert (rows[..., 512:] == 99).all()
+
+    scale, inverse = torch.tensor([0.25]).to(q.device), torch.tensor([3.0]).to(q.device)
+    codes, q_fp8 = (
+        cache.new_zeros(3, BLOCK_SIZE, 512).to(torch.float8_e4m3fn),
+        torch.empty_like(q).to(torch.float8_e4m3fn),
+    )
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert"
+    run(getattr(pyops, name), device, q, kv, q_fp8, codes, *indices, scale, inverse, 1e-5, BLOCK_SIZE, apply_q_norm)
+    for found, right in ((q_fp8, queries * 3), (codes[slots // BLOCK_SIZE, slots % BLOCK_SIZE], key * 4)):
+        step = (right.abs() / 16).clamp(min=2**-10) * (1 + 2**-10)
+        assert ((found.double() - right.clamp(-448, 448)).abs() <= step).all()
+
+    for other, given in ((codes, scale), (rows[..., :512], None)):
+        alone = torch.zeros_like(other)
+        run(pyops.fused_deepseek_v4_kv_rope_insert, device, kv, alone, *indices, BLOCK_SIZE, given)
+        at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        assert same_bits(alone.float()[at], other.float()[at])
+    with pytest.raises(pyops.OpError, match="fp8_scale"):
+        run(pyops.fused_deepseek_v4_kv_rope_insert, device, kv, codes, *indices, BLOCK_SIZE)
+
+
 def addresses(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors])
 

@@ -91,6 +91,49 @@ def test_all_reduce_is_exact_in_the_order_of_ranks(
                 assert torch.equal(out, in_order(values))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_gather_and_scatter(world_size: int) -> None:
+    """Bits are gathered; a rank's slice of a sum has the bits of the all-reduce. Calls may follow each other."""
+    dtype = DTYPES[world_size % 3]
+    for schedule, num_vecs in zip(SCHEDULES[::2], (1, 67, 260), strict=False):
+        values = inputs(world_size, num_vecs * 16 // dtype.itemsize, dtype)
+        wide = inputs(world_size, world_size * values[0].numel(), dtype)
+
+        def body(
+            rank: int, fa: int, buffer: int, values: list[torch.Tensor] = values, wide: list[torch.Tensor] = wide
+        ) -> Any:
+            whole, part = torch.full_like(wide[rank], torch.nan), torch.full_like(values[rank], torch.nan)
+            for _ in range(2):
+                pyops.custom_all_gather(fa, values[rank], whole, buffer, SIZE)
+                pyops.custom_reduce_scatter(fa, wide[rank], part, buffer, SIZE)
+            return whole, part
+
+        with scheduled(schedule):
+            for (whole, part), right in zip(
+                communicate(world_size, body), in_order(wide).chunk(world_size), strict=True
+            ):
+                assert torch.equal(whole, torch.cat(values))
+                assert torch.equal(part, right)
+
+
+def test_refusals_of_gather_and_scatter() -> None:
+    def body(rank: int, fa: int, buffer: int) -> None:
+        x = torch.zeros(16)
+        for name, inp, out, argument in (
+            ("custom_all_gather", x, torch.zeros(16), "out"),
+            ("custom_all_gather", x[:3], torch.zeros(6), "inp"),
+            ("custom_all_gather", x[:8], x, "out"),
+            ("custom_reduce_scatter", x, torch.zeros(16), "inp"),
+            ("custom_reduce_scatter", x.int(), torch.zeros(8).int(), "inp"),
+        ):
+            with pytest.raises(pyops.OpError, match=f"{name}: {argument}: "):
+                getattr(pyops, name)(fa, inp, out, buffer, SIZE)
+        with pytest.raises(pyops.OpError, match="reg_buffer_sz_bytes"):
+            pyops.custom_all_gather(fa, x, torch.zeros(32), buffer, 8)
+
+    communicate(2, body)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_reduce_add_rms_norm(dtype: torch.dtype) -> None:
     shape, world_size = (5, 96), 4
@@ -164,7 +207,7 @@ MISTAKES = {
     "no meeting behind them": ("world.meet<TWO_SHOT ? Flagged::ALL : Flagged::READS>();", ""),
     "no barrier before the flag is stored": ("++meeting;\n        __syncthreads();", "++meeting;"),
     "no barrier behind the flag": ("lost);\n        }\n        __syncthreads();", "lost);\n        }"),
-    "another rank's slice is summed": ("begin = TWO_SHOT ? rank * slice", "begin = TWO_SHOT ? (rank ^ 1) * slice"),
+    "another rank's slice is summed": ("begin = TWO_SHOT || SCATTER ? rank *", "begin = TWO_SHOT ? (rank ^ 1) *"),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops.ops._shared import copied_rows
+from pyops.testing import same_bits
 from tests.ops.moe.test_align import HOSTILE, by_expert, ids_of, local, map_of
 from tests.support.calls import DEVICES, refusal
 
@@ -56,6 +57,9 @@ def check_permute(
     assert offsets.tolist() == [sum(map(len, rows[:expert])) for expert in range(num_local + 1)]
     assert [right[place] for place in inverse.reshape(-1).tolist()] == list(range(num_rows))
     assert order.tolist() == here + [num_rows] * (num_rows - len(here))
+    alone = [torch.full_like(one, -7) for one in (offsets, inverse, order)]
+    pyops.moe_prepare_scatter(ids, indices, expert_map, num_experts, num_local, *alone)
+    assert all(same_bits(one, other) for one, other in zip(alone, (offsets, inverse, order), strict=True))
     tokens = bits(hidden)
     assert permuted.tolist()[: len(here)] == [tokens[row // topk] for row in here]
     assert (permuted[len(here) :] == 0x5A).all()

@@ -40,7 +40,6 @@ _BLOCK_SIZES = Refusal(
 )
 
 _AITER = "True", "the layout of values is that of AITER's kernels for AMD's GPUs, which no attention here reads"
-_V4_WHY = "the kernel has the one form that DeepSeek-V4 calls"
 
 ROWS: dict[str, tuple[Refusal, ...]] = {
     # activations
@@ -104,15 +103,38 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "indexer_k_quant_and_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "cp_gather_indexer_k_quant_cache": (Refusal("kv_cache", _BYTES, _BYTES_WHY),),
     "concat_mla_q": (),
-    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (
-        Refusal("apply_q_norm", "False", _V4_WHY),
-        Refusal("kv_mxfp8", "True", _V4_WHY),
-        Refusal("apply_q_rope", "False", _V4_WHY),
-        Refusal("is_q_interleaved", "True", _V4_WHY),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": (),
+    "fused_deepseek_v4_kv_rope_insert": (),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": (),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_ds_mla_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert": (),
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert": (),
+    "fused_kimi_k3_mla_key_concat_ds_mla_insert": (),
+    "fused_kimi_k3_mla_key_concat_kv_cache_insert": (),
+    "fused_kimi_k3_mla_kv_concat": (),
+    "fused_kimi_k3_mla_kv_concat_quant_fp8": (),
+    "fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert": (),
+    "fused_qknorm_rope_cache": (),
+    "fused_muse_spark_qknorm_rope_kv_insert": (),
+    "fused_minimax_m3_qknorm_rope_kv_insert": (
+        Refusal(
+            "kv_cache_dtype", '"nvfp4"', "the pages are those of trtllm-gen for sm_100; no attention here reads them"
+        ),
     ),
+    "muse_spark_mul_tanh_soft_cap": (),
+    "kimi_k3_attn_res": (),
+    "cp_gather_and_upconvert_nvfp4_kv_cache": (),
+    "ngram_compute_n_gram_ids": (),
+    "moe_permute_with_scratch": (),
+    "moe_prepare_scatter": (),
+    "moe_permute_sort_workspace_size": (),
+    "mxfp4_experts_quant_supported": (),
     # collectives
     "init_custom_ar": (),
     "all_reduce": (),
+    "custom_all_gather": (),
+    "custom_reduce_scatter": (),
     "dispose": (),
     "meta_size": (),
     "register_buffer": (),
