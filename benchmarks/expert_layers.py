@@ -9,7 +9,6 @@ such a layer, by `grouped_gemm` alone: bf16, and fp8 with scales of rows, or of 
 from __future__ import annotations
 
 import importlib
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ import torch
 
 import pyops
 
-from . import experts
-from .rivals import reason
+from . import drawn, experts, products
+from .gemm_layers import PARTS
+from .installed import reason
 from .timing import Call
 
 KINDS = "experts", "experts_blocks"
 PRODUCTS = "grouped", "grouped_fp8", "grouped_blocks"
-PARTS = 1, 2, 4, 8  # GPUs of tensor parallelism
 MAX_TOKENS = 8192
 _BLOCK = 128  # side of a scale block
 _MAX_BYTES = 24 << 30  # most bytes of the weights of a layer; larger draws are drawn again
@@ -98,18 +97,19 @@ class Row:
 
 def draw(kind: str, count: int, seed: int) -> list[Row]:
     """`count` different rows of a kind: tokens drawn log-uniformly from 1 to `MAX_TOKENS`."""
-    generator, found = random.Random(f"{seed} {kind}"), dict[str, Row]()
-    while len(found) < count:
+
+    def one(generator: random.Random) -> Row | None:
         name, parts = generator.choice(list(MIXTURES)), generator.choice(PARTS)
-        of, tokens = MIXTURES[name], round(math.exp(generator.uniform(0, math.log(MAX_TOKENS))))
+        of, tokens = MIXTURES[name], drawn.log_uniform(generator, MAX_TOKENS)
         mixture = Mixture(of.experts, of.top_k, of.hidden, of.width // parts)
         is_product = kind in PRODUCTS
         chosen = (generator.choice((1, 2)), generator.choice(_BLOCK_SIZES)) if is_product else (0, 0)
         row = Row(kind, tokens, f"{name} tp{parts}", mixture, *chosen)
         whole = not kind.endswith("blocks") or (mixture.hidden % _BLOCK == 0 and mixture.width % _BLOCK == 0)
-        if whole and 3 * mixture.experts * mixture.hidden * mixture.width * (1 if row.is_fp8 else 2) <= _MAX_BYTES:
-            found[str(row)] = row
-    return list(found.values())
+        fits = 3 * mixture.experts * mixture.hidden * mixture.width * (1 if row.is_fp8 else 2) <= _MAX_BYTES
+        return row if whole and fits else None
+
+    return drawn.draw(kind, count, seed, one)
 
 
 def num_bytes(row: Row) -> int:
@@ -162,6 +162,12 @@ def _product(row: Row, ids: Any) -> tuple[Any, ...]:
     lists = pyops.moe_align(ids, row.block_size, mixture.experts)
     activation, top_k = ("silu", mixture.top_k) if first else ("none", 1)
     return out, a, b, *lists, None, a_scales, scales, None, top_k, row.block_size, activation
+
+
+def measure(row: Row) -> dict[str, float]:
+    """{contender: microseconds}."""
+    sets = [operands(row) for _ in range(products.num_sets(num_bytes(row)))]
+    return products.in_turn(str(row), contenders(row.kind), sets)
 
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:
