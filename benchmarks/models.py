@@ -1,4 +1,4 @@
-"""Calls of published models with sizes drawn by a seed, beside every rival in one run: shapes nobody has tuned for.
+"""Calls of published models with sizes drawn by a seed, next to every rival in one run: shapes nobody has tuned for.
 
 python -m benchmarks.models
 python -m benchmarks.models --seed 7 --rows 40 bf16 bias gated fp8 blocks int8 w4

@@ -31,7 +31,7 @@ MAX_SEQS, MIN_TOKENS, MAX_TOKENS = 64, 64, 65536
 _CHUNK_SIZE = 256  # tokens of a chunk of ssd, as models are trained
 _WIDTH = 4  # of convolutions
 _SCAN_DTYPE = torch.bfloat16
-_ALLOWED = 0.02  # largest difference of a rival from pyops in the 2-norm: bf16 operands, rounded at other places
+_ALLOWED = 0.02  # largest difference of a rival from pyops in the 2-norm: bf16 operands, rounded elsewhere
 
 
 @dataclass(frozen=True)

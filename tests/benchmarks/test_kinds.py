@@ -191,7 +191,7 @@ def sparse_flash_mla(q: Any, cache: Any, indices: Any, *rest: Any) -> Any:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Functions in place of the libraries, with their signatures."""
+    """Functions with the signatures of the libraries."""
     installed._import.cache_clear()
     for module in (installed, rivals):
         monkeypatch.setattr(module, "load_vllm", lambda paths: "")
