@@ -439,6 +439,8 @@ def test_qk_norm_rope_matches_complex_rotation(tokens: int, rotary_dim: int, is_
     angle = draw(positions, rotary_dim // 2, dtype=torch.float32, device=device, seed=3)
     cache = torch.cat((angle.cos(), angle.sin()), -1)
     ids = torch.arange(tokens, device=device) % (positions + 2) - 1  # the first and some others are out of range
+    if is_neox:  # any stride
+        ids = torch.stack((torch.full_like(ids, 3), ids), 1)[:, 1]
     before = qkv.clone()
     pyops.fused_qk_norm_rope(qkv, *heads, head_dim, EPSILON, q_weight, k_weight, cache, is_neox, ids)
 
