@@ -29,7 +29,8 @@ import pyops
 from pyops._core.op.op import Op
 
 from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing, tune
-from .rivals import RIVALS, libraries, reason
+from .installed import libraries, reason
+from .rivals import RIVALS
 from .shapes import Case
 from .timing import Spread
 

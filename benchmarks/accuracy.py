@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .rivals import Builder, Unavailable
+from .installed import Unavailable
+from .rivals import Builder
 from .shapes import Case
 
 

@@ -33,7 +33,7 @@ from pyops.models import Group
 from pyops.ops.collective.communicator import VEC_BYTES, by_packets, geometry, two_shot, unroll
 from pyops.ops.collective.process_group import reach_each_other
 
-from .rivals import libraries, load_vllm, reason
+from .installed import libraries, load_vllm, reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))

@@ -16,25 +16,25 @@ mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
 
 CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
 bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode and MLA, TOKENS of 1-16384
-means evenly spaced lengths from 1 to 16384. torch's attention (prefill: cuDNN and FlashAttention; decode and new tokens
-after cached ones: torch's choice) reads contiguous keys and values; it is timed only for equal lengths.
+means evenly spaced lengths from 1 to 16384. Rivals are those of `benchmarks.attention_rivals`; torch's attention reads
+contiguous keys and values.
 """
 
 from __future__ import annotations
 
-import statistics
+import random
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import pyops
 
-from .rivals import reason
-from .timing import QUICK, Call, gpu_us
+from . import attention_calls, attention_rivals
+from .products import in_turn
+from .timing import Call
 
 ROWS = (
     *(f"prompts:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "64x512", "1x32768")),
@@ -55,127 +55,51 @@ ROWS = (
     "mla:bf16:64x4096:128:16",
     *(f"mla:bf16:{one}" for one in ("33x1-16000:128", "128x1-8000:16", "1x500:128", "7x500:128", "33x3000:128")),
 )
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 _SETS = 2  # sets of operands, each larger than L2, between which calls alternate
-_TURNS = 3
 _SOFT_CAP = 30.0
-_LATENT, _ROPE, _DS_MLA_BYTES = 512, 64, 656
 
 
-def _randn(*shape: int) -> Any:
-    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
-
-
-def _tables(num_seqs: int, tokens: int, block: int) -> Any:
-    """Block tables, with blocks in random order."""
-    blocks = -(-tokens // block)
-    return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
-
-
-def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: int, cached: int = 0) -> dict[str, Any]:
-    """The arguments of `paged_attention_varlen`, by name, for `new` tokens after `cached` ones."""
-    num_heads, num_kv_heads, *sizes = heads
-    tokens = new + cached
-    tables = _tables(num_seqs, tokens, block)
-    caches = [_randn(tables.numel(), block, num_kv_heads, size).to(_DTYPES[cache]) for size in sizes]
-    query = _randn(num_seqs * new, num_heads, sizes[0])
-    return {
-        "out": query.new_empty(num_seqs * new, num_heads, sizes[1]),
-        "query": query.to(_DTYPES[cache]) if cache == "e4m3" else query,
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "num_kv_heads": num_kv_heads,
-        "scale": sizes[0] ** -0.5,
-        "block_tables": tables,
-        "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
-        "cu_seqlens_q": torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32, device="cuda"),
-        "block_size": block,
-        "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-    }
-
-
-def ragged(
-    cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], *_: int, causal: bool = True
-) -> dict[str, Any]:
-    """The arguments of `attention_varlen`, by name."""
-    num_heads, num_kv_heads, *sizes = heads
-    query = _randn(num_seqs * tokens, num_heads, sizes[0])
-    key, value = (_randn(num_seqs * tokens, num_kv_heads, size) for size in sizes)
-    starts = torch.arange(0, num_seqs * tokens + 1, tokens, dtype=torch.int32, device="cuda")
-    return {
-        "out": query.new_empty(num_seqs * tokens, num_heads, sizes[1]),
-        "query": query,
-        "key": key,
-        "value": value,
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": starts,
-        "scale": sizes[0] ** -0.5,
-        "causal": causal,
-    }
-
-
-def _lengths(num_seqs: int, shortest: int, longest: int) -> Any:
+def _lengths(num_seqs: int, shortest: int, longest: int) -> list[int]:
     """Evenly spaced lengths in any order."""
-    lengths = torch.linspace(shortest, longest, num_seqs, device="cuda").round().int()
-    return lengths[torch.randperm(num_seqs, device="cuda")]
+    steps = max(1, num_seqs - 1)
+    lengths = [round(shortest + i * (longest - shortest) / steps) for i in range(num_seqs)]
+    return random.sample(lengths, num_seqs)
 
 
-def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, shortest: int) -> dict[str, Any]:
-    """The arguments of `paged_attention_v1`, by name, for lengths from `shortest` to `tokens`, in any order."""
-    call = prompts(cache, num_seqs, 1, heads, block, tokens - 1)
-    changed = {
-        "seq_lens": _lengths(num_seqs, shortest, tokens),
-        "max_seq_len": tokens,
-        "alibi_slopes": None,
-    }
-    del call["cu_seqlens_q"]
-    return call | changed
+def _prompts(cache: str, num_seqs: int, new: int, heads: Sequence[int], block: int, cached: int) -> dict[str, Any]:
+    return attention_calls.paged(cache, [new + cached] * num_seqs, [new] * num_seqs, heads, block)
 
 
-def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, new: int) -> dict[str, Any]:
-    """The arguments of `paged_attention_varlen`, by name, for decode rows of `tokens` tokens and a new prompt."""
-    call = prompts(cache, num_seqs + 1, 1, heads, block, max(tokens, new) - 1)
-    index = {"dtype": torch.int32, "device": "cuda"}
-    query = _randn(num_seqs + new, heads[0], heads[2])
-    return call | {
-        "out": query.new_empty(num_seqs + new, heads[0], heads[3]),
-        "query": query,
-        "seq_lens": torch.tensor([tokens] * num_seqs + [new], **index),
-        "cu_seqlens_q": torch.tensor([*range(num_seqs + 1), num_seqs + new], **index),
-    }
+def _capped(*sizes: Any) -> dict[str, Any]:
+    return _prompts(*sizes) | {"logits_soft_cap": _SOFT_CAP}
 
 
-def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shortest: int) -> dict[str, Any]:
-    """The arguments of `sm100_cutlass_mla_decode`, by name, for lengths from `shortest` to `tokens`, in any order."""
-    table = _tables(num_seqs, tokens, page)
-    if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
-        entries = torch.randint(0, 60, (table.numel(), page, _DS_MLA_BYTES), dtype=torch.uint8, device="cuda")
-    else:
-        entries = _randn(table.numel(), page, _LATENT + _ROPE).to(_DTYPES[cache])
-    return {
-        "out": torch.empty(num_seqs, num_heads, _LATENT, dtype=torch.bfloat16, device="cuda"),
-        "lse": torch.empty(num_seqs, num_heads, device="cuda"),
-        "q_nope": _randn(num_seqs, num_heads, _LATENT),
-        "q_pe": _randn(num_seqs, num_heads, _ROPE),
-        "kv_c_and_k_pe_cache": entries,
-        "seq_lens": _lengths(num_seqs, shortest, tokens),
-        "page_table": table,
-        "workspace": None,
-        "scale": (_LATENT + _ROPE) ** -0.5,
-        "num_kv_splits": 0,
-    }
+def _ragged(cache: str, num_seqs: int, tokens: int, heads: Sequence[int], *_: int, causal: bool) -> dict[str, Any]:
+    return attention_calls.ragged([tokens] * num_seqs, heads, causal)
 
 
+def _decode(cache: str, num_seqs: int, tokens: int, heads: Sequence[int], block: int, shortest: int) -> dict[str, Any]:
+    return attention_calls.decode(cache, _lengths(num_seqs, shortest, tokens), heads, block)
+
+
+def _mixed(cache: str, num_seqs: int, tokens: int, heads: Sequence[int], block: int, new: int) -> dict[str, Any]:
+    """Decode rows of `tokens` tokens and a new prompt."""
+    return attention_calls.paged(cache, [tokens] * num_seqs + [new], [1] * num_seqs + [new], heads, block)
+
+
+def _mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shortest: int) -> dict[str, Any]:
+    return attention_calls.mla(cache, _lengths(num_seqs, shortest, tokens), num_heads, page)
+
+
+# {kind: a function that makes the arguments of its op by name, from the numbers of a row}
 _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "prompts": prompts,
-    "capped": prompts,
-    "ragged": ragged,
-    "full": partial(ragged, causal=False),
-    "decode": decode,
-    "mixed": mixed,
-    "mla": mla,
+    "prompts": _prompts,
+    "capped": _capped,
+    "ragged": partial(_ragged, causal=True),
+    "full": partial(_ragged, causal=False),
+    "decode": _decode,
+    "mixed": _mixed,
+    "mla": _mla,
 }
 
 
@@ -183,47 +107,8 @@ _OPS: dict[str, Any] = {
     "decode": pyops.paged_attention_v1,
     "ragged": pyops.attention_varlen,
     "full": pyops.attention_varlen,
+    "mla": pyops.sm100_cutlass_mla_decode,
 }
-
-
-def _contiguous(call: dict[str, Any]) -> tuple[Any, ...]:
-    """(queries, keys, values) [num_seqs, heads, tokens, head_size]."""
-    if "key" in call:
-        num_seqs = len(call["cu_seqlens_q"]) - 1
-        rows = (call[name].unflatten(0, (num_seqs, -1)) for name in ("query", "key", "value"))
-        return tuple(x.transpose(1, 2).contiguous() for x in rows)
-    tables, num_seqs, tokens = call["block_tables"].long(), len(call["seq_lens"]), int(call["seq_lens"].max())
-    caches = (call[name][tables].flatten(1, 2)[:, :tokens] for name in ("key_cache", "value_cache"))
-    return tuple(x.transpose(1, 2).contiguous() for x in (call["query"].unflatten(0, (num_seqs, -1)), *caches))
-
-
-def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
-    from torch.nn.attention import sdpa_kernel
-
-    query, keys, values = _contiguous(call)
-    causal = call.get("causal", True)
-
-    def attend() -> Any:
-        with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=True)
-
-    return attend
-
-
-def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
-    """torch's attention for decode. The query heads of a KV head become query rows of one head."""
-    query, keys, values = _contiguous(call)
-    query = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
-    return lambda: F.scaled_dot_product_attention(query, keys, values)
-
-
-def _sdpa_after_cached(call: dict[str, Any]) -> Call:
-    """torch's attention for new tokens after cached ones."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    query, keys, values = _contiguous(call)
-    mask = causal_lower_right(query.shape[2], keys.shape[2])
-    return lambda: F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 def _two_calls(call: dict[str, Any]) -> Call:
@@ -243,25 +128,11 @@ def _two_calls(call: dict[str, Any]) -> Call:
     return attend
 
 
-def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
+def contenders(kind: str) -> dict[str, attention_rivals.Rival]:
     """{name: a function from arguments to a call}."""
-    from torch.nn.attention import SDPBackend
-
-    if kind == "mla":
-        return {"pyops": lambda call: partial(pyops.sm100_cutlass_mla_decode, **call)}
-    found: dict[str, Callable[[dict[str, Any]], Call]] = {
-        "pyops": lambda call: partial(_OPS.get(kind, pyops.paged_attention_varlen), **call)
-    }
-    if kind == "mixed":
-        found["two calls"] = _two_calls
-    elif cache == "bf16" and whole and kind == "decode":
-        found["SDPA"] = _sdpa_of_one_token
-    elif cache == "bf16" and whole:
-        found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
-        found["FlashAttention"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
-    elif cache == "bf16" and kind == "prompts":
-        found["SDPA"] = _sdpa_after_cached
-    return found
+    op = _OPS.get(kind, pyops.paged_attention_varlen)
+    rivals = {"two calls": _two_calls} if kind == "mixed" else attention_rivals.RIVALS[op.__name__]
+    return {"pyops": lambda call: partial(op, **call), **rivals}
 
 
 def parse(row: str) -> tuple[str, str, list[Any], float]:
@@ -273,7 +144,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
     num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
     if kind == "mla":
         num_heads, least = int(heads), int(shortest) if is_mixed else tokens
-        operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * _LATENT + _ROPE)
+        operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * attention_calls.LATENT + attention_calls.ROPE)
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least], operations
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
@@ -294,23 +165,9 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
 def measure(row: str) -> dict[str, float]:
     """{contender: median time in microseconds}. A contender that fails is reported and left out."""
     kind, cache, sizes, _ = parse(row)
-    sets = [_MAKERS[kind](cache, *sizes) for _ in range(_SETS)]
-    if kind == "capped":
-        sets = [one | {"logits_soft_cap": _SOFT_CAP} for one in sets]
-    times: dict[str, list[float]] = {}
-    for turn in range(_TURNS):
-        order = list(
-            contenders(
-                kind, cache, kind in ("prompts", "ragged", "full", "decode") and not {"+", "-"} & set(row)
-            ).items()
-        )
-        for name, build in order if turn % 2 == 0 else order[::-1]:
-            try:
-                times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)
-            except Exception as error:
-                times.pop(name)
-                print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
-    return {name: statistics.median(found) for name, found in times.items() if found}
+    with torch.device("cuda"):
+        sets = [(_MAKERS[kind](cache, *sizes),) for _ in range(_SETS)]
+    return in_turn(row, contenders(kind), sets)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,6 @@ are one by `grouped_gemm_packed`.
 from __future__ import annotations
 
 import importlib
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +20,15 @@ import torch
 
 import pyops
 
-from . import experts
-from .rivals import reason
+from . import drawn, experts, products
+from .gemm_layers import PARTS
+from .installed import reason
 from .timing import Call
 
 KINDS = "experts", "experts_blocks"
 # Products with K-major quantized weights: {kind: (that of `experts.Model`, `b_type` of `grouped_gemm_packed`)}
 QUANTIZED = {"grouped_int4": ("codes of int4", "uint4"), "grouped_mxfp4": ("codes of mxfp4", "float4_e2m1f")}
 PRODUCTS = "grouped", "grouped_fp8", "grouped_blocks", *QUANTIZED
-PARTS = 1, 2, 4, 8  # GPUs of tensor parallelism
 MAX_TOKENS = 8192
 _BLOCK = 128  # side of a scale block
 _MAX_BYTES = 24 << 30  # most bytes of the weights of a layer; larger draws are drawn again
@@ -107,10 +106,10 @@ class Row:
 
 def draw(kind: str, count: int, seed: int) -> list[Row]:
     """`count` different rows of a kind: tokens drawn log-uniformly from 1 to `MAX_TOKENS`."""
-    generator, found = random.Random(f"{seed} {kind}"), dict[str, Row]()
-    while len(found) < count:
+
+    def one(generator: random.Random) -> Row | None:
         name, parts = generator.choice(list(MIXTURES)), generator.choice(PARTS)
-        of, tokens = MIXTURES[name], round(math.exp(generator.uniform(0, math.log(MAX_TOKENS))))
+        of, tokens = MIXTURES[name], drawn.log_uniform(generator, MAX_TOKENS)
         mixture = Mixture(of.experts, of.top_k, of.hidden, of.width // parts)
         is_product = kind in PRODUCTS
         sizes = _QUANTIZED_SIZES if kind in QUANTIZED else _BLOCK_SIZES
@@ -118,9 +117,10 @@ def draw(kind: str, count: int, seed: int) -> list[Row]:
         row = Row(kind, tokens, f"{name} tp{parts}", mixture, *chosen)
         unit = _BLOCK if kind.endswith(("blocks", "int4")) else 32 if kind in QUANTIZED else 1
         whole = mixture.hidden % unit == 0 and mixture.width % unit == 0
-        if whole and 3 * mixture.experts * mixture.hidden * mixture.width * row.weight_bytes <= _MAX_BYTES:
-            found[str(row)] = row
-    return list(found.values())
+        fits = 3 * mixture.experts * mixture.hidden * mixture.width * row.weight_bytes <= _MAX_BYTES
+        return row if whole and fits else None
+
+    return drawn.draw(kind, count, seed, one)
 
 
 def num_bytes(row: Row) -> int:
@@ -176,6 +176,12 @@ def _product(row: Row, ids: Any) -> tuple[Any, ...]:
         terms = None, None, top_k, row.block_size, activation
         return out, a, b, scales, None, *lists, *terms, QUANTIZED[row.kind][1]
     return out, a, b, *lists, None, a_scales, scales, None, top_k, row.block_size, activation
+
+
+def measure(row: Row) -> dict[str, float]:
+    """{contender: microseconds}."""
+    sets = [operands(row) for _ in range(products.num_sets(num_bytes(row)))]
+    return products.in_turn(str(row), contenders(row.kind), sets)
 
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:

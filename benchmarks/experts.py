@@ -26,7 +26,7 @@ from pyops.ops.linear.packed_reference import values
 from pyops.ops.linear.quantized_experts import MX_BLOCK, dequantized
 
 from . import block_experts
-from .rivals import reason
+from .installed import reason
 from .timing import QUICK, gpu_us
 
 ROWS = (

@@ -48,7 +48,7 @@ from pyops.ops.linear.packed_shape import PackedShape
 from pyops.ops.linear.wq_grouped_problem import WqGroupedShape
 from pyops.tuning import engines
 
-from . import models, products, tune
+from . import expert_layers, gemm_layers, products, tune
 from .expert_layers import QUANTIZED
 from .timing import QUICK, gpu_us
 
@@ -69,6 +69,7 @@ class Family:
 
     Attributes:
         name: that of the file of rates.
+        rows: the module that draws its rows.
         ops: {kind of `benchmarks.models`: its op}.
         shape: the class of its shapes.
         choose: the choice.
@@ -76,6 +77,7 @@ class Family:
     """
 
     name: str
+    rows: Any
     ops: dict[str, str]
     shape: type[Any]
     choose: engines.Choice[Any, Any]
@@ -87,6 +89,7 @@ FAMILIES = {
     for one in (
         Family(
             gemm_rates.FAMILY,
+            gemm_layers,
             {"bf16": "linear", "gated": "linear"} | dict.fromkeys(("fp8", "blocks", "int8"), "cutlass_scaled_mm"),
             GemmShape,
             gemm_engines.choose,
@@ -94,6 +97,7 @@ FAMILIES = {
         ),
         Family(
             packed_rates.FAMILY,
+            gemm_layers,
             {
                 "w4": "marlin_gemm",
                 "awq": "awq_gemm",
@@ -109,6 +113,7 @@ FAMILIES = {
         ),
         Family(
             grouped_rates.FAMILY,
+            expert_layers,
             dict.fromkeys(("grouped", "grouped_fp8", "grouped_blocks"), "grouped_gemm"),
             GroupedShape,
             grouped_engines.choose,
@@ -116,6 +121,7 @@ FAMILIES = {
         ),
         Family(
             wq_grouped_engines.FAMILY,
+            expert_layers,
             dict.fromkeys(QUANTIZED, "grouped_gemm_packed"),
             WqGroupedShape,
             wq_grouped_engines.choose,
@@ -136,11 +142,11 @@ class Sample:
     shape: Any
 
 
-def sample(family: Family, row: models.Row, generator: random.Random) -> list[Sample]:
+def sample(family: Family, row: Any, generator: random.Random) -> list[Sample]:
     """Times of some candidates of a row: the best of each engine by the model, the next of all, a few at random."""
-    sets = [models.operands(row) for _ in range(min(_MAX_SETS, products.num_sets(models.num_bytes(row))))]
+    sets = [family.rows.operands(row) for _ in range(min(_MAX_SETS, products.num_sets(family.rows.num_bytes(row))))]
     op, choose = pyops.registry[family.ops[row.kind]], family.choose
-    calls = [models.contenders(row.kind)["pyops"](*one) for one in sets]
+    calls = [family.rows.contenders(row.kind)["pyops"](*one) for one in sets]
     with tune.choices(tuning, op.name) as seen:
         op.forget()
         calls[0]()
@@ -166,7 +172,7 @@ def sample(family: Family, row: models.Row, generator: random.Random) -> list[Sa
 def collect(family: Family, minutes: float, seed: int) -> list[Sample]:
     """Samples of rows of every kind in turn, until the time is over."""
     generator, end = random.Random(seed), time.monotonic() + 60 * minutes
-    drawn = [models.draw(kind, 200, seed) for kind in family.ops]
+    drawn = [family.rows.draw(kind, 200, seed) for kind in family.ops]
     found: list[Sample] = []
     for row in (row for rows in zip(*drawn, strict=True) for row in rows):
         if time.monotonic() > end:

@@ -20,7 +20,8 @@ from pyops.example import TorchMaker
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear.ggml import random_weight
 
-from .products import in_turn, load_vllm
+from .installed import libraries, load_vllm
+from .products import in_turn, num_sets
 from .timing import Call
 
 ROWS = (
@@ -43,12 +44,13 @@ def measure(row: str) -> dict[str, float]:
         x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
         return random_weight(make, quant_type, n, k), x, quant_type, n
 
-    load_vllm()
+    load_vllm(libraries())
     found: dict[str, Callable[..., Call]] = {"pyops": partial(partial, pyops.ggml_mul_mat_a8)}
     for theirs in _VLLM:
         if hasattr(torch.ops._C, theirs):
             found[f"vLLM's {theirs}"] = partial(partial, getattr(torch.ops._C, theirs))
-    return in_turn(row, found, operands, n * k // format.length * format.nbytes)
+    nbytes = n * k // format.length * format.nbytes
+    return in_turn(row, found, [operands() for _ in range(num_sets(nbytes))])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,14 +1,15 @@
-"""GEMMs of published models at random M, compared with every rival in one run: shapes that nobody has tuned for.
+"""Calls of published models with sizes drawn by a seed, next to every rival in one run: shapes nobody has tuned for.
 
 python -m benchmarks.models
 python -m benchmarks.models --seed 7 --rows 40 bf16 bias gated fp8 blocks int8 w4
-python -m benchmarks.models experts experts_blocks
+python -m benchmarks.models decode prefill mla scans rows sampling
 
-A row is a kind, an M drawn log-uniformly from 1 to 8192, and the [N, K] of a layer of one of `MODELS` with tensor
-parallel 1, 2, 4 or 8. Kinds are those of `benchmarks.products`; two more by `linear`: bias, and gated, the product and
-`silu_and_mul` in one kernel; and those of `benchmarks.expert_layers`, whole layers of experts. Prints, for each kind,
-the geometric mean of pyops' time over the best rival's, the share of rows more than 2 % behind, and the worst rows.
-Without --seed each run draws its own.
+Words are kinds, or groups of kinds: GEMMs (`benchmarks.gemm_layers`), layers of experts (`benchmarks.expert_layers`),
+attention (`benchmarks.attention_batches`), scans and convolutions (`benchmarks.scan_layers`), and norms, activations,
+quantization, rotary embedding, cache writes and sampling (`benchmarks.row_layers`). The modules say what a row is.
+Prints, for each kind, the geometric mean of pyops' time over the best rival's, the share of rows more than 2 % behind,
+and the worst rows. Rivals that cannot be imported, or that refuse a row, are named on stderr and left out; each row
+says which were timed. Without --seed each run draws its own.
 """
 
 from __future__ import annotations
@@ -17,184 +18,31 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import pyops
-
-from . import expert_layers, packed_products, products
+from . import attention_batches, expert_layers, gemm_layers, row_layers, scan_layers
+from .drawn import Row
 from .report import table
-from .timing import Call
 
-KINDS = "bf16", "bias", "gated", "fp8", "blocks", "int8", "w4", *expert_layers.KINDS
+_MODULES: tuple[Any, ...] = gemm_layers, expert_layers, attention_batches, scan_layers, row_layers
+KINDS = {kind: module for module in _MODULES for kind in module.KINDS}
+GROUPS = {
+    "gemm": gemm_layers.KINDS,
+    "attention": attention_batches.KINDS,
+    "scans": scan_layers.KINDS,
+    "rows": row_layers.KINDS,
+}
 _BEHIND = 1.02  # a row is behind above this ratio
 _WORST = 10
-_MAX_M = 8192
-_MAX_BYTES = 2 << 30  # most bytes of a weight; larger draws are drawn again
 
 
-@dataclass(frozen=True)
-class Model:
-    """The sizes of a published model's layers: hidden size, query heads, key heads, head size, MLP, vocabulary.
-
-    `extra` holds further weights (name, N, K), not divided by tensor parallelism: MLA projections, routers.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp: int
-    vocab: int
-    extra: tuple[tuple[str, int, int], ...] = ()
-
-    def layers(self, parts: int) -> dict[str, tuple[int, int]]:
-        """{layer: (N, K)} of one of `parts` GPUs."""
-        queries, keys = self.heads * self.head_size, max(1, self.kv_heads // parts) * self.head_size
-        found = {
-            "qkv": (queries // parts + 2 * keys, self.hidden),
-            "o": (self.hidden, queries // parts),
-            "gate_up": (2 * self.mlp // parts, self.hidden),
-            "down": (self.hidden, self.mlp // parts),
-            "head": (self.vocab // parts, self.hidden),
-        }
-        return found | {name: (n, k) for name, n, k in self.extra}
-
-
-_DEEPSEEK = (
-    ("q_a", 1536, 7168),
-    ("kv_a", 576, 7168),
-    ("q_b", 24576, 1536),
-    ("kv_b", 32768, 512),
-    ("router", 256, 7168),
-)
-MODELS = {
-    "Llama 2 7B": Model(4096, 32, 32, 128, 11008, 32000),
-    "Llama 2 13B": Model(5120, 40, 40, 128, 13824, 32000),
-    "Llama 3.2 1B": Model(2048, 32, 8, 64, 8192, 128256),
-    "Llama 3.2 3B": Model(3072, 24, 8, 128, 8192, 128256),
-    "Llama 3.1 8B": Model(4096, 32, 8, 128, 14336, 128256),
-    "Llama 3.1 70B": Model(8192, 64, 8, 128, 28672, 128256),
-    "Llama 3.1 405B": Model(16384, 128, 8, 128, 53248, 128256),
-    "Mistral 7B": Model(4096, 32, 8, 128, 14336, 32000),
-    "Mistral Small 24B": Model(5120, 32, 8, 128, 32768, 131072),
-    "Mixtral 8x7B": Model(4096, 32, 8, 128, 14336, 32000, (("router", 8, 4096),)),
-    "Qwen2.5 0.5B": Model(896, 14, 2, 64, 4864, 151936),
-    "Qwen2.5 7B": Model(3584, 28, 4, 128, 18944, 152064),
-    "Qwen2.5 14B": Model(5120, 40, 8, 128, 13824, 152064),
-    "Qwen2.5 32B": Model(5120, 40, 8, 128, 27648, 152064),
-    "Qwen3 0.6B": Model(1024, 16, 8, 128, 3072, 151936),
-    "Qwen3 4B": Model(2560, 32, 8, 128, 9728, 151936),
-    "Qwen3 8B": Model(4096, 32, 8, 128, 12288, 151936),
-    "Qwen3 30B-A3B": Model(2048, 32, 4, 128, 768, 151936, (("router", 128, 2048),)),
-    "Qwen3 32B": Model(5120, 64, 8, 128, 25600, 151936),
-    "Gemma 2 9B": Model(3584, 16, 8, 256, 14336, 256000),
-    "Gemma 3 27B": Model(5376, 32, 16, 128, 21504, 262208),
-    "Phi 3 mini": Model(3072, 32, 32, 96, 8192, 32064),
-    "Phi 4": Model(5120, 40, 10, 128, 17920, 100352),
-    "gpt-oss 20B": Model(2880, 64, 8, 64, 2880, 201088, (("router", 32, 2880),)),
-    "Falcon 7B": Model(4544, 71, 1, 64, 18176, 65024),
-    "Command R": Model(8192, 64, 64, 128, 22528, 256000),
-    "DeepSeek V3": Model(7168, 128, 128, 128, 18432, 129280, _DEEPSEEK),
-    "OLMo 2 7B": Model(4096, 32, 32, 128, 11008, 100352),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One GEMM of a layer."""
-
-    kind: str
-    m: int
-    n: int
-    k: int
-    layer: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.m}x{self.n}x{self.k}"
-
-
-AnyRow = Row | expert_layers.Row
-_OF_EXPERTS = *expert_layers.KINDS, *expert_layers.PRODUCTS
-
-
-def draw(kind: str, count: int, seed: int) -> Sequence[AnyRow]:
-    """`count` different rows of a kind that its kernels take."""
-    if kind in _OF_EXPERTS:
-        return expert_layers.draw(kind, count, seed)
-    generator, found = random.Random(f"{seed} {kind}"), dict[str, Row]()
-    while len(found) < count:
-        name, parts = generator.choice(list(MODELS)), generator.choice((1, 2, 4, 8))
-        layer, (n, k) = generator.choice(list(MODELS[name].layers(parts).items()))
-        row = Row(kind, round(math.exp(generator.uniform(0, math.log(_MAX_M)))), n, k, f"{name} {layer} tp{parts}")
-        if _is_taken(row) and n * k * 2 <= _MAX_BYTES:
-            found[str(row)] = row
-    return list(found.values())
-
-
-def _is_taken(row: Row) -> bool:
-    """Whether every contender of the kind takes the sizes."""
-    if row.kind in packed_products.KINDS:
-        return row.n % 256 == 0 and row.k % 128 == 0 and row.n >= 256
-    whole = 128 if row.kind == "blocks" else 16
-    gated = row.kind != "gated" or ("gate_up" in row.layer and row.n % 32 == 0)
-    return row.n % whole == 0 and row.k % whole == 0 and gated
-
-
-def operands(row: AnyRow) -> tuple[Any, ...]:
-    """What each contender is called with."""
-    if isinstance(row, expert_layers.Row):
-        return expert_layers.operands(row)
-    if row.kind not in ("bias", "gated"):
-        return products.operands(row.kind, row.m, row.n, row.k)
-    out = torch.empty(row.m, row.n // (2 if row.kind == "gated" else 1), dtype=torch.bfloat16, device="cuda")
-    a, b = (torch.randn(size, row.k, dtype=torch.bfloat16, device="cuda") for size in (row.m, row.n))
-    return out, a, b, torch.randn(row.n, dtype=torch.bfloat16, device="cuda")
-
-
-def contenders(kind: str) -> dict[str, Callable[..., Call]]:
-    """{name: a function that makes a call of operands}."""
-    if kind in _OF_EXPERTS:
-        return expert_layers.contenders(kind)
-    if kind == "bias":
-        return {
-            "pyops": lambda out, a, b, bias: partial(pyops.linear, out, a, b, bias),
-            "cuBLAS": lambda out, a, b, bias: partial(torch.addmm, bias, a, b.t(), out=out),
-        }
-    if kind == "gated":
-        return {
-            "pyops": lambda out, a, b, _: partial(pyops.linear, out, a, b, None, "silu_and_mul"),
-            "cuBLAS + silu_and_mul": lambda out, a, b, _: _apart(out, a, b),
-        }
-    return products.contenders(kind)
-
-
-def _apart(out: Any, a: Any, b: Any) -> Call:
-    """The product and the activation as two kernels."""
-    wide = torch.empty(len(a), len(b), dtype=a.dtype, device=a.device)
-
-    def call() -> None:
-        torch.matmul(a, b.t(), out=wide)
-        pyops.silu_and_mul(out, wide)
-
-    return call
-
-
-def measure(row: AnyRow) -> dict[str, float]:
-    """{contender: microseconds}."""
-    return products.in_turn(str(row), contenders(row.kind), lambda: operands(row), num_bytes(row))
-
-
-def num_bytes(row: AnyRow) -> int:
-    """Bytes of the operands."""
-    if isinstance(row, expert_layers.Row):
-        return expert_layers.num_bytes(row)
-    return products.num_bytes("bf16" if row.kind in ("bias", "gated") else row.kind, row.m, row.n, row.k)
+def module(kind: str) -> Any:
+    """The module that draws and measures rows of a kind: of `KINDS`, a grouped GEMM, or of `benchmarks.products`."""
+    return KINDS.get(kind, expert_layers if kind in expert_layers.PRODUCTS else gemm_layers)
 
 
 def ratio(times: dict[str, float]) -> float:
@@ -202,7 +50,7 @@ def ratio(times: dict[str, float]) -> float:
     return times["pyops"] / min(us for name, us in times.items() if name != "pyops")
 
 
-def report(timed: Mapping[AnyRow, dict[str, float]]) -> str:
+def report(timed: Mapping[Row, dict[str, float]]) -> str:
     """A line for each kind, and the worst rows of all."""
     lines = []
     for kind in dict.fromkeys(row.kind for row in timed):
@@ -223,16 +71,17 @@ def report(timed: Mapping[AnyRow, dict[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kinds", nargs="*", default=list(KINDS), help=f"any of {', '.join(KINDS)} and of products")
+    words = f"any of {', '.join((*KINDS, *GROUPS))}, or a kind of products"
+    parser.add_argument("kinds", nargs="*", default=list(KINDS), help=words)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--rows", type=int, default=24, help="rows of each kind")
     parser.add_argument("--out", type=Path, help="write every time to this file as JSON")
     asked = parser.parse_args(arguments)
     print(f"seed {asked.seed}", flush=True)
-    timed: dict[AnyRow, dict[str, float]] = {}
-    for kind in asked.kinds:
-        for row in draw(kind, asked.rows, asked.seed):
-            times = measure(row)
+    timed: dict[Row, dict[str, float]] = {}
+    for kind in (kind for word in asked.kinds for kind in GROUPS.get(word, (word,))):
+        for row in module(kind).draw(kind, asked.rows, asked.seed):
+            times = module(kind).measure(row)
             if len(times) > 1 and "pyops" in times:
                 timed[row] = times
             print(f"{row} ({row.layer}): " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)

@@ -9,7 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .accuracy import difference, outputs, written
-from .rivals import Builder, Unavailable, builders, ours, skip
+from .installed import Unavailable
+from .rivals import Builder, builders, ours, skip
 from .shapes import Case
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)

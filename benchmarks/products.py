@@ -13,7 +13,6 @@ w4a8half, w4a8 to float16.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ import torch
 import pyops
 
 from . import packed_products
-from .rivals import libraries, reason
+from .installed import libraries, load_vllm, reason
 from .timing import QUICK, Call, gpu_us
 
 ROWS = (
@@ -38,6 +37,7 @@ ROWS = (
 )
 _BLOCK = 128  # side of a scale block, along K and N
 _COLD = 200 << 20  # bytes of operands over which calls rotate, several times L2
+_MAX_SETS = 256  # most sets of operands
 _TURNS = 3
 
 
@@ -75,7 +75,7 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
             "pyops": lambda out, a, b, *_: partial(pyops.linear, out, a, b.t(), None),
             "cuBLAS": lambda out, a, b, *_: partial(torch.matmul, a, b, out=out),
         }
-    load_vllm()
+    load_vllm(libraries())
     if kind in packed_products.KINDS:
         return packed_products.contenders(kind, torch.ops._C)
     found: dict[str, Callable[..., Call]] = {
@@ -90,17 +90,12 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     return found
 
 
-def load_vllm() -> None:
-    """Load vLLM's libraries, if they are installed, so that torch.ops has its ops."""
-    for path in filter(None, libraries().split(os.pathsep)):
-        torch.ops.load_library(path)
-
-
 def measure(row: str) -> dict[str, float]:
     """{contender: median time in microseconds}. A contender that fails is reported and left out."""
     kind, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
-    return in_turn(row, contenders(kind), lambda: operands(kind, m, n, k), num_bytes(kind, m, n, k))
+    sets = [operands(kind, m, n, k) for _ in range(num_sets(num_bytes(kind, m, n, k)))]
+    return in_turn(row, contenders(kind), sets)
 
 
 def num_bytes(kind: str, m: int, n: int, k: int) -> int:
@@ -111,25 +106,24 @@ def num_bytes(kind: str, m: int, n: int, k: int) -> int:
 
 
 def num_sets(nbytes: int) -> int:
-    """Sets of operands over which calls rotate."""
-    return max(2, -(-_COLD // nbytes))
+    """Sets of operands of `nbytes` over which calls rotate."""
+    return min(_MAX_SETS, max(2, -(-_COLD // max(1, nbytes))))
 
 
-def in_turn(
-    row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
-) -> dict[str, float]:
-    """Time these contenders alternately, with operands of `nbytes`; returns the result of `measure`."""
-    sets = [operands() for _ in range(num_sets(nbytes))]
-    times: dict[str, list[float]] = {}
+def in_turn(row: str, contenders: dict[str, Callable[..., Call]], sets: Sequence[tuple[Any, ...]]) -> dict[str, float]:
+    """{contender: median time in microseconds}: these contenders alternately, calls rotating over sets of operands.
+
+    A contender that fails is reported and left out.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(_TURNS):
-        order = list(contenders.items())
-        for name, build in order if turn % 2 == 0 else order[::-1]:
+        for name in list(times) if turn % 2 == 0 else list(times)[::-1]:
             try:
-                times.setdefault(name, []).append(gpu_us([build(*one) for one in sets], QUICK).median)
+                times[name].append(gpu_us([contenders[name](*one) for one in sets], QUICK).median)
             except Exception as error:
-                times.pop(name)
+                del times[name]
                 print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
-    return {name: statistics.median(found) for name, found in times.items() if found}
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

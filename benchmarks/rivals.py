@@ -6,11 +6,8 @@ arguments. A call may return tensors, which are then the op's first outputs, ins
 
 from __future__ import annotations
 
-import importlib
-import os
-import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +17,11 @@ import torch.nn.functional as F
 
 from pyops._core.op.op import Op
 
+from . import attention_rivals
+from .installed import Unavailable, libraries, load_vllm, module, reason
 from .timing import Call
 
 Builder = Callable[..., Call]
-
-
-class Unavailable(Exception):
-    """The reason why a rival cannot be measured."""
 
 
 def ours(op: Op) -> Builder:
@@ -52,12 +47,6 @@ def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dic
 def skip(rival: str, op: Op, error: Exception) -> dict[str, str]:
     """The report's record of a rival skipped for `op`."""
     return {"rival": rival, "op": op.name, "reason": reason(error)}
-
-
-def reason(error: Exception) -> str:
-    """An error as one line without folder names; without its type if it is an `Unavailable`."""
-    text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])
-    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
 def _reference(op: Op) -> Builder:
@@ -116,31 +105,6 @@ def _gelu_tanh(x: Any) -> Any:
     return F.gelu(x, approximate="tanh")
 
 
-def _sdpa(a: Any) -> Call:
-    """torch's attention on contiguous keys and values, which are copied out of the cache beforehand.
-
-    Query heads that share a KV head become query rows of one head.
-    """
-    if a.kv_cache_dtype != "auto" or a.alibi_slopes is not None or getattr(a, "logits_soft_cap", 0.0):
-        raise Unavailable("attends without options to a cache of floats")
-    tables, longest = a.block_tables.long(), int(a.seq_lens.max())
-    if a.key_cache.ndim == 5:  # [num_blocks, num_kv_heads, head_size / x, block_size, x]
-        keys = a.key_cache[tables].permute(0, 2, 1, 4, 3, 5).flatten(4).flatten(2, 3)
-        values = a.value_cache[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
-    else:
-        keys, values = (cache[tables].flatten(1, 2).transpose(1, 2) for cache in (a.key_cache, a.value_cache))
-    keys, values = (x[:, :, :longest].contiguous() for x in (keys, values))
-    query = a.query.unflatten(1, (a.num_kv_heads, -1))
-    mask = None
-    if int(a.seq_lens.min()) < longest:
-        mask = (torch.arange(longest, device=query.device) < a.seq_lens[:, None])[:, None, None]
-
-    def call() -> Any:
-        return F.scaled_dot_product_attention(query, keys, values, mask, scale=a.scale).flatten(1, 2)
-
-    return call
-
-
 def _conv1d(a: Any) -> Call:
     """torch's convolution of each sequence, with its state concatenated in front beforehand."""
     if not a.channel_last or a.initial_state_idx is not None:
@@ -178,48 +142,10 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
     "gelu_fast": _plain(_gelu_tanh),
     "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
     "relu2": _plain(lambda x: F.relu(x).square()),
-    "paged_attention_v1": _sdpa,
+    "paged_attention_v1": lambda a: attention_rivals.of_one_token(vars(a)),
     "moe_sum": lambda a: partial(torch.sum, a.input, 1),
     "shuffle_rows": lambda a: partial(torch.index_select, a.input_tensor, 0, a.dst2src_map),
 }
-
-
-@cache
-def _import(name: str) -> Any:
-    """The module, or the exception of its import, cached so that a failing import is tried only once."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        return error
-
-
-def _module(name: str) -> Any:
-    module = _import(name)
-    if isinstance(module, Exception):
-        raise Unavailable(f"import {name}: {reason(module)}")
-    return module
-
-
-def libraries() -> str:
-    """vLLM's shared objects in load order, for machines where the package cannot be imported."""
-    return os.environ.get("PYOPS_VLLM_LIBRARIES", "")
-
-
-@cache
-def load_vllm(paths: str) -> str:
-    """Load vLLM's ops from its package, or else from its shared objects. Returns "" or the reason of the failure."""
-    imported = _import("vllm._C")
-    if not isinstance(imported, Exception):
-        _import("vllm._moe_C")
-        return ""
-    if not paths:
-        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"
-    try:
-        for path in paths.split(os.pathsep):
-            torch.ops.load_library(path)
-    except Exception as error:
-        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES: {reason(error)}"
-    return ""
 
 
 def _vllm(op: Op) -> Builder:
@@ -243,31 +169,13 @@ def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> 
 
 
 def _flashinfer(op: Op) -> Builder:
-    norm, activation = _module("flashinfer.norm"), _module("flashinfer.activation")
+    norm, activation = module("flashinfer.norm"), module("flashinfer.activation")
 
     def layernorm(a: Any) -> Call:  # FlashInfer takes weight and bias in float32 only
         return partial(norm.layernorm, a.input, a.weight.float(), a.bias.float(), a.epsilon)
 
-    def decode(a: Any) -> Call:
-        if a.key_cache.ndim == 5 or a.kv_cache_dtype != "auto":
-            raise Unavailable("takes a flash cache of floats here")
-        used = -(-a.seq_lens.int() // a.block_size)
-        ends = F.pad(used.cumsum(0), (1, 0)).int()
-        blocks = torch.cat([row[:count] for row, count in zip(a.block_tables, used.tolist(), strict=True)])
-        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=a.query.device)
-        wrapper = _module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
-        _, num_heads, head_size = a.query.shape
-        last = a.seq_lens.int() - (used - 1) * a.block_size
-        sizes = (num_heads, a.num_kv_heads, head_size, a.block_size)
-        wrapper.plan(
-            ends, blocks, last, *sizes, q_data_type=a.query.dtype, kv_data_type=a.query.dtype, sm_scale=a.scale
-        )
-        return partial(wrapper.run, a.query, (a.key_cache, a.value_cache), out=a.out)
-
     def rope(a: Any) -> Call:  # FlashInfer takes the table of cosines and sines in float32 only
-        turn = _module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
+        turn = module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         if a.key is None:
             raise Unavailable("turns queries and keys together")
         return partial(turn, a.positions, a.query, a.key, a.head_size, a.cos_sin_cache.float(), a.is_neox)
@@ -275,7 +183,7 @@ def _flashinfer(op: Op) -> Builder:
     return _named(
         op,
         {
-            "paged_attention_v1": decode,
+            "paged_attention_v1": lambda a: attention_rivals.flash_infer(vars(a)),
             "rotary_embedding": rope,
             "rms_norm": lambda a: partial(norm.rmsnorm, a.input, a.weight, a.epsilon, out=a.out),
             "fused_add_rms_norm": lambda a: partial(norm.fused_add_rmsnorm, a.input, a.residual, a.weight, a.epsilon),

@@ -29,8 +29,9 @@ from pyops._core.op.op import Op
 from pyops.testing import calls as testing
 
 from . import report, shapes, timing
+from .installed import reason
 from .kernel_time import argument_sets
-from .rivals import ours, reason
+from .rivals import ours
 from .shapes import Case
 from .timing import Spread, gpu_us
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from .products import in_turn
+from .products import in_turn, num_sets
 from .timing import Call
 
 KINDS = "bf16", "fp8_channel", "fp8_block", "int8", "w4a16", "w8a16"
@@ -160,7 +160,7 @@ def linear(row: str) -> dict[str, float]:
             return ()
         return torch.randn(n, k, device="cuda").bfloat16(), torch.randn(m, k, device="cuda").bfloat16()
 
-    return in_turn(row, contenders(kind, m, n, k), operands, nbytes)
+    return in_turn(row, contenders(kind, m, n, k), [operands() for _ in range(num_sets(nbytes))])
 
 
 def sampler(row: str) -> dict[str, float]:

@@ -10437,7 +10437,7 @@ class _fused_qk_norm_rope(_Attributes, Protocol):
             cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous, of at least one row;
                 cosines in the first half of a row, sines in the second; rotary_dim even, at most head_dim.
             is_neox: which elements form a pair.
-            position_ids: [num_tokens] int64, contiguous.
+            position_ids: [num_tokens] int64, any stride.
         """
 
 fused_qk_norm_rope: _fused_qk_norm_rope

@@ -38,7 +38,7 @@ fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + 
                    const scalar_t* k_weight,      // [HEAD_SIZE]
                    const cache_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
                    const int64_t* position_ids,   // [num_tokens]
-                   int64_t qkv_stride, int64_t max_position, float eps) {
+                   int64_t qkv_stride, int64_t position_stride, int64_t max_position, float eps) {
     await_previous_kernel();
     __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
     const int64_t token = blockIdx.x;
@@ -46,7 +46,7 @@ fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + 
     const int element = threadIdx.x % LANES * VEC_SIZE;
     scalar_t* x = qkv + token * qkv_stride + element;
 
-    const int64_t position = position_ids[token];
+    const int64_t position = position_ids[token * position_stride];
     const vec_t q_vec = vec_t::load<ACCESS_SIZE>(q_weight + element);
     const vec_t k_vec = vec_t::load<ACCESS_SIZE>(k_weight + element);
     if (position < 0 || position >= max_position) return;

@@ -9,11 +9,13 @@ from .._core.system.lazy import torch
 from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
+from ..ops.linear.dense import linear
+from ..ops.norm import fused_qk_norm_rope
 from ..ops.rotary import rotary_embedding
 from .batch import Batch
 from .config import Config
 from .kv_cache import KvScales
-from .linear import Place
+from .linear import MAX_SKINNY_ROWS, Linear, Place
 from .norm import Norm
 from .rope import Rope
 
@@ -75,16 +77,19 @@ class Attention:
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         config, head_dim = self.config, self.config.head_dim
-        parts = self.qkv(hidden).split(list(self.sizes), -1)
-        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+        projected = self.qkv(hidden)
+        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected.split(list(self.sizes), -1))
         gate = None
         if config.gates_attention:
             query, gate = (part.contiguous() for part in (query[:, ::2], query[:, 1::2]))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+        if self.rope is not None and self._is_fused(projected):
+            self._normalise_and_turn(projected, self.rope, batch.positions, tables[self.rope])
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+            if self.rope is not None:
+                rotary_embedding(batch.positions, query, key, head_dim, tables[self.rope], not self.rope.interleaved)
         if self.rope is not None:
-            table, is_neox = tables[self.rope], not self.rope.interleaved
-            rotary_embedding(batch.positions, query, key, head_dim, table, is_neox)
             self.rope.scale_queries(query, batch.positions)
         key_cache, value_cache = cache
         scales = self.scales.arguments(key_cache.dtype)
@@ -106,6 +111,29 @@ class Attention:
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
         return self.o((out if gate is None else out.mul_(gate.sigmoid_())).flatten(1))
+
+    def _is_fused(self, projected: Tensor) -> bool:
+        """Whether one kernel normalises and rotates queries and keys: with norms of heads, and sizes that it takes."""
+        config = self.config
+        return (
+            self.q_norm is not None
+            and (config.qk_norm, self.q_norm.kind) == ("head", "rms")
+            and not config.gates_attention
+            and config.head_dim in (64, 128, 256)
+            and projected.element_size() == 2
+        )
+
+    def _normalise_and_turn(self, projected: Tensor, rope: Rope, positions: Tensor, table: Tensor) -> None:
+        """Normalise and rotate the queries and keys in `projected`, [num_tokens, queries, keys, values], in place."""
+        config = self.config
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        weights = self.q_norm.weight, self.k_norm.weight
+        epsilon = config.rms_norm_eps
+        fused_qk_norm_rope(
+            projected, *heads, config.head_dim, epsilon, *weights, table, not rope.interleaved, positions
+        )
 
     def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:
         """Normalise `heads`, [num_tokens, heads, head_dim], in place if the op supports their strides."""
@@ -149,11 +177,36 @@ class MLP:
         return self.gate_up.tensors() | self.down.tensors()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.down(self._activated(self.gate_up(hidden)))
+        return self.down(self._activated(hidden))
 
-    def _activated(self, gate_up: Tensor) -> Tensor:
+    def add_to(self, total: Tensor, hidden: Tensor) -> Tensor:
+        """Add the result to `total` in place and return it; with plain weights, in the epilogue of the last GEMM."""
+        activated = self._activated(hidden)
+        if isinstance(self.down, Linear) and self.down.bias is None:
+            return total.addmm_(activated, self.down.weight.t())
+        return total.add_(self.down(activated))
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        """The activations, [num_tokens, intermediate_size]."""
+        if (weight := self._of_fused_gate(hidden)) is not None:
+            activated = hidden.new_empty(hidden.shape[0], self.intermediate_size)
+            linear(activated, hidden, weight, None, "silu_and_mul")
+            return activated
+        gate_up = self.gate_up(hidden)
         if not self.has_gate and self.activation in _TORCH_GELU:
             return torch.nn.functional.gelu(gate_up, approximate=_TORCH_GELU[self.activation])
         activated = gate_up.new_empty(gate_up.shape[0], self.intermediate_size)
         (_GATED if self.has_gate else _PLAIN)[self.activation](activated, gate_up)
         return activated
+
+    def _of_fused_gate(self, hidden: Tensor) -> Tensor | None:
+        """The weight of gate and up if one kernel multiplies by it and activates: plain, of 16 bits, on a GPU, for more
+        than one token.
+
+        docs/performance/products.md, kind gated, compares it with cuBLAS and an activation.
+        """
+        matrix, has_silu = self.gate_up, (self.activation, self.has_gate) == ("silu", True)
+        if not isinstance(matrix, Linear) or matrix.bias is not None or not has_silu:
+            return None
+        fits = hidden.shape[0] > MAX_SKINNY_ROWS and hidden.device.type != "cpu" and hidden.element_size() == 2
+        return matrix.weight if fits else None

@@ -21,7 +21,8 @@ class Batch:
         block_tables: [num_seqs, max_blocks]: the cache blocks of each sequence.
         seq_lens: [num_seqs]: tokens of each sequence, the newest included.
         cu_seqlens_q: [num_seqs + 1]: the index of each sequence's first token in `tokens`, then num_tokens.
-        state_slots: [num_seqs] int32: the slot of each sequence's states; -1 for a sequence without states.
+        state_slots: [num_seqs] int32: the slot of each sequence's states; -1 for a sequence without states. int64 in
+            decode steps of a model without states, which does not read it.
         has_states: [num_seqs] bool: whether a sequence continues from the state in its slot; None if all do.
         num_decodes: the first num_decodes sequences have one token each and continue from their slots.
     """

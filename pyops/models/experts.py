@@ -93,8 +93,9 @@ class Experts:
         out = self.weights(hidden, *self._choice(hidden))
         if self.shared is None:
             return out
-        shared = self.shared(hidden)
-        return out.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid_()))
+        if self.shared_gate is None:
+            return self.shared.add_to(out, hidden)
+        return out.add_(self.shared(hidden).mul_(self.shared_gate(hidden).sigmoid_()))
 
     def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route the tokens: weights and ids of the experts of each token."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .. import tuning
-from .._core.launch.kernel import Specialisation
+from .._core.launch.kernel import Launch, Specialisation
 from .._core.op import torch_library
 from .._core.op.op import Op, registry
 from .._core.system.device import Device
@@ -55,7 +55,12 @@ def serving_kernels(
     max_seq_len = max_model_len or default_max_seq_len(config)
     found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
     place = "cpu" if device.index < 0 else f"cuda:{device.index}"
-    with FakeTensorMode(), torch.no_grad(), _planned(device, found):
+
+    def collect(op: Op, launches: list[Launch]) -> None:
+        for specialisation in (launch.specialisation for launch in launches):
+            found.setdefault((op.name, specialisation.kernel, specialisation.key), (op, specialisation))
+
+    with FakeTensorMode(), torch.no_grad(), planned(device, collect):
         decoder = Decoder(config, dtype, place)
         decoder.layers = _kinds(decoder)
         decoder.prepare(checked=False)
@@ -63,7 +68,8 @@ def serving_kernels(
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs, kv_cache_dtype)
         tables = decoder.new_tables(max_seq_len)
         rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64, device=place)
-        batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
+        starts = torch.empty(max_num_seqs + 1, dtype=torch.int64, device=place)
+        batches = [decode_batch(rows[:size], starts, decoder.slot_bytes > 0) for size in decode_sizes(max_num_seqs)]
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens, place)
         for batch in batches:
             decoder.logits(decoder.forward(batch, cache, tables))
@@ -114,22 +120,20 @@ def prefill_sizes(most: int) -> Iterator[int]:
 
 
 @contextmanager
-def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]]) -> Iterator[None]:
-    """Within this context, calls of ops on meta tensors are planned for `device`; `found` collects the kernels."""
+def planned(device: Device, observe: Callable[[Op, list[Launch]], None]) -> Iterator[None]:
+    """Within this context, calls of ops on fake tensors are planned for `device`; `observe` gets their launches."""
 
-    def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def plan(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         op = registry[name]
         values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(op.parameters)]
         described = [
             _described(name, p.name, value, device) if p.is_tensor and value is not None else value
             for p, value in zip(op.parameters, values, strict=True)
         ]
-        for launch in op.launches(*described):
-            specialisation = launch.specialisation
-            found.setdefault((name, specialisation.kernel, specialisation.key), (op, specialisation))
+        observe(op, op.launches(*described))
 
     torch_library.bind_torch()
-    with torch_library.observed(observe, device):
+    with torch_library.observed(plan, device):
         yield
 
 

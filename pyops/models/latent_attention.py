@@ -42,14 +42,14 @@ class LatentAttention:
         self.latent, self.place, self.num_heads, self.rope = latent, place, heads, config.rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
-        self.q_norm = self.q_a = None
-        if latent.q_lora_rank:
-            self.q_a = place.linear({"q_a_proj": latent.q_lora_rank}, hidden_size, config.qkv_bias)
-            self.q_norm = place.empty(latent.q_lora_rank)
-            self.q = place.linear({"q_b_proj": queries}, latent.q_lora_rank, bias=False)
+        self.q_norm, self.q_rank = None, latent.q_lora_rank or 0
+        if self.q_rank:  # one projection to the latent vectors of queries, and of keys and values
+            compressed = {"q_a_proj": self.q_rank} | compressed
+            self.q_norm = place.empty(self.q_rank)
+            self.q = place.linear({"q_b_proj": queries}, self.q_rank, bias=False)
         else:
             self.q = place.linear({"q_proj": queries}, hidden_size, bias=False)
-        self.kv_a = place.linear(compressed, hidden_size, config.qkv_bias)
+        self.a = place.linear(compressed, hidden_size, config.qkv_bias)
         self.kv_norm = place.empty(rank)
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
@@ -59,9 +59,9 @@ class LatentAttention:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         found = {"kv_a_layernorm.weight": self.kv_norm} | self.kv_b.tensors()
-        if self.q_a is not None and self.q_norm is not None:
-            found |= self.q_a.tensors() | {"q_a_layernorm.weight": self.q_norm}
-        return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
+        if self.q_norm is not None:
+            found["q_a_layernorm.weight"] = self.q_norm
+        return found | self.q.tensors() | self.a.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The latent KV cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
@@ -72,8 +72,8 @@ class LatentAttention:
         from ..nn.latent import latent_attention  # imported late: pyops.nn needs torch at import
 
         latent, (entries,) = self.latent, cache
-        query = self._query(hidden)
-        kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        q_c, kv_c, k_pe = self.a(hidden).split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        query = self._query(hidden if self.q_norm is None else q_c)
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         turned = query[..., latent.qk_nope_head_dim :]
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
@@ -95,10 +95,10 @@ class LatentAttention:
             return self.kv_b.dequantised().to(self.place.dtype)
         return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
 
-    def _query(self, hidden: Tensor) -> Tensor:
-        """The queries, [num_tokens, num_heads, qk_head_dim], before the rotary embedding."""
-        if self.q_a is not None:
-            hidden = self.q_a(hidden)
-            rms_norm(hidden, hidden, self.q_norm, _EPSILON)
-        query: Tensor = self.q(hidden).unflatten(-1, (self.num_heads, -1))
+    def _query(self, x: Tensor) -> Tensor:
+        """The queries of hidden states or latent vectors, [num_tokens, num_heads, qk_head_dim], before the rotary
+        embedding. Latent vectors are normalised in place."""
+        if self.q_norm is not None:
+            rms_norm(x, x, self.q_norm, _EPSILON)
+        query: Tensor = self.q(x).unflatten(-1, (self.num_heads, -1))
         return query

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The largest M at which skinny_linear is faster than cuBLAS (docs/performance/products.md).
-_MAX_SKINNY_ROWS = 1
+MAX_SKINNY_ROWS = 1
 
 
 class Linear(NamedTuple):
@@ -36,7 +36,7 @@ class Linear(NamedTuple):
         """``x @ weight.T + bias``."""
         if x.is_cuda and batch_invariant():
             return linear.new(x, self.weight, self.bias)
-        if x.shape[0] > _MAX_SKINNY_ROWS or not x.is_cuda:
+        if x.shape[0] > MAX_SKINNY_ROWS or x.device.type == "cpu":
             return torch.nn.functional.linear(x, self.weight, self.bias)
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         skinny_linear(out, x, self.weight, self.bias)

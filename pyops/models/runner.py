@@ -70,16 +70,22 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted({decode_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)})
 
 
-def decode_batch(rows: Tensor) -> Batch:
-    """The batch of a decode step with one row for each sequence."""
+def decode_batch(rows: Tensor, starts: Tensor, has_states: bool) -> Batch:
+    """The batch of a decode step with one row for each sequence.
+
+    Args:
+        rows: as `Runner` has them.
+        starts: 0, 1, 2, ... as an int64 tensor of one element more than rows, or longer.
+        has_states: whether the model reads slots of states.
+    """
     return Batch(
         tokens=rows[:, _TOKEN],
         positions=rows[:, _POSITION],
         slot_mapping=rows[:, _SLOT],
         block_tables=rows[:, _BLOCKS:],
         seq_lens=rows[:, _LENGTH],
-        cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int64, device=rows.device),
-        state_slots=rows[:, _STATE].int(),
+        cu_seqlens_q=starts[: len(rows) + 1],
+        state_slots=rows[:, _STATE].int() if has_states else rows[:, _STATE],
         has_states=None,
         num_decodes=len(rows),
     )
@@ -123,6 +129,7 @@ class Runner:
         shape = (max_num_seqs, row_size(model.config, max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int64, device=model.device)
 
     def run(self, parts: Sequence[Part]) -> Tensor:
         """Compute `parts` and add them to the cache; returns the logits after each, [len(parts), vocab_size].
@@ -198,7 +205,8 @@ class Runner:
         self._rows[:size] = rows
 
     def _forward(self, size: int) -> Tensor:
-        return self.model.logits(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._tables))
+        batch = decode_batch(self._rows[:size], self._starts, self.model.slot_bytes > 0)
+        return self.model.logits(self.model.forward(batch, self.cache, self._tables))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
         """The cache slots of tokens, from each token's row in `tables` and its position; all are numpy arrays."""

@@ -103,9 +103,9 @@ def absorbed_attention(
         options = block_size, block_tables.shape[1] * block_size, None, kind, k_scale, k_scale
         paged_attention_v1(whole, joined, cache, cache, 1, scale, block_tables, seq_lens, *options)
         out, factor = whole[..., :rank], 1.0
-    values = query.new_empty(len(up), len(query), up_values.shape[1])
-    values.baddbmm_(out.transpose(0, 1), up_values.transpose(1, 2), beta=0, alpha=factor)
-    return values.transpose(0, 1).flatten(1)
+    values = query.new_empty(len(query), len(up), up_values.shape[1])
+    values.transpose(0, 1).baddbmm_(out.transpose(0, 1), up_values.transpose(1, 2), beta=0, alpha=factor)
+    return values.flatten(1)
 
 
 def expanded_attention(

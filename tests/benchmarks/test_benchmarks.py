@@ -16,7 +16,19 @@ import torch
 
 import pyops
 from benchmarks import __main__ as main
-from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
+from benchmarks import (
+    accuracy,
+    compile_time,
+    decode,
+    installed,
+    kernel_time,
+    numerics,
+    overhead,
+    report,
+    rivals,
+    shapes,
+    timing,
+)
 from benchmarks import transformers as accelerated
 from pyops import offline
 from pyops.models import Config, Decoder
@@ -211,13 +223,13 @@ def test_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
 def test_unimportable_rival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "vllm._C", "flashinfer", "flashinfer.norm"):
         monkeypatch.setitem(sys.modules, name, None)
-    rivals._import.cache_clear()
+    installed._import.cache_clear()
     rivals.load_vllm.cache_clear()
     monkeypatch.setenv("PYOPS_VLLM_LIBRARIES", "/nowhere/_C.abi3.so")
     try:
         found, skips = rivals.builders(RMS_NORM, ["torch", "vllm", "flashinfer"])
     finally:
-        rivals._import.cache_clear()
+        installed._import.cache_clear()
         rivals.load_vllm.cache_clear()
     assert list(found) == ["torch"]
     assert [one["rival"] for one in skips] == ["vllm", "flashinfer"]
@@ -245,9 +257,9 @@ def test_reference_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_contender_with_wrong_results_is_refused() -> None:
     check = accuracy.Check(small(), "cpu")
-    with pytest.raises(rivals.Unavailable, match="disagrees with the reference: out by inf"):
+    with pytest.raises(installed.Unavailable, match="disagrees with the reference: out by inf"):
         check(lambda *args: lambda: None)
-    with pytest.raises(rivals.Unavailable, match="disagrees"):
+    with pytest.raises(installed.Unavailable, match="disagrees"):
         check(lambda out, input, *rest: lambda: out.copy_(input))
     assert check(rivals.ours(RMS_NORM)) == 0
 
@@ -263,9 +275,9 @@ def test_only_rivals_may_order_outputs_differently() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "_ANY_ORDER", {"shuffle_rows": {"output_tensor": 0}})
         assert check(turned, any_order=True) == 0
-        with pytest.raises(rivals.Unavailable, match="disagrees"):
+        with pytest.raises(installed.Unavailable, match="disagrees"):
             check(turned)
-        with pytest.raises(rivals.Unavailable, match="disagrees"):
+        with pytest.raises(installed.Unavailable, match="disagrees"):
             check(lambda *args: lambda: args[2].zero_(), any_order=True)
 
 

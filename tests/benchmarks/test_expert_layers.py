@@ -28,7 +28,8 @@ def test_rows_are_layers_of_models(kind: str) -> None:
         if kind.endswith(("blocks", "int4")):
             assert row.mixture.width % 128 == row.mixture.hidden % 128 == 0
         assert (row.number > 0) == (row.block_size > 0) == (kind in expert_layers.PRODUCTS)
-    assert list(models.draw(kind, 30, seed=3)) == rows
+    assert models.module(kind) is expert_layers
+    assert expert_layers.draw(kind, 30, seed=3) == rows
     assert rows != expert_layers.draw(kind, 30, seed=4)
 
 
@@ -36,11 +37,11 @@ def test_bytes_of_chosen_experts() -> None:
     """One token of Mixtral reads two of the eight experts; many tokens read all of them."""
     of = MIXTURES["Mixtral 8x7B"]
     expert = 3 * 4096 * 14336
-    assert models.num_bytes(Row("experts", 1, "Mixtral 8x7B tp1", of)) == 2 * expert * 2
-    assert models.num_bytes(Row("experts_blocks", 8192, "Mixtral 8x7B tp1", of)) == 8 * expert
-    assert models.num_bytes(Row("grouped_blocks", 8192, "", of, 1, 64)) == 8 * expert * 2 // 3
-    assert models.num_bytes(Row("grouped_blocks", 8192, "", of, 2, 64)) == 8 * expert // 3
-    assert models.num_bytes(Row("grouped_int4", 8192, "", of, 2, 64)) == 8 * expert // 6
+    assert expert_layers.num_bytes(Row("experts", 1, "Mixtral 8x7B tp1", of)) == 2 * expert * 2
+    assert expert_layers.num_bytes(Row("experts_blocks", 8192, "Mixtral 8x7B tp1", of)) == 8 * expert
+    assert expert_layers.num_bytes(Row("grouped_blocks", 8192, "", of, 1, 64)) == 8 * expert * 2 // 3
+    assert expert_layers.num_bytes(Row("grouped_blocks", 8192, "", of, 2, 64)) == 8 * expert // 3
+    assert expert_layers.num_bytes(Row("grouped_int4", 8192, "", of, 2, 64)) == 8 * expert // 6
 
 
 def test_contenders_compute_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +68,9 @@ def test_products_are_calls_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in expert_layers.PRODUCTS:
         for number in (1, 2):
             row = Row(kind, 5, "", Mixture(4, 2, 256, 128), number, 64)
-            args: Any = models.operands(row)
+            args: Any = expert_layers.operands(row)
             with cpu("reference"):
-                models.contenders(kind)["pyops"](*args)()
+                expert_layers.contenders(kind)["pyops"](*args)()
             assert args[0].shape == (10, row.mixture.width if number == 1 else row.mixture.hidden)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import expert_layers, fit, models, packed_products
-from benchmarks.models import MODELS, Row
+from benchmarks import fit, gemm_layers, models, packed_products
+from benchmarks.gemm_layers import MODELS, Row
 from pyops import SCALAR_TYPES
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
@@ -25,14 +25,17 @@ HOPPER = device.model("sm_90")
 FAMILIES = list(fit.FAMILIES.values())
 
 
-@pytest.mark.parametrize("kind", [*sorted({*models.KINDS} - {*expert_layers.KINDS}), *packed_products.KINDS])
+@pytest.mark.parametrize(
+    "kind", [*gemm_layers.KINDS, *(kind for kind in packed_products.KINDS if kind not in gemm_layers.KINDS)]
+)
 def test_rows_are_layers_of_models(kind: str) -> None:
-    rows = models.draw(kind, 30, seed=3)
+    draw = models.module(kind).draw
+    rows = draw(kind, 30, seed=3)
     layers = {layer for model in MODELS.values() for parts in (1, 2, 4, 8) for layer in model.layers(parts).values()}
     assert len({str(row) for row in rows}) == 30
     assert all((row.n, row.k) in layers and 1 <= row.m <= 8192 for row in rows)
-    assert rows == models.draw(kind, 30, seed=3)
-    assert rows != models.draw(kind, 30, seed=4)
+    assert rows == draw(kind, 30, seed=3)
+    assert rows != draw(kind, 30, seed=4)
 
 
 def test_layers_of_tensor_parallel() -> None:

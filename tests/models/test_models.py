@@ -17,8 +17,9 @@ import pyops
 from pyops import ModelError, testing, tuning
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
-from pyops.models import Config, Decoder, Engine, SamplingParams, load, serving_kernels
+from pyops.models import Config, Decoder, Engine, Rope, SamplingParams, load, serving_kernels
 from pyops.models import engine as engine_module
+from pyops.models.attention import Attention
 from pyops.models.kernels import prefill_sizes
 from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
@@ -196,6 +197,36 @@ def test_prefill_sizes_meet_every_m_that_gemms_are_chosen_by(most: int) -> None:
     assert sizes[0] == 1
     assert sizes[-1] == most
     assert {tuning.rounded_rows(size) for size in sizes} == {tuning.rounded_rows(m) for m in range(1, most + 1)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"partial_rotary_factor": 0.5, "interleaved": True}, {"query_beta": 0.1}],
+    ids=["neox", "gptj", "scaled"],
+)
+def test_one_kernel_normalises_and_rotates_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, as exactly as a norm and a rotary embedding after it, against the same weights in float32."""
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256}
+    rope = Rope(original_max_position_embeddings=8, **options)
+    config = Config(**sizes, **heads, qk_norm="head", rope=rope, dtype="bfloat16")
+    prompt, following = PROMPTS[0], PROMPTS[1]
+    model = Decoder(config).randomise(seed=0)
+    for layer in model.layers:
+        assert isinstance(layer.mixer, Attention)
+        for norm in (layer.mixer.q_norm, layer.mixer.k_norm):
+            assert norm is not None
+            norm.weight.uniform_(0.5, 2.0)
+    exact = Decoder(config, "float32")
+    for name, tensor in model.tensors().items():
+        exact.tensors()[name].copy_(tensor)
+    expected, fused = (teacher_forced(Runner(one, 8, 16, 2, 64), prompt, following) for one in (exact, model))
+    monkeypatch.setattr(Attention, "_is_fused", lambda *_: False)
+    separate = teacher_forced(Runner(model, 8, 16, 2, 64), prompt, following)
+    assert not torch.equal(fused, separate), "rounded once instead of twice"
+    error, error_separate = ((one - expected).norm() / expected.norm() for one in (fused, separate))
+    assert error <= 1.1 * error_separate
+    assert error < 0.02
 
 
 # Batching

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import inf
 from typing import NamedTuple
 
 from ... import check, tuning
@@ -17,7 +18,6 @@ from ..._core.tensors.tensor import TensorArg
 
 # "Rows" below is docs/performance/rows.md, measured on an H200.
 
-_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Up to two rows per SM")
 _LONG_ROW_VECS = 512  # vectors of a row: longer rows have their own tuning (Rows: 4096 and 14336 elements)
 WARP_ROW_VECS = 128  # vectors of a row up to which at most one warp reduces it; for 512 one warp is slower (Rows)
 _WARP_SIZE = 32  # most lanes that share a row: a warp, or half of a warp of 64 lanes
@@ -33,9 +33,15 @@ _NARROW_RESIDENT = 1536, 896  # resident threads per SM, for kernels that hold o
 # warps for powers of two.
 _MIN_IDLE_GAIN = 0.08
 
-# Registers of an NVIDIA GPU, to estimate how many blocks fit on an SM.
+# An NVIDIA GPU, to estimate how many blocks fit on an SM.
+_SM_THREADS = 2048  # threads of an SM
 _SM_REGISTERS = 65536  # registers of an SM
+_REGISTER_STEP = 8  # a thread is given a multiple of these registers
 _MAX_THREAD_REGISTERS = 255  # most registers of a thread
+# If registers of a thread are bounded, the compiler can save some of the others, and needs some for each vector of a
+# row. With fewer, norms of 8192 elements spill, and so do those of SHIFTED rows with any bound (NVRTC 13.0, sm_90).
+_SAVED_REGISTERS = 12
+_VECTOR_REGISTERS = 2
 _OTHER_REGISTERS = 36  # registers of a thread other than those that hold vectors
 _OTHER_REGISTERS_SHIFTED = 48  # the same for SHIFTED rows, which assemble each weight vector from two loads
 # Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.
@@ -62,7 +68,7 @@ class RowTuning:
 
     Attributes:
         many: vectors per thread when the grid has several waves of blocks (bandwidth bound).
-        few: vectors per thread when all blocks run at once (latency bound).
+        few: vectors per thread when an SM holds all its rows at once (latency bound).
         resident: threads per SM that the registers of the kernel allow.
         rows: rows that a thread holds in registers at the same time, 2 for input and residual.
         weights: weight vectors that a thread holds in addition to its rows; 0 for a kernel without KEEP_WEIGHT.
@@ -213,62 +219,95 @@ def choose_rows(
 
 
 def _choose(problem: RowProblem, device: Device) -> RowConfig:
-    """The choice of `choose_rows`."""
+    """The choice of `choose_rows`.
+
+    If an SM holds all its rows at once, nothing hides the latency of a row: it is loaded, reduced, weighted and stored.
+    The weight is then read ahead of the reduction, and a thread has few vectors. Otherwise rows hide each other's
+    latency, and the launch is bound by bandwidth.
+    """
     size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
-    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-tuning.pinned(num_rows) // device.num_sms))
-    spills = vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS
-    return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers and not spills)
+    sm_rows = -(-tuning.pinned(num_rows) // device.num_sms)
+    bounds = bound_registers and not (vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS)
+    for resident, config in _geometries(size, dtype.itemsize, vectors, measured, lanes, bounds):
+        if sm_rows <= resident:
+            return config
+    raise AssertionError("the last geometry is for any number of rows")
+
+
+class _Shape(NamedTuple):
+    """Threads of a row and of a block, vectors of a thread, and registers: of a vector, and those that hold none."""
+
+    row_threads: int
+    num_threads: int
+    thread_vecs: int
+    vec_registers: int
+    other_registers: int
+
+    def registers(self, held: int) -> int:
+        """Registers of a thread that holds so many rows and weights."""
+        return held * self.thread_vecs * self.vec_registers + self.other_registers
+
+    def resident(self, held: int, bound: bool) -> int:
+        """Blocks that an SM can hold, if the compiler bounds registers or not."""
+        registers = self.registers(held) + _VECTOR_REGISTERS * self.thread_vecs - _SAVED_REGISTERS * bound
+        registers = -(-registers // _REGISTER_STEP) * _REGISTER_STEP
+        return min(_SM_THREADS // self.num_threads, _SM_REGISTERS // (registers * self.num_threads))
 
 
 @cache  # A plan miss must not pay for the choice: a serving process meets few row sizes and many row counts.
-def _choose_rows(
-    size: int,
-    itemsize: int,
-    vectors: RowVectors,
-    sm_rows: int,
-    measured: RowTuning,
-    lanes: int,
-    bound_registers: bool,
-) -> RowConfig:
-    """`choose_rows` for `sm_rows` rows per SM; values above _MAX_LATENCY_ROWS count as _MAX_LATENCY_ROWS + 1."""
+def _geometries(
+    size: int, itemsize: int, vectors: RowVectors, measured: RowTuning, lanes: int, bound_registers: bool
+) -> list[tuple[float, RowConfig]]:
+    """[(most rows of an SM, config)] in order of preference; the last is for any number of rows."""
+    vec_size, shifted = vectors
+    long = size // vec_size - shifted > _LONG_ROW_VECS
+    held, found = measured.rows + measured.weights, list[tuple[float, RowConfig]]()
+    bounds = bound_registers and not shifted
+
+    def add(resident: float, shape: _Shape, keep_weight: bool, min_blocks: int) -> None:
+        free = min(_MAX_THREAD_REGISTERS, _SM_REGISTERS // shape.num_threads)
+        keep_row = shape.registers(measured.rows) <= free
+        keep_weight = keep_weight and keep_row and shape.registers(held) <= free
+        kept = keep_weight if measured.weights else None
+        threads = shape.num_threads, shape.row_threads
+        found.append((resident, RowConfig(vec_size, shifted, *threads, keep_row, kept, min_blocks)))
+
+    for wanted_vecs in (measured.few[long], measured.many[long]):
+        shape = _shape(size, itemsize, vectors, wanted_vecs, lanes, measured.lane_vecs)
+        # Whether the kernel bounds its registers does not count: norms with and without quantization divide rows alike.
+        blocks = shape.resident(held, not shifted)
+        # One row per SM takes this geometry even if an SM cannot hold it by the estimate.
+        add(max(1, blocks) * (shape.num_threads // shape.row_threads), shape, True, max(1, blocks * bounds))
+    narrow = vec_size * itemsize < _NARROW_VEC_BYTES
+    wanted_vecs, resident = (
+        (_NARROW_VECS, (_NARROW_RESIDENT[measured.rows > 1],) * 2)
+        if narrow
+        else (measured.many[long], measured.resident)
+    )
+    shape = _shape(size, itemsize, vectors, wanted_vecs, lanes, measured.lane_vecs)
+    min_blocks = 1
+    if bound_registers:
+        resident_threads = resident[long or shape.thread_vecs > _FEW_THREAD_VECS]
+        spare_blocks = measured.spare_blocks + (shape.thread_vecs > _MANY_THREAD_VECS and not narrow)
+        spare_blocks += shifted and measured.rows > 1  # assembling a weight vector takes registers while rows are held
+        min_blocks = max(1, resident_threads // shape.num_threads - spare_blocks)
+    # A weight that is long, is SHIFTED or is needed together with two rows is read when it is used: the saved registers
+    # allow another resident block (Rows, "Where the weight is read").
+    add(inf, shape, measured.rows == 1 and not long and not shifted, min_blocks)
+    return found
+
+
+def _shape(size: int, itemsize: int, vectors: RowVectors, wanted_vecs: int, lanes: int, lane_vecs: int) -> _Shape:
+    """The threads of a row with about `wanted_vecs` vectors to a thread."""
     vec_size, shifted = vectors
     row_vecs = size // vec_size - shifted
-    long = row_vecs > _LONG_ROW_VECS
-    vec_registers = max(1, vec_size * itemsize // 4)
-    few_vecs = measured.few[long]
-    # `many`: an SM gets more rows than can be resident: two if the registers of two rows fit, else one.
-    row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (measured.rows + measured.weights) * vec_registers)
-    many = sm_rows > (_MAX_LATENCY_ROWS if _MAX_LATENCY_ROWS * row_registers <= _SM_REGISTERS else 1)
-    wanted_vecs, resident = measured.many[long] if many else few_vecs, measured.resident
-    narrow = many and vec_size * itemsize < _NARROW_VEC_BYTES
-    if narrow:
-        wanted_vecs, resident = _NARROW_VECS, (_NARROW_RESIDENT[measured.rows > 1],) * 2
     if row_vecs <= WARP_ROW_VECS:
-        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, measured.lane_vecs), WARP_ROW_BLOCK
+        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, lane_vecs), WARP_ROW_BLOCK
     else:
         max_vecs = _MAX_SHIFTED_VECS if shifted else wanted_vecs + 2
         row_threads = num_threads = threads_for_row(row_vecs, wanted_vecs, max_vecs)
-
-    thread_vecs = -(-row_vecs // row_threads)
-    thread_registers = thread_vecs * vec_registers  # registers that hold one row, or one weight
-    free_registers = min(_MAX_THREAD_REGISTERS, _SM_REGISTERS // num_threads) - (
-        _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
-    )
-    keep_row = measured.rows * thread_registers <= free_registers
-    # With many rows, a weight that is long, is SHIFTED or is needed together with two rows is read when it is used: the
-    # saved registers allow another resident block (Rows, "Where the weight is read").
-    weight_fits = (measured.rows + measured.weights) * thread_registers <= free_registers
-    keep_weight = keep_row and weight_fits and (not many or (measured.rows == 1 and not long and not shifted))
-
-    min_blocks = 1
-    if many and bound_registers:
-        resident_threads = resident[long or thread_vecs > _FEW_THREAD_VECS]
-        spare_blocks = measured.spare_blocks + (thread_vecs > _MANY_THREAD_VECS and not narrow)
-        spare_blocks += shifted and measured.rows > 1  # assembling a weight vector takes registers while rows are held
-        min_blocks = max(1, resident_threads // num_threads - spare_blocks)
-    return RowConfig(
-        vec_size, shifted, num_threads, row_threads, keep_row, keep_weight if measured.weights else None, min_blocks
-    )
+    others = _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
+    return _Shape(row_threads, num_threads, -(-row_vecs // row_threads), max(1, vec_size * itemsize // 4), others)
 
 
 def _lanes_for_row(row_vecs: int, lanes: int, lane_vecs: int) -> int:

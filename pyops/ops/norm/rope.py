@@ -59,7 +59,7 @@ def fused_qk_norm_rope(
         cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous, of at least one row;
             cosines in the first half of a row, sines in the second; rotary_dim even, at most head_dim.
         is_neox: which elements form a pair.
-        position_ids: [num_tokens] int64, contiguous.
+        position_ids: [num_tokens] int64, any stride.
     """
     heads = qkv.unflatten(-1, (-1, head_dim))[:, : num_heads_q + num_heads_k]
     weight = torch.stack([q_weight] * num_heads_q + [k_weight] * num_heads_k).float()
@@ -113,7 +113,8 @@ def plan_fused_qk_norm_rope(
     max_position, rotary_dim = cos_sin_cache.shape
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
-    check.shape(position_ids, int64, num_tokens=num_tokens)
+    check.dtype(position_ids, int64)
+    check.sizes(position_ids, num_tokens=num_tokens)
     heads = num_heads_q + num_heads_k
     many = tuning.pinned(num_tokens) > qkv.device.num_sms
     num_threads = geometry.threads_for_row(heads * (head_dim // _VEC_SIZE), _HEADS[many], _MAX_HEADS)
@@ -132,6 +133,7 @@ def plan_fused_qk_norm_rope(
         grid=num_tokens if heads else 0,
         block=num_threads,
         qkv_stride=check.row_stride(qkv),
+        position_stride=position_ids.strides[0],
         max_position=max_position,
     )
 

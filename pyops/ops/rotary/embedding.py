@@ -229,10 +229,12 @@ def example_rotary_embedding(
     is_neox: bool = True,
     with_key: bool = True,
     inverse: bool = False,
+    num_heads: Literal[32] = 32,
+    num_kv_heads: Literal[8] = 8,
 ) -> tuple[Any, ...]:
     positions = make.randint(0, EXAMPLE_POSITIONS, num_tokens)
-    query = make.randn(num_tokens, 32 * head_size, dtype=dtype)
-    key = make.randn(num_tokens, 8 * head_size, dtype=dtype) if with_key else None
+    query = make.randn(num_tokens, num_heads * head_size, dtype=dtype)
+    key = make.randn(num_tokens, num_kv_heads * head_size, dtype=dtype) if with_key else None
     return (
         positions,
         query,

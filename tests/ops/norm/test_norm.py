@@ -439,6 +439,8 @@ def test_qk_norm_rope_matches_complex_rotation(tokens: int, rotary_dim: int, is_
     angle = draw(positions, rotary_dim // 2, dtype=torch.float32, device=device, seed=3)
     cache = torch.cat((angle.cos(), angle.sin()), -1)
     ids = torch.arange(tokens, device=device) % (positions + 2) - 1  # the first and some others are out of range
+    if is_neox:  # any stride
+        ids = torch.stack((torch.full_like(ids, 3), ids), 1)[:, 1]
     before = qkv.clone()
     pyops.fused_qk_norm_rope(qkv, *heads, head_dim, EPSILON, q_weight, k_weight, cache, is_neox, ids)
 
@@ -572,14 +574,55 @@ def test_measured_shapes_for_rows_of_14336(wanted_vecs: int, threads: int) -> No
     assert geometry.threads_for_row(14336 // 8, wanted_vecs, wanted_vecs + 2) == threads
 
 
-@pytest.mark.parametrize("num_rows", [1, 200, 4096])
-@pytest.mark.parametrize("hidden_size", [64, 769, 4096, 14336, 32768])
+@pytest.mark.parametrize("measured", [RMS_NORM, FUSED_ADD_RMS_NORM])
+@pytest.mark.parametrize("hidden_size", [1024, 4096, 5120, 7168, 8192, 14336])
+def test_weight_is_read_early_while_an_sm_holds_all_its_rows(hidden_size: int, measured: geometry.RowTuning) -> None:
+    """With a row more for each SM, rows wait for others, and the measured geometry for many rows is taken."""
+    device = devices.model()
+    row = ArgMaker(device).empty(1, hidden_size, dtype="bfloat16")
+    vectors = geometry.row_vectors(hidden_size, (hidden_size,), row)
+    found = {n: geometry.choose_rows(row, n * device.num_sms, vectors, measured) for n in range(1, 65)}
+    many = found.pop(64)
+    held = {n: one for n, one in found.items() if one != many}
+    assert list(held) == list(range(1, len(held) + 1))
+    for n, one in held.items():
+        assert one.keep_weight
+        rows = one.min_blocks * (one.num_threads // one.row_threads)
+        assert n <= max(rows, 1)
+        registers = 65536 // (one.min_blocks * one.num_threads) // 8 * 8
+        vecs = -(-(hidden_size // 8) // one.row_threads)
+        assert registers >= 24 + (measured.rows + 1) * vecs * 4 or n == 1
+
+
+@pytest.mark.parametrize(
+    ("measured", "hidden_size", "num_rows", "expected"),
+    [
+        (RMS_NORM, 4096, 528, (256, True, 5)),
+        (RMS_NORM, 4096, 777, (128, True, 8)),
+        (RMS_NORM, 4096, 4096, (128, True, 8)),
+        (RMS_NORM, 5120, 777, (128, True, 6)),
+        (RMS_NORM, 5120, 793, (128, False, 7)),
+        (FUSED_ADD_RMS_NORM, 4096, 777, (128, True, 6)),
+        (FUSED_ADD_RMS_NORM, 4096, 1000, (128, False, 9)),
+    ],
+)
+def test_geometry_of_rows(measured: geometry.RowTuning, hidden_size: int, num_rows: int, expected: Any) -> None:
+    """(threads, whether the weight is kept, blocks) on 132 SMs."""
+    row = ArgMaker(devices.model()).empty(num_rows, hidden_size, dtype="bfloat16")
+    vectors = geometry.row_vectors(hidden_size, (hidden_size,), row)
+    config = geometry.choose_rows(row, num_rows, vectors, measured)
+    assert (config.num_threads, config.keep_weight, config.min_blocks) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 200, 500, 777, 1200, 4096])
+@pytest.mark.parametrize("hidden_size", [64, 769, 4096, 5120, 14336, 32768])
 def test_static_quant_splits_rows_like_the_norms(hidden_size: int, num_rows: int) -> None:
     """So that sums agree bit for bit."""
     row = ArgMaker(devices.model()).empty(num_rows, hidden_size, dtype="bfloat16")
     vectors = geometry.row_vectors(hidden_size, (hidden_size,), row)
     for tuning, other in ((RMS_NORM, _WITHOUT_RESIDUAL), (FUSED_ADD_RMS_NORM, _WITH_RESIDUAL)):
-        one, two = (geometry.choose_rows(row, num_rows, vectors, each) for each in (tuning, other))
+        one = geometry.choose_rows(row, num_rows, vectors, tuning)
+        two = geometry.choose_rows(row, num_rows, vectors, other, bound_registers=False)
         assert (one.vec_size, one.shifted, one.row_threads) == (two.vec_size, two.shifted, two.row_threads)
 
 

@@ -1,0 +1,114 @@
+"""Arguments of the attention ops by name, with random operands on torch's default device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
+LATENT, ROPE, DS_MLA_BYTES = 512, 64, 656
+
+
+def randn(*shape: int) -> Any:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def _ints(values: Sequence[int]) -> Any:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def _starts(counts: Sequence[int]) -> Any:
+    """The row at which each sequence begins, and the end of the last."""
+    return _ints((0, *accumulate(counts)))
+
+
+def _tables(lengths: Sequence[int], block: int) -> tuple[Any, int]:
+    """(block tables with blocks in random order, the number of blocks). A sequence has only the blocks it needs."""
+    counts = [-(-length // block) for length in lengths]
+    order = torch.randperm(sum(counts)).int()
+    return torch.nn.utils.rnn.pad_sequence(list(order.split(counts)), batch_first=True), sum(counts)
+
+
+def paged(
+    cache: str, lengths: Sequence[int], new: Sequence[int], heads: Sequence[int], block: int, **options: Any
+) -> dict[str, Any]:
+    """The arguments of `paged_attention_varlen`.
+
+    Args:
+        cache: bf16, fp8, or e4m3, with queries of e4m3, too.
+        lengths: tokens of each sequence, with the new ones.
+        new: query tokens of each sequence.
+        heads: (query heads, KV heads, elements of a query and a key, elements of a value).
+        block: slots of a block.
+        options: further arguments; `sinks` may be True for a random tensor.
+    """
+    num_heads, num_kv_heads, *sizes = heads
+    tables, num_blocks = _tables(lengths, block)
+    caches = [randn(num_blocks, block, num_kv_heads, size).to(DTYPES[cache]) for size in sizes]
+    query = randn(sum(new), num_heads, sizes[0])
+    sinks = {"sinks": torch.randn(num_heads)} if options.get("sinks") else {}
+    return {
+        "out": query.new_empty(sum(new), num_heads, sizes[1]),
+        "query": query.to(DTYPES[cache]) if cache == "e4m3" else query,
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "num_kv_heads": num_kv_heads,
+        "scale": sizes[0] ** -0.5,
+        "block_tables": tables,
+        "seq_lens": _ints(lengths),
+        "cu_seqlens_q": _starts(new),
+        "block_size": block,
+        "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        **options,
+        **sinks,
+    }
+
+
+def decode(cache: str, lengths: Sequence[int], heads: Sequence[int], block: int, **options: Any) -> dict[str, Any]:
+    """The arguments of `paged_attention_v1`, as those of `paged`."""
+    call = paged(cache, lengths, [1] * len(lengths), heads, block, **options)
+    del call["cu_seqlens_q"]
+    return call | {"max_seq_len": max(lengths), "alibi_slopes": None}
+
+
+def ragged(lengths: Sequence[int], heads: Sequence[int], causal: bool = True) -> dict[str, Any]:
+    """The arguments of `attention_varlen`."""
+    num_heads, num_kv_heads, *sizes = heads
+    query = randn(sum(lengths), num_heads, sizes[0])
+    key, value = (randn(sum(lengths), num_kv_heads, size) for size in sizes)
+    return {
+        "out": query.new_empty(sum(lengths), num_heads, sizes[1]),
+        "query": query,
+        "key": key,
+        "value": value,
+        "cu_seqlens_q": _starts(lengths),
+        "cu_seqlens_k": _starts(lengths),
+        "scale": sizes[0] ** -0.5,
+        "causal": causal,
+    }
+
+
+def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int) -> dict[str, Any]:
+    """The arguments of `sm100_cutlass_mla_decode`. `cache`: bf16, fp8, or ds_mla with 656 bytes per token."""
+    table, num_pages = _tables(lengths, page)
+    if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
+        entries = torch.randint(0, 60, (num_pages, page, DS_MLA_BYTES), dtype=torch.uint8)
+    else:
+        entries = randn(num_pages, page, LATENT + ROPE).to(DTYPES[cache])
+    return {
+        "out": torch.empty(len(lengths), num_heads, LATENT, dtype=torch.bfloat16),
+        "lse": torch.empty(len(lengths), num_heads),
+        "q_nope": randn(len(lengths), num_heads, LATENT),
+        "q_pe": randn(len(lengths), num_heads, ROPE),
+        "kv_c_and_k_pe_cache": entries,
+        "seq_lens": _ints(lengths),
+        "page_table": table,
+        "workspace": None,
+        "scale": (LATENT + ROPE) ** -0.5,
+        "num_kv_splits": 0,
+    }

@@ -1,0 +1,69 @@
+"""What is installed of other libraries, or the reason why it cannot be used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from functools import cache
+from typing import Any
+
+import torch
+
+
+class Unavailable(Exception):
+    """The reason why a rival cannot be measured."""
+
+
+def reason(error: Exception) -> str:
+    """An error as one line without folder names; without its type if it is an `Unavailable`."""
+    text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])
+    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
+
+
+@cache
+def _import(name: str) -> Any:
+    """The module, or the exception of its import, cached so that a failing import is tried only once."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return error
+
+
+def module(name: str) -> Any:
+    module = _import(name)
+    if isinstance(module, Exception):
+        raise Unavailable(f"import {name}: {reason(module)}")
+    return module
+
+
+def libraries() -> str:
+    """vLLM's shared objects in load order, for machines where the package cannot be imported."""
+    return os.environ.get("PYOPS_VLLM_LIBRARIES", "")
+
+
+@cache
+def load_vllm(paths: str) -> str:
+    """Load vLLM's ops from its package, or else from its shared objects. Returns "" or the reason of the failure."""
+    imported = _import("vllm._C")
+    if not isinstance(imported, Exception):
+        _import("vllm._moe_C")
+        return ""
+    if not paths:
+        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"
+    try:
+        for path in paths.split(os.pathsep):
+            torch.ops.load_library(path)
+    except Exception as error:
+        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES: {reason(error)}"
+    return ""
+
+
+def vllm_op(library: str, name: str, package: str = "vllm") -> Any:
+    """``torch.ops.<library>.<name>`` of vLLM's wheel, where the library is a module of `package`."""
+    if trouble := load_vllm(libraries()):
+        raise Unavailable(trouble)
+    _import(f"{package}.{library}")
+    if not hasattr(getattr(torch.ops, library), name):
+        raise Unavailable(f"{library} is not loaded, or has no {name}")
+    return getattr(getattr(torch.ops, library), name)
