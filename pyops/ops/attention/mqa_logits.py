@@ -11,7 +11,7 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float8_e4m3fn, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
-from ..cache.indexer import indexer_cache, indexer_parts
+from .._shared.indexer_cache import indexer_cache, indexer_parts
 from .layout import bad_indices, heads_stride
 from .mqa_logits_plan import TILE, blocks_in_flight, launch
 

@@ -130,8 +130,8 @@ class Rows:
             raise qkv.error(f"expected heads, got {self.num_q} of queries and {self.num_kv} of keys")
         if qkv.shape[1] < heads * size:
             raise qkv.error(f"expected rows of at least {heads} heads of {size} elements, got shape {qkv.shape}")
-        self._check_rotation()
-        weight_t = self._check_norms()
+        _check_rotation(self)
+        weight_t = _check_norms(self)
         self._check_outputs()
         kind, num_blocks, block_size = self._check_cache()
         index_t = self._check_index()
@@ -206,33 +206,6 @@ class Rows:
             **{name: 0 if value is None else value for name, value in fed.items()},
         )
 
-    def _check_rotation(self) -> None:
-        check.index(self.positions, num_tokens=self.qkv.shape[0])
-        if self.cos is None or not self.pairs:
-            return
-        if not 0 < 2 * self.pairs <= self.head_size:
-            most = self.head_size // 2
-            raise self.cos.error(f"expected at most {most} pairs of elements to rotate, got {self.pairs}")
-        for table in (self.cos, self.sin):
-            if table is None:
-                continue
-            check.floating(table)
-            check.dtype(table, self.cos.dtype)
-            check.sizes(table, max_position=self.cos.shape[0] if self.cos.shape else None, angles=None)
-            check.row_size(table)
-            least = self.pairs * (2 if self.sin is None else 1)
-            if table.shape[1] < least or not table.shape[0]:
-                raise table.error(f"expected at least one row, of at least {least} angles, got shape {table.shape}")
-
-    def _check_norms(self) -> DType:
-        """Check the weights; returns their dtype."""
-        kind = self.qkv.dtype
-        for weight in self.weights.values():
-            check.floating(weight)
-            kind = next(iter(self.weights.values())).dtype
-            check.shape(weight, kind, head_dim=self.head_size)
-        return kind
-
     def _check_outputs(self) -> None:
         num_tokens = self.qkv.shape[0]
         counts = {"k_out": self.num_kv, "v_out": self.num_kv, "index_q_out": self.num_index or 0}
@@ -295,3 +268,32 @@ class Rows:
                 raise self.index_slot_mapping.error(f"expected at most {self.qkv.shape[0]} slots")
         given = cache or out
         return given.dtype if given else self.qkv.dtype
+
+
+def _check_rotation(rows: Rows) -> None:
+    check.index(rows.positions, num_tokens=rows.qkv.shape[0])
+    if rows.cos is None or not rows.pairs:
+        return
+    if not 0 < 2 * rows.pairs <= rows.head_size:
+        most = rows.head_size // 2
+        raise rows.cos.error(f"expected at most {most} pairs of elements to rotate, got {rows.pairs}")
+    for table in (rows.cos, rows.sin):
+        if table is None:
+            continue
+        check.floating(table)
+        check.dtype(table, rows.cos.dtype)
+        check.sizes(table, max_position=rows.cos.shape[0] if rows.cos.shape else None, angles=None)
+        check.row_size(table)
+        least = rows.pairs * (2 if rows.sin is None else 1)
+        if table.shape[1] < least or not table.shape[0]:
+            raise table.error(f"expected at least one row, of at least {least} angles, got shape {table.shape}")
+
+
+def _check_norms(rows: Rows) -> DType:
+    """Check the weights; returns their dtype."""
+    kind = rows.qkv.dtype
+    for weight in rows.weights.values():
+        check.floating(weight)
+        kind = next(iter(rows.weights.values())).dtype
+        check.shape(weight, kind, head_dim=rows.head_size)
+    return kind
