@@ -86,7 +86,7 @@ class Choice(Generic[S, R]):
 
     def best(self, shape: S, device: Device) -> Candidate:
         """The Config with the least time; with PYOPS_BATCH_INVARIANT one that does not depend on the rows."""
-        if shape.is_empty or not batch_invariant():
+        if not batch_invariant() or shape.is_empty:
             return self.fastest(shape, device)
         found = self._steadiest(shape.of_rows(1), device)
         engine = next(one for one in self.engines if one.name == found.engine)

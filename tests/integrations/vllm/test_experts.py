@@ -284,3 +284,11 @@ def test_vllm_without_a_function_is_left_alone(vllm: Vllm, monkeypatch: pytest.M
     with pytest.raises(AttributeError, match="make_mxfp4_moe_quant_config"):
         vllm.experts.install()
     assert vllm.fp8.backend_to_kernel_cls is before
+
+
+def test_layers_of_0_33_are_left_alone(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = vllm.fp8.backend_to_kernel_cls
+    monkeypatch.setattr(vllm.config.FusedMoEConfig, "__dataclass_fields__", {})
+    with pytest.raises(ImportError, match=r"vLLM 0\.33"):
+        vllm.experts.install()
+    assert vllm.fp8.backend_to_kernel_cls is function

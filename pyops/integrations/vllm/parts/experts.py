@@ -51,6 +51,8 @@ def uninstall() -> None:
 
 
 def _take_over() -> None:
+    if "is_act_and_mul" not in importlib.import_module(f"{_FUSED_MOE}.config").FusedMoEConfig.__dataclass_fields__:
+        raise ImportError("layers of experts have another configuration, that of vLLM 0.33")
     for oracle, priorities in (
         ("unquantized", "_get_priority_backends"),
         ("fp8", "_get_priority_backends"),
