@@ -73,16 +73,16 @@ constexpr int STORE_ROW_BYTES = 32 * PRODUCTS, STORE_BYTES = 16 * STORE_ROW_BYTE
 static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && (CHUNK == 1 || CHUNK == 2));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZE == 0 && GROUP_SIZE % PRODUCT_K == 0));
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
-static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPONENT == 0));
+static_assert(!RECODED || (ZERO_POINT == 8 && EXPONENT == 0));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert((!CUT || (SPLITS == 1 && !GROUPED)) && (NEIGHBOURS == 1 || (TMA_STORE && NEIGHBOURS == 2)));
-static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
+static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)));
 static_assert(!GROUPED || SPLITS == 1);
 static_assert((SPLITS == 1 || !TMA_STORE) && !GATED && BIAS <= 1 && AZP == 0);
 
-using lane_quants_t = conditional_t<IS_TABLE, TableQuants, LaneQuants>;
+using quants_box_t = typename layout_t::template TmaBox<TILE_K>;
 using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
 constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : quants_t::SUM_FACTOR;
 using cluster_sums_t = ClusterSums<float, SPLITS, SPLITS, FRAGMENTS>;
@@ -160,8 +160,8 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), BOXES * boxes * box_rows * ROW_BYTES + LOAD_BYTES - A_BYTES);
-                lane_quants_t::load(to + A_BYTES, &quants_map, ring.full(), expert * num_k_tiles + k_tile,
-                                    first_column);
+                const quants_box_t box(expert * num_k_tiles + k_tile, first_column);
+                tma_load(to + A_BYTES, &quants_map, ring.full(), box.x, box.y, box.z);
                 for (int i = 0; i < BOXES; ++i) {
                     for (int box = cluster_rank; box < boxes; box += NEIGHBOURS) {
                         load_box<NEIGHBOURS>(to + i * BOX_BYTES + box * box_rows * ROW_BYTES, &a_map, ring.full(),
@@ -214,7 +214,11 @@ wq_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of 
             lane_quants_t words[2][CHUNK][PRODUCTS];
             const auto read = [&](int part) {
 #pragma unroll
-                for (int i = 0; i < CHUNK; ++i) lane_quants_t::read(words[part % 2][i], quants, part * CHUNK + i, warp);
+                for (int i = 0; i < CHUNK; ++i) {
+                    lane_quants_t::template read<PRODUCTS, RECODED>(words[part % 2][i],
+                                                                    reinterpret_cast<const uint32_t*>(quants),
+                                                                    part * CHUNK + i, warp * PRODUCTS);
+                }
             };
             sync_warp();  // all lanes have read the previous stage, which this k-tile releases
             ring.wait();

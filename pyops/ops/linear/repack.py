@@ -49,8 +49,8 @@ def repack(
     )
     word_stride, word_step = strides or (n, 1)
     return kernel(
-        SOURCE=f"packed_{layouts[0]}",
-        LAYOUT=f"packed_{layouts[1]}",
+        SOURCE_LAYOUT=f"layout_{layouts[0]}",
+        LAYOUT=f"layout_{layouts[1]}",
         BITS=bits,
         PERMUTED=perm is not None,
         PADDED=columns != n,
