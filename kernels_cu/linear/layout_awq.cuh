@@ -26,6 +26,7 @@ struct layout_awq {
 
     struct WgmmaQuants {
         static_assert(BITS == 4);
+        static constexpr bool TWO_BOXES = false;  // whether a k-tile may be two boxes of a
         uint32_t words[8];
 
         // A row is COLUMNS / 8 words. Swizzle: bits of the row number are xor-ed into the 16-byte chunk index.

@@ -25,6 +25,7 @@ struct column_words {
 
     struct WgmmaQuants {
         static_assert(BITS == 2 || BITS == 4 || BITS == 8);
+        static constexpr bool TWO_BOXES = false;  // whether a k-tile may be two boxes of a
         uint32_t words[4];
 
         template <int PRODUCTS, bool RECODED>

@@ -43,6 +43,7 @@ struct layout_marlin {
 
     struct WgmmaQuants {
         static_assert(BITS == 4 || BITS == 8);
+        static constexpr bool TWO_BOXES = true;  // whether a k-tile may be two boxes of a
         static constexpr int WORDS = BITS / 4;
         uint32_t words[WORDS];
 

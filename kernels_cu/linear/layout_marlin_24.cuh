@@ -1,5 +1,5 @@
-// layout_marlin_24.cuh: 2:4 sparsity: Marlin's tiles of the stored rows, two of every four, in another order of columns;
-// rows count the stored ones.
+// layout_marlin_24.cuh: 2:4 sparsity: Marlin's tiles of the stored rows, two of every four, in another order of
+// columns; rows count the stored ones.
 //
 //     words [K / 16, N BITS / 2] as in layout_marlin, but lane 4g + t has columns 8g + 4h + j (h: 0, 1; j: 0 ... 3)
 //     places: metadata, 16-bit words [K / 16, 2 N], four quads (4 rows of a column, of which 2 are stored) in a word:

@@ -1,8 +1,8 @@
 // layout_marlin_8.cuh: Marlin's tiles of 32 rows x 32 columns, for activations of 8 bits.
 //
-//     words [K / 32, N BITS]: a row of tiles after the other. A tile is 128 words of 4-bit quants, or 256 of 8-bit ones:
-//     lane 4g + t has BITS adjacent words, for columns g + 8j (j: 0 ... 3) and rows 4t + i, 4t + i + 16 (i: 0 ... 3), the
-//     A fragment of an MMA of bytes.
+//     words [K / 32, N BITS]: a row of tiles after the other. A tile is 128 words of 4-bit quants, or 256 of 8-bit
+//     ones: lane 4g + t has BITS adjacent words, for columns g + 8j (j: 0 ... 3) and rows 4t + i, 4t + i + 16 (i: 0 ...
+//     3), the A fragment of an MMA of bytes.
 //
 //     4 bits, word j:   bits   0-3   4-7    8-11  12-15  16-19 20-23  24-27 28-31
 //                       row    4t    4t+16  4t+1  4t+17  4t+2  4t+18  4t+3  4t+19
@@ -11,7 +11,8 @@
 //
 //     zero points of a group: 64 columns in the order of layout_marlin, not interleaved
 //
-// An MMA of 16-bit operands takes pair q of a lane as rows 4t + q and 4t + q + 2; the columns of a are permuted to match.
+// An MMA of 16-bit operands takes pair q of a lane as rows 4t + q and 4t + q + 2; the columns of a are permuted to
+// match.
 #pragma once
 #include "packed.cuh"
 #include "packed_layout.cuh"
@@ -42,6 +43,7 @@ struct layout_marlin_8 {
 
     struct WgmmaQuants {
         static_assert(BITS == 4);
+        static constexpr bool TWO_BOXES = false;  // whether a k-tile may be two boxes of a
         static constexpr int WORDS = 2;
         uint32_t words[WORDS];
 

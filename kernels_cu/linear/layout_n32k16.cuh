@@ -1,7 +1,7 @@
 // layout_n32k16.cuh: AllSpark's tiles of 16 rows x 32 columns of bytes.
 //
-//     bytes [N rounded up to 32, K]: 32 columns are 8 lines of 4 K bytes, and line g has columns g + 8j (j: 0 ... 3). 16
-//     rows of a line are 64 bytes:
+//     bytes [N rounded up to 32, K]: 32 columns are 8 lines of 4 K bytes, and line g has columns g + 8j (j: 0 ... 3).
+//     16 rows of a line are 64 bytes:
 //
 //         byte   16t + 4j   + 1    + 2    + 3       (t: 0 ... 3)
 //         row    2t         2t+1   2t+8   2t+9
@@ -30,6 +30,7 @@ struct layout_n32k16 {
 
     struct WgmmaQuants {
         static_assert(BITS == 8);
+        static constexpr bool TWO_BOXES = false;  // whether a k-tile may be two boxes of a
         static constexpr int WORDS = 2;
         uint32_t words[WORDS];
 

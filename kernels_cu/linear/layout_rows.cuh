@@ -1,7 +1,7 @@
 // layout_rows.cuh: weights packed along K, as checkpoints of experts have them.
 //
-//     words [N, K BITS / 32]: row n is the string of the quants of column n of the weight, the first in the lowest bits.
-//     Scales are [N, groups]; zero points bytes [N BITS / 8, groups], the first of two columns in the lower half.
+//     words [N, K BITS / 32]: row n is the string of the quants of column n of the weight, the first in the lowest
+//     bits. Scales are [N, groups]; zero points bytes [N BITS / 8, groups], the first of two columns in the lower half.
 #pragma once
 #include "packed_layout.cuh"
 

@@ -1,8 +1,9 @@
-// layout_w4a8.cuh: tiles of 32 rows x 32 columns of 4-bit quants that select e4m3 values from tables (packed_table.cuh).
+// layout_w4a8.cuh: tiles of 32 rows x 32 columns of 4-bit quants that select e4m3 values from tables
+// (packed_table.cuh).
 //
-//     words [K / 32, 4 N]: a row of tiles after the other. In a tile of 128 words lane 4g + t has four adjacent words, for
-//     columns g + 8j (j: 0 ... 3) and rows 4t + i, 4t + i + 16 (i: 0 ... 3). If N is an odd multiple of 16, the last 16
-//     columns are half a tile, with two words per lane.
+//     words [K / 32, 4 N]: a row of tiles after the other. In a tile of 128 words lane 4g + t has four adjacent words,
+//     for columns g + 8j (j: 0 ... 3) and rows 4t + i, 4t + i + 16 (i: 0 ... 3). If N is an odd multiple of 16, the
+//     last 16 columns are half a tile, with two words per lane.
 //
 //     word j:   bits   0-3   4-7   8-11  12-15  16-19  20-23  24-27  28-31
 //               row    4t    4t+1  4t+2  4t+3   4t+16  4t+17  4t+18  4t+19
@@ -37,6 +38,7 @@ struct layout_w4a8 {
     // A WGMMA of bytes has 32 rows: a word for each of the lane's two columns.
     struct WgmmaQuants {
         static_assert(BITS == 4);
+        static constexpr bool TWO_BOXES = false;  // whether a k-tile may be two boxes of a
         uint32_t words[2];
 
         template <int PRODUCTS, bool RECODED>

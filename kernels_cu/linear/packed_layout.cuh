@@ -1,18 +1,20 @@
 // packed_layout.cuh: what the layouts of packed weights share. A layout is a struct in a header of the same name.
 //
 // Kernels include the header that the constant LAYOUT names, such as layout_marlin.cuh, as LAYOUT.cuh. It opens with a
-// picture of the weight's bytes. pyops/ops/_shared/packed_layouts.py declares the layouts, without `layout_` before their
-// names. `LAYOUT<BITS>` has a part for each kind of kernel; a layout lacks the parts of kernels that do not read it.
+// picture of the weight's bytes. pyops/ops/_shared/packed_layouts.py declares the layouts, without `layout_` before
+// their names. `LAYOUT<BITS>` has a part for each kind of kernel; a layout lacks the parts of kernels that do not read
+// it.
 //
-//     quant, element       a quant by row and column, and the row and column of a field of a word: dequantize_packed.cu,
-//                          repack_weight.cu. `element`, of the layouts that the library packs into, combines disjoint
-//                          bits by `|`, from which the compiler sees which fields come from one word.
+//     quant, element       a quant by row and column, and the row and column of a field of a word, for
+//                          dequantize_packed.cu and repack_weight.cu. `element`, of the layouts that the library packs
+//                          into, combines disjoint bits by `|`, from which the compiler sees which fields come from one
+//                          word.
 //     zero_place           the index of a column's packed zero point within its group
-//     TmaBox, WgmmaQuants  the coordinates of a box of ROWS rows, and the register fragments of WGMMAs: wq_gemm_sm90.cu,
-//                          packed_weight.cuh
-//     MmaUnit              the register fragments of mma.sync: wq_gemm_sm80.cu, wq_fragment.cuh
-//     FewRows              those of wq_gemm_sm90_small_m.cu, which also takes TmaBox and MmaUnit
-//     Piece                four words and their place in a tile: wq_gemm_cdna.cu, packed_tile.cuh
+//     TmaBox, WgmmaQuants  the coordinates of a box of ROWS rows, and the register fragments of WGMMAs, for
+//                          wq_gemm_sm90.cu: packed_weight.cuh
+//     MmaUnit              the register fragments of mma.sync, for wq_gemm_sm80.cu: wq_fragment.cuh
+//     FewRows              the reads of wq_gemm_sm90_small_m.cu, which also takes TmaBox and MmaUnit
+//     Piece                four words and their place in a tile, for wq_gemm_cdna.cu: packed_tile.cuh
 //
 // Rows and columns are 32-bit, offsets 64-bit.
 #pragma once
@@ -72,7 +74,8 @@ enum RowOrder {
 };
 
 // The MmaUnit of a layout, with the values of most layouts. A unit is the WORDS packed words that each lane of a warp
-// has of consecutive rows. Quants are stored in lines along K; a unit takes pieces of 16 bytes from each of LINES lines.
+// has of consecutive rows. Quants are stored in lines along K; a unit takes pieces of 16 bytes from each of LINES
+// lines.
 template <int TILE_N>
 struct AnyMmaUnit {
     static constexpr int WORDS = 8, UNITS = 4;  // words of a lane in a unit; units of a k-tile
@@ -82,8 +85,8 @@ struct AnyMmaUnit {
     static constexpr int LINE_WORDS = 0;  // words of a unit in a line of a column block; 0: a line has all columns
     static constexpr RowOrder ROWS = rows_of_fragment;
     static constexpr bool GROUPS_OF_16 = false;  // whether a group may end after any 16 rows, or only after a unit
-    // Swizzles against bank conflicts: NEIGHBOURS if each lane reads two adjacent pieces, SIXTEENS if the lanes read two
-    // pieces of every sixteen.
+    // Swizzles against bank conflicts: NEIGHBOURS if each lane reads two adjacent pieces, SIXTEENS if the lanes read
+    // two pieces of every sixteen.
     static constexpr bool NEIGHBOURS = false, SIXTEENS = false;
     static constexpr int READ = 4;  // words that a lane reads at a time
     // HELD: words between the pieces of a lane, which lie in one line; 0: quants are not held.

@@ -5,8 +5,8 @@
 // A piece is four packed words, and the layout's Piece says where they lie (packed_layout.cuh): BY_LINES takes one word
 // from each of four consecutive lines of the weight; otherwise it is 16 contiguous bytes. Each thread holds the same
 // PIECES pieces of every k-tile in registers, with the scales and zero points of their columns, from their load until
-// their k-tile is next. A piece has PIECE_COLUMNS columns, and in each of them runs of RUN pairs of adjacent rows; a run
-// is one store. All rows of a piece are in one group. Of the layout's Piece:
+// their k-tile is next. A piece has PIECE_COLUMNS columns, and in each of them runs of RUN pairs of adjacent rows; a
+// run is one store. All rows of a piece are in one group. Of the layout's Piece:
 //
 //     locate      the first column, and the first row of the k-tile, of a piece of a tile
 //     word_at     the index of the piece's first word, from its first row and column in the weight
