@@ -7,8 +7,8 @@
 //
 //     zero points of a group: as a row of the weight
 #pragma once
+#include "arith.cuh"
 #include "packed_layout.cuh"
-#include "widen.cuh"
 
 template <int BITS>
 struct layout_awq {
@@ -49,7 +49,7 @@ struct layout_awq {
         }
         template <typename Decode>
         DEVICE auto pair(const Decode& decode, int h, int q, const typename Decode::Zero& zero) const {
-            return decode.pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
+            return decode.pair(byte_perm(words[q * 4 + h], words[q * 4 + 2 + h], 0x5410), 0, zero);
         }
     };
 
@@ -62,7 +62,7 @@ struct layout_awq {
         static constexpr bool SIXTEENS = true;
 
         static DEVICE constexpr int column(int g, int tile, int h) { return TILE_N / 8 * g + 2 * tile + h; }
-        static DEVICE int64_t place(int64_t first_column, int64_t, int words) { return first_column / 8 + words; }
+        static DEVICE int64_t first_word(int64_t first_column, int64_t, int words) { return first_column / 8 + words; }
         static DEVICE int piece(int i) {
             const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
             return 16 * t + 64 / LINES * i + g / (4 / READ);
@@ -102,8 +102,8 @@ struct layout_awq {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i / 2 * 8 + 2 * t + i % 2, column = warp * 32 + g * 4;  // of bytes
-                const int place = row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16;
-                words[i] = *reinterpret_cast<const uint32_t*>(quants + slice * (16 * 128) + place);
+                const int offset = row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16;
+                words[i] = *reinterpret_cast<const uint32_t*>(quants + slice * (16 * 128) + offset);
             }
         }
     };

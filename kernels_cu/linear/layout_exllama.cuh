@@ -4,7 +4,7 @@
 //
 //     4 bits:   bits   0-3  4-7  8-11  12-15  16-19  20-23  24-27  28-31
 //               row    0    2    4     6      1      3      5      7
-//     8 bits:   as in layout_gptq, whose kernels read it
+//     8 bits:   as in layout_gptq, with the same kernels
 //     3 bits:   three words have 32 rows. Word i has rows 10i ... 10i + 9, the even ones in bits 0-14 and the odd
 //               ones in bits 16-30, and in bits 15 and 31 bit i of rows 30 and 31.
 //

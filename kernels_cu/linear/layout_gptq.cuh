@@ -7,7 +7,7 @@
 //
 //     zero points of a group: a string, in the order of the columns
 //
-// Pairs of quants (dequant.cuh) of a word are then rows 16 / BITS apart, not adjacent ones as in layout_exllama.
+// Pairs of quants (dequant.cuh) of a word are then rows r and r + 16 / BITS, not adjacent ones as in layout_exllama.
 #pragma once
 #include "packed_layout.cuh"
 
@@ -60,7 +60,7 @@ struct column_words {
         static constexpr bool SIXTEENS = true;
 
         static DEVICE constexpr int column(int g, int tile, int h) { return 32 * h + 4 * g + tile; }
-        static DEVICE int64_t place(int64_t first_column, int64_t, int words) { return first_column + words; }
+        static DEVICE int64_t first_word(int64_t first_column, int64_t, int words) { return first_column + words; }
         static DEVICE int piece(int i) {
             const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
             return 16 * (LINES / 4) * t + 8 * i + g;

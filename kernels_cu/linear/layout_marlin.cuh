@@ -72,7 +72,7 @@ struct layout_marlin {
         static constexpr int LINES = 8 / BITS, HELD_WORDS = BITS == 8 ? 4 : 0;
         static constexpr bool NEIGHBOURS = BITS == 8, READS_IN_ORDER = BITS == 8, GROUPS_OF_16 = true;
 
-        static DEVICE int64_t place(int64_t first_column, int64_t, int words) {
+        static DEVICE int64_t first_word(int64_t first_column, int64_t, int words) {
             return first_column * (BITS / 2) + words;
         }
         static DEVICE int piece(int i) {

@@ -2,7 +2,7 @@
 // columns; rows count the stored ones.
 //
 //     words [K / 16, N BITS / 2] as in layout_marlin, but lane 4g + t has columns 8g + 4h + j (h: 0, 1; j: 0 ... 3)
-//     places: metadata, 16-bit words [K / 16, 2 N], four quads (4 rows of a column, of which 2 are stored) in a word:
+//     places: metadata, 16-bit words [K / 16, 2 N], four quads (4 rows of a column, 2 of them stored) in a word:
 //
 //         bits of a quad   0-1: row of the first stored quant   2-3: row of the second
 #pragma once
@@ -26,7 +26,7 @@ struct layout_marlin_24 {
         static constexpr bool NEIGHBOURS = BITS == 8;
 
         static DEVICE constexpr int column(int g, int tile, int h) { return 8 * g + 4 * h + tile; }
-        static DEVICE int64_t place(int64_t first_column, int64_t, int words) {
+        static DEVICE int64_t first_word(int64_t first_column, int64_t, int words) {
             return first_column * (BITS / 2) + words;
         }
         static DEVICE int piece(int i) {

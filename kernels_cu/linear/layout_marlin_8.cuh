@@ -73,7 +73,9 @@ struct layout_marlin_8 {
         static constexpr RowOrder ROWS = rows_alternating;
         static constexpr bool READS_IN_ORDER = true;
 
-        static DEVICE int64_t place(int64_t first_column, int64_t, int words) { return first_column * BITS + words; }
+        static DEVICE int64_t first_word(int64_t first_column, int64_t, int words) {
+            return first_column * BITS + words;
+        }
         template <bool RECODED, typename Decode>
         static DEVICE uint32_t pair(const uint32_t* words, const Decode& decode, int product, int tile, int h, int q,
                                     int term) {

@@ -55,7 +55,7 @@ struct layout_n32k16 {
         static_assert(BITS == 8);
         static constexpr int LINE_WORDS = 16, HELD_WORDS = 4;
 
-        static DEVICE int64_t place(int64_t first_column, int64_t pitch, int) {
+        static DEVICE int64_t first_word(int64_t first_column, int64_t pitch, int) {
             const int lane = threadIdx.x % 32;
             return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
         }

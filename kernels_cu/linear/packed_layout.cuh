@@ -14,7 +14,7 @@
 //                          wq_gemm_sm90.cu: packed_weight.cuh
 //     MmaUnit              the register fragments of mma.sync, for wq_gemm_sm80.cu: wq_fragment.cuh
 //     FewRows              the reads of wq_gemm_sm90_small_m.cu, which also takes TmaBox and MmaUnit
-//     Piece                four words and their place in a tile, for wq_gemm_cdna.cu: packed_tile.cuh
+//     Piece                four words and their position in a tile, for wq_gemm_cdna.cu: packed_tile.cuh
 //
 // Rows and columns are 32-bit, offsets 64-bit.
 #pragma once

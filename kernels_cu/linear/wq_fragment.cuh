@@ -68,7 +68,7 @@ struct Unit {
     // from each of four lines.
     static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        return mma_unit_t::place(first_column, pitch, first_piece() % LINE_PIECES * 4);
+        return mma_unit_t::first_word(first_column, pitch, first_piece() % LINE_PIECES * 4);
     }
     static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
     // Offset of the lane's copy i from its first one.

@@ -12,7 +12,7 @@ DEVICE void fence(accum_t& accum) {
     for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(accum[j]);
 }
 
-// Accumulates k-tiles first ... last - 1. `stages` is the ring's first stage; `places` are those of the warp's columns.
+// Accumulates k-tiles first ... last - 1. `stages` is the ring's first stage; `places` belong to the warp's columns.
 // They are arguments, because as members of a struct NVRTC schedules the loop differently, with other registers.
 DEVICE void run_mainloop(accum_t& accum, Ring<STAGES>& ring, const uint8_t* stages, int warp, const quants_t& decode,
                          const Place (&places)[PRODUCTS][2], int first, int last) {

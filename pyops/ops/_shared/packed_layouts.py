@@ -28,12 +28,12 @@ class Layout:
         sm80_bits, small_m_bits, sm90_bits, cdna_bits: bits of the quants that wq_gemm_sm80.cu, wq_gemm_sm90_small_m.cu,
             wq_gemm_sm90.cu and wq_gemm_cdna.cu read.
         zeros: the layout of the packed zero points that they read, and zero_bits: bits of these.
-        of_8_bits: the layout whose kernels read 8-bit quants, if these are the same.
+        of_8_bits: the layout for kernels if quants have 8 bits, where that has the same bytes.
         words: (bits, rows, columns): words of that many rows and columns along each dimension of the tensor map of
             wq_gemm_sm90.cu and wq_gemm_sm90_small_m.cu, innermost first.
         is_swizzled: TMA swizzles rows of such a box by their size.
         tile_rows: rows of a tile, which are contiguous; 0: words are rows or columns of the weight.
-        stored_rows: rows of which one is stored: 2 with 2:4 sparsity.
+        stored_rows: rows per stored row: 2 with 2:4 sparsity.
         group_rows: fewest rows of a group that lies within a k-tile; 0: 128 / bits.
         box_rows: rows in one box of a, 128 bytes of a row, of wq_gemm_sm90.cu.
         most_boxes: most boxes of a in a k-tile of wq_gemm_sm90.cu.
@@ -79,9 +79,9 @@ def code_bit(layout: LayoutName, bits: int, size: Size, k: Any, n: Any, j: int) 
 
 def zero_bit(layout: ZeroLayout, bits: int, columns: int, g: Any, n: Any, j: int) -> Any:
     """The bit offset of bit `j` of the zero point of group `g` and column `n`, in words [groups, N bits / 32]."""
-    place = LAYOUTS[layout].zero_place
-    assert place is not None
-    return (g * columns + place(bits, n)) * bits + j
+    index_of = LAYOUTS[layout].zero_place
+    assert index_of is not None
+    return (g * columns + index_of(bits, n)) * bits + j
 
 
 def column_place(order: ColumnOrder, n: Any) -> Any:
