@@ -17,7 +17,7 @@ import notebooks
 import reference
 
 import kernels_cu
-from pyops._core.text.source import header_of
+from pyops._core.text.source import headers_of
 from pyops.cli import table
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,7 @@ def _source(name: str) -> str:
     text = kernels_cu.read(name)
     included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     folder = name.rpartition("/")[0]
-    links = ", ".join(f"[{header}](../{header_of(folder, header)})" for header in included)
+    found = [path for header in included for path in headers_of(folder, header)]
+    links = ", ".join(f"[{path.rpartition('/')[2]}](../{path})" for path in found)
     parts = [f"# {name}", f"Includes {links}." if links else "", f'```cuda linenums="1"\n{text.rstrip()}\n```']
     return "---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n" + "\n\n".join(filter(None, parts))

@@ -3,19 +3,6 @@
 #pragma once
 #include "vec.cuh"
 
-// Layouts of packed weights (packed_layouts.py), for kernels that read the quants in memory order.
-enum PackedLayout {
-    layout_marlin,
-    layout_gptq,
-    layout_exllama,
-    layout_awq,
-    layout_n32k16,
-    layout_marlin_8,
-    layout_w4a8,
-    layout_marlin_24,
-    layout_rows  // packed along K, as in checkpoints of experts
-};
-
 // The bias that raised_pair adds, once in each half of a word. Its ulp is 1, so OR-ing a small integer into its bits
 // adds the integer.
 template <typename T> constexpr uint32_t RAISED_PAIR = 0;

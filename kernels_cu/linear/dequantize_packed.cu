@@ -11,7 +11,7 @@
 //
 // Constants
 //     scalar_t      T: 16 bits, int8 or e4m3; a value out of range saturates
-//     LAYOUT        layout of the quants: a struct of packed_layout.cuh
+//     LAYOUT        layout of the quants: packed_layout.cuh
 //     BITS          bits of a quant
 //     EXPONENT      exponent bits of a quant: 0 integers, 2 e2m1, 4 e4m3
 //     BIAS          bias of integers, which is subtracted
@@ -24,7 +24,7 @@
 //     SCALE_EXPONENT    a scale is the stored value times 2^SCALE_EXPONENT
 //     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zero points that are floats
 //     ZEROS         zero points. 0: none; 1: packed integers; 2: values of scale_t; 3: the same, added to scale * quant
-//     ZERO_LAYOUT   order of packed zero points: a function of packed_layout.cuh
+//     ZERO_LAYOUT   the layout that has the order of packed zero points
 //     ZERO_OFFSET   offset that is added to packed zero points
 //     HAS_G_IDX     whether g_idx gives the group of each row
 //     SHARED_GROUP  whether VEC_SIZE adjacent rows share a group
@@ -33,7 +33,8 @@
 
 #include "group_scale.cuh"
 #include "packed.cuh"
-#include "packed_layout.cuh"
+#include "LAYOUT.cuh"
+#include "ZERO_LAYOUT.cuh"
 
 constexpr int PIECES = 8;  // pieces of a block along K
 
@@ -97,7 +98,7 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
             group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
         }
         if constexpr (ZEROS == 1) {
-            const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
+            const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>::zero_place(column)) * BITS;
             group.zero = int(quant_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
         }
         if constexpr (ZEROS >= 2) group.shift = to_float(static_cast<const scale_t*>(zeros)[at]);

@@ -6,34 +6,12 @@
 //
 // In a WGMMA of 32 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and in each the four rows from
 // 4t + 16q on (q: 0, 1): the A fragment of an 8-bit WGMMA. Half q of the lane's word of a column holds their quants
-// (`w4a8` of packed_layouts.py): one byte permutation, with a half word as its selector, takes four bytes from the
-// eight of a table.
+// (layout_w4a8): one byte permutation, with a half word as its selector, takes four bytes from the eight of a table.
 //
-// The tensor map of the quants has dimensions, innermost first, [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 4.
 // Constants are the kernel's.
 #pragma once
 #include "arith.cuh"
 #include "packed_weight.cuh"
-
-// The quants of a lane for one WGMMA: a word for each of its columns.
-struct TableQuants {
-    uint32_t words[2];
-
-    static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
-        tma_load(to, map, barrier, 0, first_column / 32, step * 4);
-    }
-
-    // Reads the lane's quants in k-slice `slice` (32 rows), for the PRODUCTS adjacent WGMMAs of warp `warp`.
-    template <int PRODUCTS>
-    static DEVICE void read(TableQuants (&quants)[PRODUCTS], const uint8_t* step, int slice, int warp) {
-        const int lane = threadIdx.x % 32, first = warp * PRODUCTS * 16;  // the warp's first column
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
-        const auto run = Vec<uint32_t, 2 * PRODUCTS>::load(
-            from + ((slice * (TILE_N / 32) + first / 32) * 32 + lane) * 4 + first % 32 / 8);
-#pragma unroll
-        for (int i = 0; i < 2 * PRODUCTS; ++i) quants[i / 2].words[i % 2] = run.data[i];
-    }
-};
 
 // The table of a column: the products of its scale with -8 ... -1, and with 0 ... 7.
 struct TableTerms {
@@ -50,7 +28,7 @@ struct TableTerms {
     }
 
     // The four rows of half q of column h.
-    DEVICE uint32_t weight(const quants_t&, const TableQuants& quants, int h, int q) const {
+    DEVICE uint32_t weight(const quants_t&, const lane_quants_t& quants, int h, int q) const {
         const uint32_t word = quants.words[h], selector = (word & 0x77777777u) >> 16 * q;
         // One byte per quant: all ones if it is negative, else zeros.
         const uint32_t is_negative =

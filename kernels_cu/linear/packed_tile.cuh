@@ -2,18 +2,27 @@
 //
 //     w[k, n] = T(scale * quant[k, n] + shift)    shift: -scale * zero; ADDED: zeros - scale * zero    T: scalar_t
 //
-// A piece is four packed words. With GPTQ and AWQ it takes one word from each of four consecutive lines of the weight;
-// in the other layouts it is 16 contiguous bytes. Each thread holds the same PIECES pieces of every k-tile in
-// registers, with the scales and zero points of their columns, from their load until their k-tile is next. A piece has
-// PIECE_COLUMNS columns, and in each of them runs of RUN pairs of adjacent rows; a run is one store. All rows of a
-// piece are in one group.
+// A piece is four packed words, and the layout's Piece says where they lie (packed_layout.cuh): BY_LINES takes one word
+// from each of four consecutive lines of the weight; otherwise it is 16 contiguous bytes. Each thread holds the same
+// PIECES pieces of every k-tile in registers, with the scales and zero points of their columns, from their load until
+// their k-tile is next. A piece has PIECE_COLUMNS columns, and in each of them runs of RUN pairs of adjacent rows; a
+// run is one store. All rows of a piece are in one group. Of the layout's Piece:
+//
+//     locate      the first column, and the first row of the k-tile, of a piece of a tile
+//     word_at     the index of the piece's first word, from its first row and column in the weight
+//     column_at   the offset of column c of a piece from its first column
+//     word_of, field_of      the word with row 2 * j + odd of a run, and the field of BITS bits in that word
+//     run_row, run_column    offsets of a run's row and column from the piece's first
+//     SPAN        rows among which the rows of a piece lie: those of a tile of the layout
+//     OF_COLUMN   whether a piece has quants of one column
+//     K_MAJOR     whether scales are [N, groups] and zero points bytes [N BITS / 8, groups]
 //
 // The product of a scale and a zero point fits the 24 bits of a float32 mantissa, so that -scale * zero is exact, and
 // one fmaf rounds product and sum together.
 //
 // Constants
 //     BITS, EXPONENT    type of a quant: dequant.cuh
-//     LAYOUT        layout of the quants: a PackedLayout other than layout_w4a8
+//     LAYOUT        layout of the quants, which has a Piece: packed_layout.cuh
 //     RECODED       whether `marlin_int4_fp8_preprocess` has re-encoded the quants
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    storage type of a scale, and the function that decodes it: group_scale.cuh
@@ -31,41 +40,30 @@
 #include "dequant.cuh"
 #include "group_scale.cuh"
 #include "tile_shape.cuh"
+#include "LAYOUT.cuh"
 
-constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama, IS_AWQ = LAYOUT == layout_awq;
-constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;                  // whether a piece takes words of four lines
-constexpr bool OF_COLUMN = IS_GPTQ || LAYOUT == layout_rows;  // whether a piece has quants of one column
-constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = OF_COLUMN ? 1 : IS_AWQ ? 8 : LAYOUT == layout_marlin ? 32 / BITS : 4;
+using layout_t = LAYOUT<BITS>;
+using piece_t = typename layout_t::template Piece<TILE_N>;
+constexpr bool BY_LINES = piece_t::BY_LINES, K_MAJOR = piece_t::K_MAJOR;
+constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = piece_t::COLUMNS, RUN = piece_t::RUN, SPAN = piece_t::SPAN;
 constexpr int PIECE_ROWS = PIECE_WORDS * 32 / BITS / PIECE_COLUMNS;
-constexpr int RUN = OF_COLUMN ? 4 : IS_AWQ || LAYOUT == layout_marlin_8 ? 2 : 1;
 constexpr int RUNS_OF_PIECE = PIECE_WORDS * 16 / BITS / RUN;
 constexpr int TILE_PIECES = TILE_N * STEP * BITS / 128, PIECES = ceil_div(TILE_PIECES, NUM_THREADS);
-// Rows among which the rows of a piece lie: those of a tile of the layout.
-constexpr int SPAN = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 ? 16
-                     : LAYOUT == layout_marlin_8                        ? 32
-                                                                        : PIECE_ROWS;
 // 8-bit two's complement integers are raised by 128, which is then their zero point.
-constexpr bool IS_SIGNED = LAYOUT == layout_rows && BITS == 8 && !HAS_SCALES;
+constexpr bool IS_SIGNED = K_MAJOR && BITS == 8 && !HAS_SCALES;
 static_assert(sizeof(scalar_t) == 2 && STEP == 64 && (TILE_N == 64 || TILE_N == 128));
-static_assert(LAYOUT != layout_w4a8 && (BITS == 4 || (BITS == 8 && !IS_AWQ) || (BITS == 2 && IS_GPTQ)));
 static_assert(GROUP_SIZE % STEP == 0 || (STEP % (GROUP_SIZE ? GROUP_SIZE : 1) == 0 && GROUP_SIZE % SPAN == 0));
-static_assert(!ZERO_CODES || BY_LINES || LAYOUT == layout_rows || (LAYOUT == layout_marlin && BITS == 4));
+static_assert(!ZERO_CODES || piece_t::HAS_ZEROS);
 static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && (HAS_SCALES || !ADDED));
 static_assert(!IN_PAIRS || (EXPONENT == 0 && is_same<scalar_t, half_t>));
-static_assert(!RECODED || LAYOUT == layout_marlin_8);
 
 using pair_t = Vec<scalar_t, 2>;
-constexpr int PAIRS = 16 / BITS;  // pairs of quants in a word
 constexpr uint32_t QUANT_MASK = (1 << BITS) - 1;
 
-// The offset of column `c` of a piece from its first column.
-DEVICE constexpr int piece_column(int c) {
-    return IS_AWQ ? c : LAYOUT == layout_marlin ? c / 2 * 16 + c % 2 * 8 : c * 8;
-}
 // Whether the stored values (scales) of a piece's columns are adjacent, in any order.
 DEVICE constexpr bool entries_are_neighbours() {
     for (int c = 0; c < PIECE_COLUMNS; ++c) {
-        if (SCALE_ORDER(piece_column(c)) / PIECE_COLUMNS != SCALE_ORDER(0) / PIECE_COLUMNS) return false;
+        if (SCALE_ORDER(piece_t::column_at(c)) / PIECE_COLUMNS != SCALE_ORDER(0) / PIECE_COLUMNS) return false;
     }
     return true;
 }
@@ -74,52 +72,13 @@ DEVICE constexpr bool entries_are_neighbours() {
 struct PiecePlace {
     int column, row;
 
-    DEVICE explicit PiecePlace(int piece) {
-        if constexpr (LAYOUT == layout_marlin) {
-            constexpr int LANE_PIECES = BITS / 4, ACROSS = TILE_N * BITS / 8;  // pieces of a lane, of 16 rows
-            const int lane = piece / LANE_PIECES % 32;
-            column = piece % ACROSS / (32 * LANE_PIECES) * 64 + piece % LANE_PIECES * 32 + lane / 4;
-            row = piece / ACROSS * 16 + lane % 4 * 2;
-        } else if constexpr (LAYOUT == layout_marlin_8) {
-            column = piece % TILE_N / 32 * 32 + piece % 32 / 4;
-            row = piece / TILE_N * 32 + piece % 4 * 4;
-        } else if constexpr (LAYOUT == layout_n32k16) {
-            const int line = piece / 16;
-            column = line / 8 * 32 + line % 8;
-            row = piece % 16 / 4 * 16 + piece % 4 * 2;
-        } else if constexpr (IS_GPTQ) {
-            column = piece % TILE_N;
-            row = piece / TILE_N * PIECE_ROWS;
-        } else if constexpr (LAYOUT == layout_rows) {
-            column = piece / (STEP / PIECE_ROWS);
-            row = piece % (STEP / PIECE_ROWS) * PIECE_ROWS;
-        } else {
-            column = piece % (TILE_N / 8) * 8;
-            row = piece / (TILE_N / 8) * PIECE_ROWS;
-        }
-    }
+    DEVICE explicit PiecePlace(int piece) { piece_t::locate(piece, column, row); }
 
     // The piece's first word in the k-tile that begins at row first_k. `c` is the column of the weight where the piece
     // begins.
     DEVICE const uint32_t* in(const uint32_t* quants, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
-        const int64_t r = first_k + row;
-        if constexpr (LAYOUT == layout_marlin) {
-            const int64_t tile = r / 16 * (n / 64) + c / 64;
-            return quants + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
-        } else if constexpr (LAYOUT == layout_marlin_8) {
-            return quants + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
-        } else if constexpr (LAYOUT == layout_n32k16) {
-            return quants + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
-        } else if constexpr (IS_GPTQ) {
-            return quants + r * BITS / 32 * n + c;
-        } else if constexpr (LAYOUT == layout_rows) {
-            return quants + (c * k + r) * BITS / 32;
-        } else {
-            return quants + (r * n + c) / 8;
-        }
+        return quants + piece_t::word_at(first_k + row, c, n, k);
     }
-    // Words between consecutive lines.
-    static DEVICE int64_t line_words(int64_t n) { return IS_AWQ ? n / 8 : n; }
 };
 
 // A weight; in a grouped GEMM, that of the block's expert. ZERO_CODES, ZERO_FLOATS and ADDED say what `zeros` are.
@@ -143,15 +102,17 @@ struct HeldPiece {
             const uint32_t first = uint32_t(SCALE_ORDER(column)) / PIECE_COLUMNS * PIECE_COLUMNS;
             const auto run = Vec<T, PIECE_COLUMNS>::load(row + first);
 #pragma unroll
-            for (int c = 0; c < PIECE_COLUMNS; ++c) to[c] = run.data[SCALE_ORDER(piece_column(c)) % PIECE_COLUMNS];
+            for (int c = 0; c < PIECE_COLUMNS; ++c)
+                to[c] = run.data[SCALE_ORDER(piece_t::column_at(c)) % PIECE_COLUMNS];
         } else {
 #pragma unroll
-            for (int c = 0; c < PIECE_COLUMNS; ++c) to[c] = row[SCALE_ORDER(column + piece_column(c))];
+            for (int c = 0; c < PIECE_COLUMNS; ++c) to[c] = row[SCALE_ORDER(column + piece_t::column_at(c))];
         }
     }
 
     // Loads the piece of the k-tile that begins at row first_k; `column` is the column of the weight where it begins.
     // For rows past the end of K it loads from a valid address.
+    template <typename Piece = piece_t>
     DEVICE void load(const PackedMatrix& w, const PiecePlace& place, int64_t first_k, uint32_t column) {
         const uint32_t* const from = place.in(w.quants, first_k, column, w.n, w.k);
         const int64_t row = first_k + place.row;
@@ -159,7 +120,7 @@ struct HeldPiece {
 #pragma unroll
             for (int i = 0; i < PIECE_WORDS; ++i) {
                 const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < w.k;
-                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.quants, true);
+                hold<4>(words + i, exists ? from + i * Piece::line_words(w.n) : w.quants, true);
             }
         } else {
             hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.quants, true);
@@ -169,7 +130,7 @@ struct HeldPiece {
         if constexpr (GROUP_SIZE >= STEP) group = first_k / GROUP_SIZE;
         else if constexpr (GROUP_SIZE > 0) group = first_k / GROUP_SIZE + place.row / GROUP_SIZE;
         if constexpr (GROUP_SIZE > 0 && GROUP_SIZE < STEP && !WHOLE_STEPS) group = min(group, w.groups - 1);
-        if constexpr (LAYOUT == layout_rows) {
+        if constexpr (K_MAJOR) {
             if constexpr (HAS_SCALES) scales[0] = w.scales[column * w.groups + group];
             const uint8_t* const bytes = static_cast<const uint8_t*>(w.zeros);
             if constexpr (ZERO_CODES) points = bytes[column * BITS / 8 * w.groups + group];
@@ -179,17 +140,18 @@ struct HeldPiece {
                 load_entries(zeros, static_cast<const scalar_t*>(w.zeros) + group * w.n, column);
             }
             if constexpr (ZERO_CODES) {
-                // layout_marlin: the zero points of a piece's columns share a word, word n % 8 of the 64 columns.
-                const uint32_t at = LAYOUT == layout_marlin ? (column & -64) + column % 8 * 8 : column;
+                const uint32_t at = Piece::zero_column(column);
                 points = (static_cast<const uint32_t*>(w.zeros) + group * (w.n * BITS / 32))[at * BITS / 32];
             }
         }
     }
 
     // The integer zero point of column `c`, without ADDED or ZERO_FLOATS; `column` is the piece's first column.
+    template <typename Piece = piece_t>
     DEVICE int zero_of(int c, uint32_t column) const {
-        constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of adjacent columns
-        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & QUANT_MASK);
+        if constexpr (ZERO_CODES && Piece::OF_COLUMN) {
+            return ZERO_POINT + int(points >> column % Piece::ZERO_FIELDS * BITS & QUANT_MASK);
+        }
         if constexpr (ZERO_CODES) return ZERO_POINT + int(points >> (c / 2 + c % 2 * 4) * 4 & 15);
         return ZERO_POINT;
     }
@@ -202,33 +164,14 @@ struct HeldPiece {
         shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
     }
 
-    // The word with row 2 * j + odd of a run, and the field of BITS bits in that word.
-    static DEVICE constexpr int word_of(int run, int j, int odd) {
-        if (IS_AWQ) return 2 * j + odd;
-        if (OF_COLUMN) return (run * RUN + j) / PAIRS;
-        return LAYOUT == layout_marlin ? run / PAIRS : run / 2;
-    }
-    static DEVICE constexpr int field_of(int run, int j, int odd) {
-        if (LAYOUT == layout_marlin) return run % PAIRS + odd * PAIRS;
-        if (LAYOUT == layout_marlin_8) return run % 2 + 2 * odd + PAIRS * j;
-        if (LAYOUT == layout_n32k16) return run % 2 * 2 + odd;
-        if (IS_AWQ) return run / 2 + run % 2 * PAIRS;
-        const int number = (run * RUN + j) % PAIRS;  // index of the pair in its word
-        return LAYOUT == layout_exllama ? number + odd * PAIRS : 2 * number + odd;
-    }
     // Pair j of a run: two quants, in the low bits of the halves of a word.
     DEVICE uint32_t quants_of(int run, int j) const {
-        const uint32_t low = words[word_of(run, j, 0)], high = words[word_of(run, j, 1)];
-        const int shift = field_of(run, j, 0) * BITS, high_shift = field_of(run, j, 1) * BITS;
-        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & QUANT_MASK * 0x10001;
+        const int word = piece_t::word_of(run, j, 0), high_word = piece_t::word_of(run, j, 1);
+        const uint32_t low = words[word], high = words[high_word];
+        const int shift = piece_t::field_of(run, j, 0) * BITS, high_shift = piece_t::field_of(run, j, 1) * BITS;
+        if (word == high_word && high_shift == shift + 16) return low >> shift & QUANT_MASK * 0x10001;
         return pack_halves<false>(low >> shift, high >> high_shift) & QUANT_MASK * 0x10001;
     }
-    // Offsets of a run's row and column from the piece's first.
-    static DEVICE constexpr int run_row(int run) {
-        return OF_COLUMN ? run * 8 : IS_AWQ ? 0 : run % 2 * (LAYOUT == layout_marlin_8 ? 16 : 8);
-    }
-    static DEVICE constexpr int run_column(int run) { return OF_COLUMN ? 0 : IS_AWQ ? run : run / 2; }
-
     // Dequantizes the piece and stores it to the rows of a stage from TILE_M on. `column` is its first column.
     DEVICE void store(const tile_t& stage, const PiecePlace& place, uint32_t column) {
 #pragma unroll
@@ -245,7 +188,7 @@ struct HeldPiece {
                 unknown_bits(words[i / PLANES] >> i % PLANES * BITS & QUANT_MASK * 0x01010101u);
         }
         const auto number = [&](int run, int j, int odd) {
-            const int word = word_of(run, j, odd), field = field_of(run, j, odd);
+            const int word = piece_t::word_of(run, j, odd), field = piece_t::field_of(run, j, odd);
             const uint32_t plane = BITS == 8 ? words[word] : planes[word][field % PLANES];
             return float(plane >> field / PLANES * 8 & 0xff);
         };
@@ -253,8 +196,8 @@ struct HeldPiece {
         pair_t scale_pair, zero_pair;
 #pragma unroll
         for (int run = 0; run < RUNS_OF_PIECE; ++run) {
-            const int c = run_column(run), row = place.row + run_row(run);
-            if (run == 0 || c != run_column(run - 1)) {
+            const int c = piece_t::run_column(run), row = place.row + piece_t::run_row(run);
+            if (run == 0 || c != piece_t::run_column(run - 1)) {
                 terms(scale, shift, c, column);
                 if constexpr (IN_PAIRS) {
                     scale_pair = pair_t::full(scale);
@@ -282,7 +225,7 @@ struct HeldPiece {
                                                             fmaf(number(run, j, 1), scale, shift));
                 }
             }
-            auto* const to = stage.at(TILE_M + place.column + piece_column(c), row / 8) + row % 8;
+            auto* const to = stage.at(TILE_M + place.column + piece_t::column_at(c), row / 8) + row % 8;
             *reinterpret_cast<Vec<uint32_t, RUN>*>(to) = words_of_run;
         }
     }

@@ -6,7 +6,7 @@
 // of one word, and the threads of one warp, often read the same words.
 //
 // Constants
-//     SOURCE        layout of quants: a struct of packed_layout.cuh
+//     SOURCE_LAYOUT layout of quants: packed_layout.cuh
 //     LAYOUT        layout of packed
 //     BITS          bits of a quant
 //     PERMUTED      whether perm permutes the rows
@@ -14,7 +14,8 @@
 //     WORDS         words of a thread; divides num_words
 //     ACCESS        bytes of one access to packed
 
-#include "packed_layout.cuh"
+#include "LAYOUT.cuh"
+#include "SOURCE_LAYOUT.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 repack_weight(uint8_t* packed,         // [experts, num_words] words, a weight [K, columns padded to the tiles]
@@ -38,7 +39,7 @@ repack_weight(uint8_t* packed,         // [experts, num_words] words, a weight [
             uint32_t row = at.k;
             if constexpr (PERMUTED) row = uint32_t(perm[expert * k + at.k]);  // negative: more than k
             if ((PERMUTED && row >= k) || (PADDED && at.n >= n)) continue;
-            word |= SOURCE<BITS>::quant(quants, source, row, at.n) << field * BITS;
+            word |= SOURCE_LAYOUT<BITS>::quant(quants, source, row, at.n) << field * BITS;
         }
         bytes.template word<4>(4 * i) = word;
     }

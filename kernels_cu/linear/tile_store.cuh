@@ -1,13 +1,13 @@
 // tile_store.cuh: stores of a tile of out from the registers of a warp: stmatrix to shared memory, then TMA.
 //
-// Included by gemm_sm90.
+// Included by gemm_sm90 and wq_gemm_sm90.
 #pragma once
 #include "mma.cuh"
 #include "tma.cuh"
 
 // The store buffers of a warp: STAGES boxes of 16 rows x COLUMNS columns, swizzled; one is filled while TMA reads the
-// others.
-template <typename T, int COLUMNS, int STAGES = 2>
+// others. TRANSPOSED: the accumulators are those of the transposed box (swap-AB).
+template <typename T, int COLUMNS, bool TRANSPOSED = false, int STAGES = 2>
 struct TmaStore {
     static constexpr int ROW_BYTES = COLUMNS * sizeof(T), BUFFER_BYTES = 16 * ROW_BYTES, BYTES = STAGES * BUFFER_BYTES;
     static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128);
@@ -29,7 +29,7 @@ struct TmaStore {
         for (int i = 0; i < COLUMNS / 16; ++i) {
             uint32_t pairs[4];
             pairs_of(i, pairs);
-            stmatrix<4>(to + swizzle_chunk<ROW_BYTES>(lane % 16, i * 2 + lane / 16), pairs);
+            stmatrix<4, TRANSPOSED>(to + swizzle_chunk<ROW_BYTES>(lane % 16, i * 2 + lane / 16), pairs);
         }
         fence_proxy_async();
         sync_warp();

@@ -2,31 +2,31 @@
 // scales and zero points of the columns.
 //
 // In an MMA of 16 rows of K, lane 4g + t has two columns h, and in each two row pairs q, as in mma.cuh's A fragment. A
-// warp has TILES such blocks of 16 columns. A unit is the WORDS packed words that each lane of a warp has of
-// consecutive rows; the layout decides which columns and rows these are. Where the row pairs differ from mma.cuh's,
-// `Rows` reads a in the same permuted order, so that the sum over K is unchanged. Constants are the kernel's.
+// warp has TILES such blocks of 16 columns. The layout's MmaUnit (packed_layout.cuh) says which words a lane has of
+// consecutive rows, and which columns and rows these are. Where the row pairs differ from mma.cuh's, `Rows` reads a in
+// the same permuted order, so that the sum over K is unchanged. Constants are the kernel's.
 #pragma once
 #include "async.cuh"
 #include "dequant.cuh"
 #include "gemm_epilogue.cuh"
 #include "group_scale.cuh"
 #include "mma.cuh"
+#include "LAYOUT.cuh"
 
 using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
-constexpr bool IS_THREE = BITS == 3;  // 3-bit quants: 32 of a column share three words
-constexpr bool IS_SPARSE = LAYOUT == layout_marlin_24;
+using layout_t = LAYOUT<BITS>;
+using mma_unit_t = typename layout_t::template MmaUnit<TILE_N>;
+// 2:4 sparsity: metadata gives the rows of the stored ones (sparse_24_metadata.cuh).
+constexpr bool IS_SPARSE = mma_unit_t::SPREAD == 2;
 // Units of a k-tile, and words of a lane in a unit.
-constexpr int UNITS = IS_THREE ? 1 : IS_SPARSE && BITS == 4 ? 2 : 4, WORDS = IS_THREE ? 24 : 8;
-constexpr int TILES = TILE_N / 16;      // blocks of 16 columns
-constexpr int AWQ_WORDS = TILE_N / 64;  // adjacent words of an AWQ row that a lane loads at once
-// Rows of the weight per stored row: 2 with 2:4 sparsity, where metadata gives the rows (sparse_24_metadata.cuh).
-constexpr int SPREAD = IS_SPARSE ? 2 : 1;
-constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
-constexpr int PRODUCTS = UNIT_K / 16;                                                      // MMAs along K of a unit
-constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // blocks of 8 rows of a
-constexpr int A_CHUNKS = STEP_K / 8;                                                       // 16-byte chunks of a row
-constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // groups of a k-tile
+constexpr int UNITS = mma_unit_t::UNITS, WORDS = mma_unit_t::WORDS;
+constexpr int TILES = TILE_N / 16;  // blocks of 16 columns
+constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * mma_unit_t::SPREAD, STEP_K = UNITS * UNIT_K;  // rows
+constexpr int PRODUCTS = UNIT_K / 16;                                                    // MMAs along K of a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                           // blocks of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                     // 16-byte chunks of a row
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // groups of a k-tile
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // bytes of a unit of a warp
@@ -34,20 +34,14 @@ constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // bytes 
 // A stage in shared memory: rows of a, scales of the groups, zero points, quants (unless HELD in registers), 2:4
 // metadata.
 constexpr int QUANTS_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
-constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // bytes of one cp.async of scales or zero points
+constexpr int TERM_BYTES = BITS == 3 ? 8 : 16;  // bytes of one cp.async of scales or zero points
 constexpr int PLACES_AT = QUANTS_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
 // Whether the epilogue needs the sum of each row of a over K, to apply zero points or offsets.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || quants_t::RAW_OFFSET > 0.0f;
-constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
-constexpr bool IS_MARLIN = LAYOUT == layout_marlin || IS_SPARSE;
-// Whether quants are stored in tiles, so that the columns of a fragment are adjacent.
-constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
-static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
-static_assert(!IS_THREE || (LAYOUT == layout_exllama && GROUPS == 1), "the pairs of other layouts straddle words");
-static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
-static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
+static_assert(TILE_N == 64 || TILE_N == mma_unit_t::MOST_COLUMNS);
+static_assert(BITS != 3 || GROUPS == 1);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
-static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % (mma_unit_t::GROUPS_OF_16 ? 16 : UNIT_K) == 0);
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
 
 // A lane's unit: its packed words.
@@ -55,25 +49,18 @@ struct Unit {
     uint32_t words[WORDS];
 
     // The column, within the warp's tile, of block `tile` and half h, for lane 4g + t.
-    static DEVICE int column(int g, int tile, int h) {
-        if constexpr (IS_SPARSE) return 8 * g + 4 * h + tile;
-        else if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
-        else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
-        else return TILE_N / 8 * g + 2 * tile + h;
-    }
+    static DEVICE int column(int g, int tile, int h) { return mma_unit_t::column(g, tile, h); }
 
     // Quants are stored in lines along K. A unit takes LINE_PIECES pieces of 16 bytes from each of LINES lines. The
-    // pitch gives the size of a line: it is n, the columns of the weight; with layout_n32k16, which stores all rows of
-    // a column block contiguously, it is k.
-    static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
-    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K
-                                 : IS_GPTQ            ? WORDS / 2
-                                 : IS_MARLIN          ? PRODUCTS / SPREAD
-                                                      : 1;
+    // pitch gives the size of a line: it is n, the columns of the weight; where all rows of a column block are
+    // contiguous, it is k.
+    static constexpr bool BY_BLOCKS = mma_unit_t::LINE_WORDS > 0;
+    static DEVICE int64_t pitch(int64_t n, int64_t k) { return BY_BLOCKS ? k : n; }
+    static constexpr int LINES = mma_unit_t::LINES;
     static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
     static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
     static DEVICE int64_t unit_words(int64_t pitch) {
-        return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K / SPREAD * BITS / 32);
+        return BY_BLOCKS ? mma_unit_t::LINE_WORDS : pitch * (UNIT_K / mma_unit_t::SPREAD * BITS / 32);
     }
     // The line of the lane's first copy in a unit, and the offset in that line. One cp.async of all lanes copies pieces
     // 0 ... 31 of the unit, the next 32 ... 63, independent of the lanes that will use them, for coalescing: eight
@@ -81,24 +68,18 @@ struct Unit {
     // from each of four lines.
     static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        const int lane = threadIdx.x % 32, words = first_piece() % LINE_PIECES * 4;
-        if constexpr (LAYOUT == layout_awq) return first_column / 8 + words;
-        else if constexpr (IS_GPTQ) return first_column + words;
-        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
-        else return first_column * (IS_MARLIN ? BITS / 2 : BITS) + words;
+        return mma_unit_t::first_word(first_column, pitch, first_piece() % LINE_PIECES * 4);
     }
     static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
     // Offset of the lane's copy i from its first one.
     static constexpr int COPY_LINES = LINES / COPIES;  // lines per copy of all lanes; 0: several copies per line
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
-        if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
-        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own pieces, in one line
+        if constexpr (BY_BLOCKS) return i * 8 * pitch;
+        else if constexpr (HELD) return i * mma_unit_t::HELD_WORDS;
         else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
-    // Byte offset of a piece in a unit in shared memory, swizzled against bank conflicts: NEIGHBOURS if each lane reads
-    // two adjacent pieces, SIXTEENS if the lanes read two pieces of every sixteen.
-    static constexpr bool NEIGHBOURS = IS_MARLIN && BITS == 8;
-    static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
+    // Byte offset of a piece in a unit in shared memory, swizzled.
+    static constexpr bool NEIGHBOURS = mma_unit_t::NEIGHBOURS, SIXTEENS = mma_unit_t::SIXTEENS;
     static DEVICE int piece_at(int piece) {
         return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) % 4 << 1 : piece) * 16;
     }
@@ -126,17 +107,12 @@ struct Unit {
     }
     // A lane reads READ words at a time. `piece(i)` is the piece of read i, `read_at(i)` its byte offset in shared
     // memory.
-    static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
-    static DEVICE int piece(int i) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (IS_GPTQ) return 16 * (LINES / 4) * t + 8 * i + g;
-        else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
-        else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
-    }
+    static constexpr int READ = mma_unit_t::READ, READS = WORDS / READ;
+    static DEVICE int piece(int i) { return mma_unit_t::piece(i); }
     static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
     // Loads the lane's words from global memory; `from` is the first.
     DEVICE void load(const uint32_t* from, int64_t pitch) {
-        static_assert(!HELD || IS_GPTQ || NEIGHBOURS || LAYOUT == layout_n32k16);
+        static_assert(!HELD || mma_unit_t::HELD_WORDS > 0);
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
             const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, pitch));
@@ -156,40 +132,9 @@ struct Unit {
 
     // Row pair q of column (tile, h) in MMA `product`: quants_t::raw, times `factor` of the tile. IS_SPARSE: the pair
     // of stored quants, independent of q.
-    static constexpr bool IN_PLACE = LAYOUT == layout_awq && quants_t::IS_HALF;
-    static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
+    static constexpr float factor(int tile) { return mma_unit_t::template factor<quants_t>(tile); }
     DEVICE uint32_t pair(const quants_t& decode, int product, int tile, int h, int q, int term) const {
-        if constexpr (IS_SPARSE) {
-            if constexpr (BITS == 4) return decode.raw(words[product / 2 * 4 + tile], 2 * h + product % 2, term);
-            else return decode.raw(words[2 * tile + h], product % 2, term);
-        } else if constexpr (LAYOUT == layout_marlin) {
-            if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
-            else return decode.raw(words[2 * tile + h], q, term);
-        } else if constexpr (LAYOUT == layout_marlin_8) {
-            // Row order of the nibbles of a word: 0 16 1 17 2 18 3 19.
-            uint32_t word = words[2 * tile + h];
-            if constexpr (RECODED) word = recoded_plus_8(word);
-            return decode.raw(word, product + 2 * q, term);
-        } else if constexpr (LAYOUT == layout_n32k16) {
-            return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q,
-                              term);  // bytes 1 and 2 swap: pairs of adjacent rows
-        } else if constexpr (IS_THREE) {
-            // A word has five pairs; the top bit of each half belongs to the 16th pair, which takes one from each word.
-            const int i = 2 * product + q, at = 4 * h + tile;
-            if (i < 15) return decode.raw(words[i / 5 * 8 + at], i % 5, term);
-            const uint32_t last = (words[at] >> 15 & 0x10001) | (words[8 + at] >> 14 & 0x20002);
-            return decode.raw(last | (words[16 + at] >> 13 & 0x40004), 0, term);
-        } else if constexpr (IS_GPTQ) {
-            return decode.raw(words[4 * h + tile], 2 * product + q, term);
-        } else {
-            // Takes the byte with this column and its neighbour from two rows; the column order of nibbles is 0 2 4 6 1
-            // 3 5 7.
-            const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
-            const uint32_t byte = 2 * h + tile % 4 / 2, both = byte * 0x11 + (byte + 4) * 0x1100;
-            const uint32_t bytes = __byte_perm(words[row], words[row + AWQ_WORDS], both);
-            if constexpr (IN_PLACE) return decode.raw_in_place(bytes, tile % 2);
-            else return decode.raw(bytes, tile % 2, term);
-        }
+        return mma_unit_t::template pair<RECODED>(words, decode, product, tile, h, q, term);
     }
 };
 
@@ -203,21 +148,24 @@ struct Rows {
     }
 
     // Whether the B fragments of one MMA are loaded separately from the others.
-    static constexpr bool BY_PRODUCT =
-        LAYOUT == layout_marlin_8 || IS_SPARSE || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
+    static constexpr RowOrder ORDER = mma_unit_t::ROWS;
+    static constexpr bool IN_FOURS = ORDER == rows_in_pairs || ORDER == rows_alternating;
+    static constexpr bool BY_PRODUCT = IN_FOURS || (ORDER == rows_of_fragment && (TILE_M > 8 || PRODUCTS == 1));
 
     // Loads the B fragments of a unit, by MMA and block of 8 rows of a; with BY_PRODUCT only those of `product`.
     DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (LAYOUT == layout_marlin_8 || IS_SPARSE) {  // a lane's four adjacent elements along K
+        if constexpr (IN_FOURS) {  // a lane's four adjacent elements along K
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g),
                           chunk = (unit * PRODUCTS + product) * 2 + t / 2;
                 const auto four =
                     Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(data + place(row, chunk) + t % 2 * 8));
-                b[product][tile][0] = IS_SPARSE ? four.data[0] : pack_halves<false>(four.data[0], four.data[1]);
-                b[product][tile][1] = IS_SPARSE ? four.data[1] : pack_halves<true>(four.data[0], four.data[1]);
+                b[product][tile][0] =
+                    ORDER == rows_in_pairs ? four.data[0] : pack_halves<false>(four.data[0], four.data[1]);
+                b[product][tile][1] =
+                    ORDER == rows_in_pairs ? four.data[1] : pack_halves<true>(four.data[0], four.data[1]);
             }
         } else if constexpr (BY_PRODUCT) {
             constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
@@ -229,7 +177,7 @@ struct Rows {
 #pragma unroll
                 for (int j = 0; j < 2 * TILES; ++j) b[product][tile + j / 2][j % 2] = words[j];
             }
-        } else if constexpr (LAYOUT == layout_marlin) {
+        } else if constexpr (ORDER == rows_of_fragment) {
             uint32_t words[4];
             ldmatrix<4>(words, data + place(lane % 8 % TILE_M, unit * 4 + lane / 8));
 #pragma unroll
@@ -257,8 +205,8 @@ struct Rows {
 #pragma unroll
                 for (int i = 0; i < PAIRS; ++i) {
                     uint32_t& word = b[i / 2][tile][i % 2];
-                    // layout_gptq does not interleave: a pair of quants is rows i and i + PAIRS.
-                    if constexpr (LAYOUT != layout_gptq) word = words[i];
+                    // rows_of_lane_in_halves: a pair of quants is rows i and i + PAIRS.
+                    if constexpr (ORDER == rows_of_lane) word = words[i];
                     else if (i % 2 == 0) word = pack_halves<false>(words[i / 2], words[i / 2 + PAIRS / 2]);
                     else word = pack_halves<true>(words[i / 2], words[i / 2 + PAIRS / 2]);
                 }
@@ -266,6 +214,24 @@ struct Rows {
         }
     }
 };
+
+// The index of the stored scale of column i of lane 4g + t: half i % 2 of block i / 2.
+DEVICE constexpr int entry_of(int g, int i) { return int(SCALE_ORDER(mma_unit_t::column(g, i / 2, i % 2))); }
+// Whether eight columns of a lane have adjacent scales, in any order.
+DEVICE constexpr bool entries_by_eight() {
+    for (int i = 0; i < 2 * TILES; ++i) {
+        if (entry_of(0, i) / 8 != i / 8 || entry_of(0, i) % 8 != entry_of(0, i % 8)) return false;
+        if (entry_of(1, i) != entry_of(0, i) + 2 * TILES) return false;
+    }
+    return true;
+}
+// Whether the four columns of a half have adjacent scales.
+DEVICE constexpr bool entries_by_four() {
+    for (int i = 0; i < 2 * TILES; ++i) {
+        if (entry_of(0, i) != i % 2 * 32 + i / 2 || entry_of(1, i) != entry_of(0, i) + 4) return false;
+    }
+    return TILES == 4;
+}
 
 // Per-column factors of a group, for a lane's columns: `scales` multiply the accumulators over the group, `shifts`
 // (zero points and offsets, scaled) the sums of the rows of a over it. Both leave out quants_t::RAW_FACTOR.
@@ -277,20 +243,14 @@ struct Terms {
     static DEVICE void spread(float (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
         const T* entries = reinterpret_cast<const T*>(from);
         const int g = threadIdx.x % 32 / 4;
-        // Whether the stored order makes the columns of a lane contiguous.
-        constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
-        constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
-        constexpr bool SPARSE = IS_SPARSE && SCALE_ORDER(1) == 2;
-        if constexpr (MARLIN || FP4 || SPARSE || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
+        if constexpr (entries_by_eight()) {
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i += 8) {
                 const auto eight = Vec<T, 8>::load(entries + 2 * TILES * g + i);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    to[(i + j) / 2][j % 2] = decode(eight.data[FP4 ? j / 4 * 4 + j % 2 * 2 + j / 2 % 2 : j]);
-                }
+                for (int j = 0; j < 8; ++j) to[(i + j) / 2][j % 2] = decode(eight.data[entry_of(0, j)]);
             }
-        } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
+        } else if constexpr (entries_by_four()) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const auto four = Vec<T, 4>::load(entries + 32 * h + 4 * g);
@@ -310,6 +270,7 @@ struct Terms {
         load(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
     }
     // Loads the scales and zero points of one group for this warp's columns, from shared memory.
+    template <typename MmaUnit = mma_unit_t>
     DEVICE void load(const uint8_t* entries, const uint8_t* points) {
         if constexpr (HAS_SCALES) {
             constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
@@ -324,20 +285,7 @@ struct Terms {
             // 2^23 has an ulp of 1: or-ing an integer into its bits adds the integer.
             constexpr uint32_t RAISE = 0x4b000000;
             uint32_t point = RAISE;
-            if constexpr (ZERO_CODES && IS_THREE) {
-                const int bit = 12 * g,
-                          word =
-                              3 * h + bit / 32;  // first bit of the lane's four columns; 32 columns share three words
-                const uint64_t two = uint64_t(words[min(word + 1, 5)]) << 32 | words[word];
-                point |= uint32_t(two >> bit % 32) >> 3 * tile & 7;
-            } else if constexpr (ZERO_CODES && IS_GPTQ) {
-                constexpr int FIELDS = 32 / BITS;
-                const int first = 32 * h + 4 * g;
-                point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
-            } else if constexpr (ZERO_CODES) {
-                // The lower half of a word has the even columns.
-                point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
-            }
+            if constexpr (ZERO_CODES) point |= MmaUnit::zero_point(words, g, tile, h);
             const float offset = 8388608.0f - ZERO_POINT - quants_t::RAW_OFFSET;
             float zero = __uint_as_float(point) - offset;
             if constexpr (ZERO_FLOATS) zero += shifts[tile][h];

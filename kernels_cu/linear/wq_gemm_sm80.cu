@@ -31,15 +31,13 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT,
 //     ZERO_FLOATS, ADDED, GROUP_SIZE, WHOLE_STEPS    of the weight: packed_tile.cuh
-//     LAYOUT        layout of the quants, packed_layouts.py: layout_marlin, layout_marlin_24, layout_gptq,
-//                   layout_exllama, layout_awq, layout_n32k16 or layout_marlin_8
+//     LAYOUT        layout of the quants, which has an MmaUnit: packed_layout.cuh
 //     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
-//     TILE_N        columns of a tile: 64; with layout_awq also 128, where a lane loads twice as many words of a row
+//     TILE_N        columns of a tile: 64, or MOST_COLUMNS of the layout
 //     WARPS         warps of a block
 //     SPLITS        blocks of a cluster, which share a tile
 //     STAGES        k-tiles in shared memory: 2 or more
-//     HELD          whether lanes hold quants of the next k-tile in registers: with the GPTQ layouts, and with 8-bit
-//                   quants in the Marlin layouts and layout_n32k16
+//     HELD          whether lanes hold quants of the next k-tile in registers: where the layout has HELD_WORDS
 //     GROUPED, ROUTED    whether rows belong to experts, and have routing weights
 
 #include "cluster.cuh"
@@ -51,10 +49,9 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // K-tiles of a group. Its MMAs have accumulators of their own until the group ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ) || IS_THREE);
 static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 static_assert((HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0)) && (GROUPED || !ROUTED));
-static_assert((!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8)) && !(IS_SPARSE && (GROUPED || ZERO_CODES)));
+static_assert((!RECODED || ZERO_POINT == 8) && !(IS_SPARSE && (GROUPED || ZERO_CODES)));
 static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0 && STAGES >= 2);
 
 // The warp's part of K: k-tiles first ... last - 1.
@@ -233,7 +230,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             // With these layouts, words read ahead for all units would not fit in registers.
-            if constexpr (LAYOUT == layout_marlin_8 || (LAYOUT == layout_marlin && BITS == 8)) keep_loads_of_warp();
+            if constexpr (mma_unit_t::READS_IN_ORDER) keep_loads_of_warp();
             Unit unit;
             if constexpr (HELD) unit = held[i];
             else unit.read(stage + i * UNIT_BYTES, words_at);

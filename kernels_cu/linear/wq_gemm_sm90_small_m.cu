@@ -16,7 +16,7 @@
 // `a_box_rows`, and those without a row of a are left out: their accumulators are never stored.
 //
 // Constants
-//     those of wq_gemm_sm80.cu, with BITS 4, LAYOUT layout_marlin, layout_awq or layout_exllama, TILE_M 16,
+//     those of wq_gemm_sm80.cu, with BITS 4, a LAYOUT that has FewRows, TILE_M 16,
 //     TILE_N, the columns of a warp, 64, HELD false, and GROUP_SIZE 0 or a multiple of the k-tile; and
 //     STAGES        k-tiles of the ring in shared memory: a multiple of the four consumer warpgroups
 
@@ -32,9 +32,11 @@ constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_d
 constexpr int SLICES = STEP_K / 16, SUMS = TILE_M / 2;  // WGMMAs along K of a k-tile; accumulators of a lane in one
 constexpr int FOURS = TILES * SUMS / 4;                 // float4s of a lane's accumulators
 constexpr int LEFT = 1;  // named barrier: the accumulators of the other warpgroups are written
+using quants_box_t = typename layout_t::template TmaBox<STEP_K>;
+using few_rows_t = typename layout_t::template FewRows<BLOCK_N, BLOCK_QUANTS_AT>;
 // Whether a lane holds the words of only two WGMMAs at a time, for lack of registers.
-constexpr bool BY_HALVES = LAYOUT == layout_exllama;
-static_assert(BITS == 4 && (LAYOUT == layout_marlin || LAYOUT == layout_awq || LAYOUT == layout_exllama));
+constexpr bool BY_HALVES = few_rows_t::BY_HALVES;
+static_assert(BITS == 4);
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
 static_assert(TILE_N == 64 && TILE_M == 16 && !HELD && GROUPS == 1 && !GROUPED && !ROUTED && !GATED && BIAS <= 1 &&
               AZP == 0);
@@ -44,39 +46,11 @@ static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0),
 struct Step {
     const uint8_t* data;
 
-    // Reads the lane's words of k-slice `slice` (16 rows). layout_exllama: only those of WGMMA `first` and the next;
-    // a word has eight rows of a column, a pair for each of four lanes.
-    DEVICE void read(Unit& unit, int slice, int first) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
-        uint32_t* const words = unit.words + slice % PRODUCTS * 4;
-        const uint8_t* const quants = data + BLOCK_QUANTS_AT;
-        if constexpr (LAYOUT == layout_marlin) {
-            const auto run = Vec<uint32_t, 4>::load(
-                reinterpret_cast<const uint32_t*>(quants + slice * (4 * 512) + (warp * 32 + lane) * 16));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = run.data[i];
-        } else if constexpr (LAYOUT == layout_exllama) {
-            const uint8_t* const columns = quants + slice * (2 * BLOCK_N * 4) + (warp * TILE_N + 4 * g + first) * 4;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const auto run = Vec<uint32_t, 2>::load(
-                    reinterpret_cast<const uint32_t*>(columns + (i / 2 * BLOCK_N + i % 2 * 32) * 4));
-#pragma unroll
-                for (int j = 0; j < 2; ++j) unit.words[i * 2 + j] = run.data[j] >> 4 * t;
-            }
-        } else {
-            // A row of the CTA's columns is 128 bytes, in the 128-byte swizzle; a lane reads a word, eight columns.
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = i / 2 * 8 + 2 * t + i % 2;
-                words[i] = *reinterpret_cast<const uint32_t*>(quants + slice * (16 * 128) +
-                                                              swizzle_128b(row, warp * 32 + g * 4));
-            }
-        }
-    }
+    // Reads the lane's words of k-slice `slice` (16 rows). BY_HALVES: only those of WGMMA `first` and the next.
+    DEVICE void read(Unit& unit, int slice, int first) const { few_rows_t::read(unit.words, data, slice, first); }
     // Row pair q of column h of WGMMA `product`.
     static DEVICE uint32_t pair(const Unit& unit, const quants_t& decode, int slice, int product, int h, int q) {
-        if constexpr (LAYOUT == layout_exllama) return decode.raw(unit.words[(2 * q + h) * 2 + product % 2], 0, 0);
+        if constexpr (BY_HALVES) return decode.raw(unit.words[(2 * q + h) * 2 + product % 2], 0, 0);
         else return unit.pair(decode, slice % PRODUCTS, product, h, q, 0);
     }
     // Reads the rows of a in k-slice `slice` as the A fragment of mma.sync.
@@ -86,23 +60,10 @@ struct Step {
     }
 };
 
-// The coordinates of the TMA box with the quants of a k-tile.
-struct QuantsBox {
-    int x, y, z;
-    DEVICE QuantsBox(int step, int first_column)
-        : x(LAYOUT == layout_marlin    ? 0
-            : LAYOUT == layout_exllama ? first_column
-                                       : first_column / 8),
-          y(LAYOUT == layout_marlin    ? first_column / 64
-            : LAYOUT == layout_exllama ? step * STEP_K / 8
-                                       : step * STEP_K),
-          z(LAYOUT == layout_marlin ? step * SLICES : 0) {}
-};
-
 // Prefetches the quants of the CTA's first STAGES k-tiles.
 DEVICE void prefetch_quants(const TensorMap* quants_map, int64_t m, int64_t k) {
     const int rows = int((m + TILE_M - 1) / TILE_M), step = int(threadIdx.x);
-    const QuantsBox box(step, blockIdx.x / rows * BLOCK_N);
+    const quants_box_t box(step, blockIdx.x / rows * BLOCK_N);
     if (step < STAGES && int64_t(step) * STEP_K < k) tma_prefetch(quants_map, box.x, box.y, box.z);
 }
 
@@ -145,7 +106,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 uint8_t* const to = shared + ring.stage * BLOCK_STAGE_BYTES;
                 uint64_t* const full = ring.full();
                 mbarrier_arrive_expect_tx(full, BOXES * loads * box_rows * 128 + LOAD_BYTES - BLOCK_QUANTS_AT);
-                const QuantsBox box(step, first_column);
+                const quants_box_t box(step, first_column);
                 tma_load(to + BLOCK_QUANTS_AT, &quants_map, full, box.x, box.y, box.z);
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
@@ -252,10 +213,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         to[3] += four.w;
     }
     // A lane has four rows of eight columns, and RUN of the columns are adjacent. Column `at` belongs to WGMMA at / 2,
-    // half at % 2; with layout_exllama to WGMMA at % 4, half at / 4. The epilogue operands of a run are loaded once.
-    constexpr int RUN = LAYOUT == layout_awq ? 8 : LAYOUT == layout_exllama ? 4 : 1;
-    const auto product_of = [](int at) { return LAYOUT == layout_exllama ? at % 4 : at / 2; };
-    const auto half_of = [](int at) { return LAYOUT == layout_exllama ? at / 4 : at % 2; };
+    // half at % 2; BY_HALVES: to WGMMA at % 4, half at / 4. The epilogue operands of a run are loaded once.
+    constexpr int RUN = few_rows_t::RUN;
+    const auto product_of = [](int at) { return BY_HALVES ? at % 4 : at / 2; };
+    const auto half_of = [](int at) { return BY_HALVES ? at / 4 : at % 2; };
     const auto column_of = [&](int at) {
         return int64_t(first_column) + warp * TILE_N + Unit::column(lane / 4, product_of(at), half_of(at));
     };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,10 +33,13 @@ _FORMATS = {
 }
 
 
-def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> str:
+def inline(
+    name: str, seen: set[str] | None = None, text: str | None = None, constants: Mapping[str, str] | None = None
+) -> str:
     """The source `name` with its quoted includes inlined, each header once; #line keeps the line numbers of the files.
 
     `seen`: the sources already inlined, updated. `text`: the source, if no file holds it; it may include any header.
+    `constants`: those that name headers.
     """
     seen = set() if seen is None else seen
     seen.add(name)
@@ -46,12 +50,27 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
         include = _INCLUDE.match(line)
         if include is None:
             pieces.append(line if line != "#pragma once" else "")
-        elif (header := header_of(folder, include[1])) in seen:
-            pieces.append("")
-        else:
-            pieces.append(inline(header, seen))
-            pieces.append(f'#line {number + 1} "kernels_cu/{name}"')
+            continue
+        texts = [
+            inline(one, seen, None, constants) for one in headers_of(folder, include[1], constants) if one not in seen
+        ]
+        pieces += [*texts, f'#line {number + 1} "kernels_cu/{name}"'] if texts else [""]
     return "\n".join(pieces)
+
+
+def headers_of(folder: str, name: str, constants: Mapping[str, str] | None = None) -> list[str]:
+    """The paths of the headers that a file in `folder` includes as `name`.
+
+    A name in capitals is a constant that names the header: with LAYOUT=layout_awq, LAYOUT.cuh is layout_awq.cuh.
+    Without the constant these are all headers that it may name: those that begin with its last word, layout_.
+    """
+    stem = name.removesuffix(".cuh")
+    if not stem.isupper():
+        return [header_of(folder, name)]
+    if constants and stem in constants:
+        return [header_of(folder, f"{constants[stem]}.cuh")]
+    start = f"{folder}/{stem.rpartition('_')[2].lower()}_"
+    return [one for one in kernels_cu.names() if one.startswith(start) and one.endswith(".cuh")]
 
 
 @cache
@@ -64,10 +83,13 @@ def header_of(folder: str, name: str) -> str:
 
 
 @cache
-def _flat(name: str, text: str | None) -> tuple[str, str]:
-    """(number.cuh, the rest): the constants of a specialisation go between them, as they use its element types."""
+def _flat(name: str, text: str | None, naming: tuple[tuple[str, str], ...]) -> tuple[str, str]:
+    """(number.cuh, the rest): the constants of a specialisation go between them, as they use its element types.
+
+    `naming`: the constants that name headers.
+    """
     seen: set[str] = set()
-    return inline("include/number.cuh", seen), inline(name, seen, text)
+    return inline("include/number.cuh", seen), inline(name, seen, text, dict(naming))
 
 
 def _declaration(name: str, value: Any) -> str:
@@ -90,7 +112,9 @@ def flatten(name: str, constants: dict[str, Any], text: str | None = None, entry
 
     Without its entries other than `entry`, if that is given.
     """
-    types, body = _flat(name, text)
+    strings, folder = {key: one for key, one in constants.items() if isinstance(one, str)}, name.rpartition("/")[0]
+    naming = tuple(each for each in strings.items() if header_of(folder, f"{each[1]}.cuh").startswith(f"{folder}/"))
+    types, body = _flat(name, text, naming)
     if entry is not None:
         body = _DEFINITION.sub(lambda found: _only(entry, found[0]), body)
     declarations = "\n".join(_declaration(key, value) for key, value in constants.items())

@@ -88,7 +88,7 @@ def written(
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))
     return kernel(
         scalar_t=dtype,
-        LAYOUT=f"packed_{w.layout}",
+        LAYOUT=f"layout_{w.layout}",
         BITS=w.bits,
         EXPONENT=w.type.exponent,
         BIAS=w.type.bias,
@@ -103,7 +103,7 @@ def written(
         SCALE_EXPONENT=w.scale_exponent,
         SCALE_ORDER=f"column_{w.scale_order}",
         ZEROS=_ZEROS[w.zero_kind],
-        ZERO_LAYOUT=f"zero_{w.zero_layout}",
+        ZERO_LAYOUT=f"layout_{w.zero_layout}",
         ZERO_OFFSET=w.zero_offset,
         HAS_G_IDX=w.g_idx is not None,
         SHARED_GROUP=w.g_idx is None and (w.groups == 1 or w.group_size % _VEC_SIZE == 0),

@@ -10,7 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
-from .._shared.packed_layouts import Layout
+from .._shared.packed_layouts import LayoutName
 from .repack import TILE_COLUMNS, repack, repacked
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def awq_marlin_moe_repack(
         awq_marlin_repack.reference(expert, size_k, size_n, num_bits, is_a_8bit, out=out[i])
 
 
-def _marlin(is_a_8bit: bool) -> Layout:
+def _marlin(is_a_8bit: bool) -> LayoutName:
     return "marlin_8" if is_a_8bit else "marlin"
 
 
@@ -159,7 +159,7 @@ def result_awq_marlin_moe_repack(b_q_weight: TensorArg, size_k: int, size_n: int
 def _plan(
     out: TensorArg,
     b_q_weight: TensorArg,
-    source: Layout,
+    source: LayoutName,
     size: tuple[int, int],
     num_bits: int,
     is_a_8bit: bool,
@@ -182,7 +182,7 @@ def _plan(
     if perm is not None and is_a_8bit:
         raise perm.error("expected no permutation for 8-bit activations")
     check.shape(perm, int32, **each, K=k)
-    layouts: tuple[Layout, Layout] = source, _marlin(is_a_8bit)
+    layouts: tuple[LayoutName, LayoutName] = source, _marlin(is_a_8bit)
     return repack(out, b_q_weight, layouts, num_bits, size, perm=perm, experts=experts[0] if experts else 1)
 
 

@@ -25,29 +25,20 @@ from .packed_rates import PackedRates
 from .packed_shape import PackedShape
 from .packed_tile import PackedTileConfig
 
-_BITS = {
-    "marlin": (4, 8),
-    "marlin_24": (4, 8),
-    "awq": (4,),
-    "gptq": (2, 4, 8),
-    "exllama": (2, 3, 4, 8),
-    "n32k16": (8,),
-    "marlin_8": (4,),
-}
-# {layout: the layout of zero points that kernels read}
-_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}
 
-
-def unread(shape: PackedShape) -> str | None:
-    """Why no kernel with fused dequantization reads the weight and the activations; None: most of them do."""
-    if shape.bits not in _BITS.get(shape.layout, ()) or (shape.type.is_integer and shape.type.signed):
+def unread(shape: PackedShape, bits: tuple[int, ...] | None = None) -> str | None:
+    """Why a kernel with fused dequantization, which reads quants of these bits, does not read the weight and the
+    activations. By default it is wq_gemm_sm80.cu, which reads most of them.
+    """
+    form = shape.format
+    if shape.bits not in (form.sm80_bits if bits is None else bits) or (shape.type.is_integer and shape.type.signed):
         return f"no instance for {shape.type} in layout {shape.layout}"
-    if shape.recoding != "none" and not (shape.layout == "marlin_8" and shape.type == uint4b8):
+    if shape.recoding != "none" and not (form.is_of_bytes and shape.type == uint4b8):
         return "quants that are transformed"
-    if shape.zero_kind == "codes" and shape.zero_layout != _ZEROS.get(shape.layout):
+    if shape.zero_kind == "codes" and shape.zero_layout != form.zeros:
         return f"zero points in layout {shape.zero_layout}"
-    if shape.zero_kind == "codes" and shape.layout == "marlin" and shape.bits == 8:
-        return "zero points of 8 bits in layout marlin"
+    if shape.zero_kind == "codes" and shape.bits not in form.zero_bits:
+        return f"zero points of {shape.bits} bits in layout {shape.layout}"
     if shape.is_table or (shape.scale_is_none and shape.zero_kind == "added"):
         return "no scales that its instances apply"
     if shape.has_g_idx:
@@ -98,10 +89,10 @@ def _mma_us(config: PackedMmaConfig, shape: PackedShape, device: Device, rates: 
     waves = -(-of_sm // config.min_blocks)
     k_tiles = -(-shape.k // (step * config.splits * config.warps)) * config.warps
     rows = max(8, config.tile_m)  # of an MMA
-    code = rates.mma_code * (rates.awq_code if shape.layout == "awq" else 1.0)
+    code = rates.mma_code * (rates.awq_code if shape.format.is_across else 1.0)
     weight = code + rates.mma_row * rows + (rates.mma_place if shape.is_sparse else 0.0)
     memory = shape.nbytes / rates.bytes_per_us
-    memory *= rates.awq_bytes if shape.layout == "awq" and config.tile_n == packed_mma.TILE_N else 1.0
+    memory *= rates.awq_bytes if shape.format.is_across and config.tile_n == packed_mma.TILE_N else 1.0
     warps = config.warps * min(of_sm, config.min_blocks)
     loop = of_sm * k_tiles * step * config.tile_n * weight * (1 + rates.mma_idle / warps)
     ends = waves * rates.mma_end * rows * config.warps + of_sm * rates.exchange * (config.splits.bit_length() - 1)
@@ -114,9 +105,9 @@ def _mma_us(config: PackedMmaConfig, shape: PackedShape, device: Device, rates: 
 def _narrow_refusal(shape: PackedShape, device: Device) -> str | None:
     if not device.supports("wgmma"):
         return "the device has no WGMMA"
-    if not packed_narrow.takes(shape):
-        return "it reads 4 bits in layouts marlin, awq and exllama, in groups of whole k-tiles"
-    return unread(shape) or _unmapped(shape)
+    if shape.group_size % packed_narrow.STEP:
+        return f"groups of {shape.group_size} rows, not of whole k-tiles"
+    return unread(shape, shape.format.small_m_bits) or _unmapped(shape)
 
 
 def _unmapped(shape: PackedShape) -> str | None:
@@ -138,17 +129,15 @@ def rounding(shape: PackedShape) -> str | None:
         return "the difference of a quant and a float zero point would be rounded, then its product with the scale"
     exact = shape.scale_kind == "float" or (shape.scale_kind == "e8m0" and shape.dense.dtype is bfloat16)
     # Integer scales of 13 bits, and powers of two out of float16's range, are not exact in the 16-bit scale.
-    return "scales that 16 bits do not hold" if shape.layout == "marlin_8" and not exact else None
+    return "scales that 16 bits do not hold" if shape.format.is_of_bytes and not exact else None
 
 
 def hopper_refusal(shape: PackedShape, device: Device, *, whole: bool = False) -> str | None:
     """`whole`: K must be a multiple of the k-tile, as with experts."""
     if not device.supports("wgmma"):
         return "the device has no WGMMA"
-    if packed_mma.is_for_few(shape):
-        return "3 bits, or 2:4 sparsity"
-    reason = _untabled(shape) if shape.is_table else unread(shape) or rounding(shape)
-    step = packed_hopper.step_rows(shape.layout)
+    reason = _untabled(shape) if shape.is_table else unread(shape, shape.format.sm90_bits) or rounding(shape)
+    step = shape.format.box_rows
     if whole and not reason and shape.k % step:
         return f"K = {shape.k} is no multiple of a k-tile of {step} rows"
     return reason or _ungrouped(shape, step)
@@ -161,8 +150,8 @@ def _hopper_refusal(shape: PackedShape, device: Device) -> str | None:
 
 def _untabled(shape: PackedShape) -> str | None:
     """Why it does not read a weight of W4A8."""
-    if shape.layout != "w4a8" or shape.scale_is_none or shape.dense.dtype is not float8_e4m3fn:
-        return "tables are for layout w4a8 and float8_e4m3fn activations"
+    if not shape.format.has_tables or shape.scale_is_none or shape.dense.dtype is not float8_e4m3fn:
+        return f"tables in layout {shape.layout}, or activations of {shape.dense.dtype}"
     if shape.k % 32 or shape.n % 32:
         return "K or N is no multiple of 32"
     if shape.dense.out_dtype not in (float16, bfloat16):
@@ -171,8 +160,8 @@ def _untabled(shape: PackedShape) -> str | None:
 
 
 def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    wide, k_tiles = config.tile_n / 128, -(-shape.k // packed_hopper.step_rows(shape.layout))  # of one box
-    code = rates.code * (rates.table_code if shape.is_table else rates.awq_code if shape.layout == "awq" else 1.0)
+    wide, k_tiles = config.tile_n / 128, -(-shape.k // shape.format.box_rows)  # of one box
+    code = rates.code * (rates.table_code if shape.is_table else rates.awq_code if shape.format.is_across else 1.0)
     mma = config.tile_m * wide * (rates.mma + (rates.promote if shape.promoted else 0.0))
     of_weight = shape.weight_bytes * config.tile_n / (shape.n * k_tiles * K_TILE_BYTES)
     loads = rates.l2 * (min(shape.m, config.tile_m) / config.neighbours + of_weight)
@@ -200,9 +189,9 @@ def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: 
 def cdna_refusal(shape: PackedShape, device: Device) -> str | None:
     if not device.supports("matrix_cores"):
         return "it is for AMD's matrix cores"
-    if packed_mma.is_for_few(shape):
-        return "3 bits, or 2:4 sparsity"
-    return unread(shape) or (None if packed_tile.takes(shape) else "groups, or K, that do not divide into its tiles")
+    return unread(shape, shape.format.cdna_bits) or (
+        None if packed_tile.takes(shape) else "groups, or K, that do not divide into its tiles"
+    )
 
 
 def _cdna_configs(shape: PackedShape, device: Device) -> Iterator[PackedTileConfig]:

@@ -112,8 +112,8 @@ def _sm80_us(config: PackedMmaConfig, shape: PackedGroupedShape, device: Device,
 
 
 def _sm90_refusal(shape: PackedGroupedShape, device: Device) -> str | None:
-    if shape.weight.layout not in ("marlin", "w4a8"):
-        return f"experts in layout {shape.weight.layout}: it reads marlin and w4a8"
+    if not shape.weight.format.of_experts:
+        return f"experts in layout {shape.weight.layout}"
     if shape.block_size % 16:
         return f"tiles of 16 rows do not divide {shape.block_size} slots of a block of the lists"
     return hopper_refusal(shape.weight, device, whole=True)
@@ -134,7 +134,7 @@ def _sm90_us(config: PackedConfig, shape: PackedGroupedShape, device: Device, ra
     code = rates.wgmma_table if weight.is_table else rates.wgmma_e2m1 if weight.is_e2m1 else rates.wgmma_uint4
     mma = (rates.wgmma_eight_bits if weight.is_table else 1.0) * rates.wgmma
     mma += rates.wgmma_promote if weight.promoted else 0.0
-    is_short = weight.layout == "marlin" and config.boxes == 1
+    is_short = config.boxes < weight.format.most_boxes
     return k_tiles_us(shape, device, rates, config.tile_m, config.tile_n, code, mma, is_short=is_short)
 
 

@@ -14,6 +14,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import int32, int64
 from ..._core.tensors.tensor import TensorArg
+from .._shared.packed_layouts import LAYOUTS, LayoutName
 from .gemm_rates import CLUSTERS
 from .packed_problem import PackedProblem
 from .packed_shape import PackedShape
@@ -105,7 +106,7 @@ class PackedConfig:
                 boxes=(1, 2),
             )
             if one.boxes <= max_boxes(shape)
-            and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
+            and one.splits <= -(-problem.weight.k // problem.weight.format.box_rows)
             and (problem.experts is None or one.serves_blocks_of(problem.experts.lists.block_size))
             and not (shape.promoted and (one.chunk == 1 or one.tile_m * one.tile_n > MAX_SUMS))
         ]
@@ -130,7 +131,7 @@ class PackedConfig:
 
     def _stage_bytes(self, shape: PackedShape) -> int:
         """Bytes of a k-tile in shared memory, and its two mbarriers."""
-        step = self.boxes * step_rows(shape.layout)
+        step = self.boxes * shape.format.box_rows
         weight = (step * shape.bits + shape.groups_of(step) * shape.group_bits) * self.tile_n // 8
         return -(-(self.boxes * self.tile_m * _ROW_BYTES + weight) // 1024) * 1024 + 2 * _BARRIER_BYTES
 
@@ -148,7 +149,7 @@ class PackedConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """One CTA or cluster per tile with split-K; else a persistent grid."""
         weight, device, shape = problem.weight, problem.device, PackedShape.of(problem)
-        step, grouped = self.boxes * step_rows(weight.layout), problem.experts is not None
+        step, grouped = self.boxes * weight.format.box_rows, problem.experts is not None
         stages, fixed = self.stages(shape, device, grouped), self._fixed_bytes(grouped)
         rows = problem.places
         waves, tiles = self.waves(rows, weight.n, device), self.tiles(rows, weight.n)
@@ -186,7 +187,7 @@ class PackedConfig:
 def configs(shape: PackedShape, device: Device) -> Iterator[PackedConfig]:
     """Tiles of equal rows, of the fewest row tiles or of a few more; K split over clusters, or in the last wave."""
     for one in _tiles(shape, device):
-        k_tiles = -(-shape.k // (one.boxes * step_rows(shape.layout)))
+        k_tiles = -(-shape.k // (one.boxes * shape.format.box_rows))
         if one.tile_m <= MAX_SPLIT_ROWS:
             yield from (replace(one, splits=size) for size in CLUSTERS if 1 < size <= min(k_tiles, device.cluster))
         for neighbours in (1, 2) if one.tile_m > MAX_SPLIT_ROWS else (1,):
@@ -213,8 +214,8 @@ def _tiles(shape: PackedShape, device: Device) -> Iterator[PackedConfig]:
 
 
 def _chunk(shape: PackedShape, tile_m: int, tile_n: int) -> int:
-    """MMAs in flight. With two, the largest tiles are slower, or AWQ's words do not fit into registers."""
-    most = MAX_SUMS if shape.layout == "awq" else 2 * MAX_SUMS
+    """MMAs in flight. With two, the largest tiles are slower, or the words do not fit into registers."""
+    most = MAX_SUMS if shape.format.is_across else 2 * MAX_SUMS
     return 2 if tile_m < 256 and tile_m * tile_n <= most else 1
 
 
@@ -227,21 +228,21 @@ def box_rows_of(m: int, tile_m: int, neighbours: int = 1) -> int:
     return math.gcd(tile_m, _BOX_ROWS)
 
 
-def step_rows(layout: str) -> int:
-    """Rows of a weight in this layout in one box of a (128 bytes of a row): 64 for 16-bit activations, 128 for W4A8."""
-    return 128 if layout == "w4a8" else 64
+def step_rows(layout: LayoutName) -> int:
+    """Rows of a weight in this layout in one box of a."""
+    return LAYOUTS[layout].box_rows
 
 
 def max_boxes(shape: PackedShape) -> int:
-    """2 where K is a multiple of a two-box k-tile and this holds whole groups or lies within one; else 1."""
-    rows = 2 * step_rows(shape.layout)
-    return 2 if shape.layout == "marlin" and shape.k % rows == 0 and shape.divides(rows) else 1
+    """The layout's boxes of a in a k-tile where these divide K, and hold whole groups or lie within one; else 1."""
+    most = shape.format.most_boxes
+    return most if shape.k % (most * shape.format.box_rows) == 0 and shape.divides(most * shape.format.box_rows) else 1
 
 
 def _maps(problem: PackedProblem, box_rows: int, tile_n: int, step: int, groups: int) -> dict[str, Any]:
     """The tensor maps of loads and of the output. The map of a stands in for absent tensors."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
-    maps = load_maps(problem, box_rows, step_rows(weight.layout), tile_n, step, groups)
+    maps = load_maps(problem, box_rows, weight.format.box_rows, tile_n, step, groups)
     if problem.experts is not None:
         return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows without TMA
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
@@ -280,18 +281,10 @@ def load_maps(
 
 
 def _quants_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
-    """The tensor map of the packed weights, in the layouts that packed_weight.cuh describes."""
-    weight = problem.weight
-    n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
-    if weight.layout in ("w4a8", "marlin_8"):
-        sizes, box = (32 * bits, n // 32, problem.num_weights * k // 32), (32 * bits, tile_n // 32, step // 32)
-    elif weight.layout == "marlin":
-        sizes, box = (32 * bits, n // 64, problem.num_weights * k // 16), (32 * bits, tile_n // 64, step // 16)
-    elif weight.layout == "awq":
-        sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, step, 1), tile_n // 2
-    elif weight.layout == "n32k16":
-        sizes, box = (k, n // 4, 1), (step, tile_n // 4, 1)
-    else:
-        sizes, box = (n, k * bits // 32, 1), (tile_n, step * bits // 32, 1)
+    """The tensor map of the packed weights."""
+    weight, form = problem.weight, problem.weight.format
+    assert form.words is not None
+    sizes = form.words(weight.bits, problem.num_weights * weight.k, weight.n)
+    box = form.words(weight.bits, step, tile_n)
     strides = (sizes[0] * 4, sizes[0] * sizes[1] * 4)
-    return TensorMap(weight.codes, int32, sizes, strides, box, swizzle)
+    return TensorMap(weight.codes, int32, sizes, strides, box, box[0] * 4 if form.is_swizzled else 0)

@@ -28,9 +28,8 @@ _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128):
 _RESIDENT_OF_GROUPS = 8  # warps per SM that registers allow where a k-tile has several groups
 _MAX_ROWS = 16  # most rows of a tile
 _MAX_ROWS_OF_GROUPS = 8  # most rows of a tile with several groups in a k-tile, or integer scales: 16 would spill
-# {(layout, bits): most rows where lanes hold the packed words of the next k-tile in registers}.
-_HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
-_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers, where 16 rows would spill
+# Most rows where lanes hold the next k-tile in registers, for bfloat16 with 8-bit integers: 16 would spill.
+_MAX_HELD_NIBBLES = 8
 # Chosen by arithmetic, not yet measured.
 _LONG_PART = 4  # experts: k-tiles per warp from which a CTA takes all warps that an SM holds
 
@@ -69,7 +68,7 @@ class PackedMmaConfig:
             warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
-            held=(False, True) if (shape.layout, shape.bits) in _HELD else (False,),
+            held=(False, True) if shape.bits in shape.format.held_rows else (False,),
         )
         return [one for one in found if one.fits(shape, device)]
 
@@ -135,17 +134,13 @@ def configs(shape: PackedShape, device: Device) -> Iterator[PackedMmaConfig]:
 
 def step_rows(shape: PackedShape, tile_n: int) -> int:
     """Weight rows of a k-tile with `tile_n` columns."""
-    return _SHORT_STEP if is_for_few(shape) else _WORDS // shape.bits * 64 // tile_n
-
-
-def is_for_few(shape: PackedShape) -> bool:
-    """Whether only wq_gemm_sm80.cu reads this weight."""
-    return shape.bits == 3 or shape.is_sparse
+    is_short = shape.bits == 3 or shape.is_sparse
+    return _SHORT_STEP if is_short else _WORDS // shape.bits * 64 // tile_n
 
 
 def _tile_columns(shape: PackedShape) -> tuple[int, ...]:
-    """Columns of a tile: 128, too, for AWQ, where 64 columns are only 32 bytes of a row."""
-    wide = shape.layout == "awq" and shape.n % 128 == 0 and shape.divides(step_rows(shape, 128))
+    """Columns of a tile: 128, too, where 64 columns are only 32 bytes of a row."""
+    wide = shape.format.is_across and shape.n % 128 == 0 and shape.divides(step_rows(shape, 128))
     return (64, 128) if wide else (64,)
 
 
@@ -163,7 +158,7 @@ def _resident(shape: PackedShape, tile_m: int, tile_n: int) -> int:
 
 def _max_held_rows(shape: PackedShape) -> int:
     """Most rows where lanes hold the packed words of the next k-tile in registers."""
-    most = _HELD.get((shape.layout, shape.bits), 0)
+    most = shape.format.held_rows.get(shape.bits, 0)
     # Both nibbles of a byte are held as numbers.
     nibbles = shape.type.is_integer and shape.bits == 8 and shape.dense.dtype is bfloat16
     return min(most, _MAX_HELD_NIBBLES) if nibbles else most

@@ -9,7 +9,6 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from . import packed_hopper
 from .packed_problem import PackedProblem
-from .packed_shape import PackedShape
 
 _wq_gemm_sm90_small_m = Kernel("linear/wq_gemm_sm90_small_m.cu")
 
@@ -20,7 +19,6 @@ _WARPS = 16  # consumer warps
 _BARRIER_BYTES = 8  # bytes of an mbarrier
 _TURNS = 4  # consumer warpgroups; each takes every fourth k-tile
 _STAGES = (4, 8)  # numbers of stages that fit into shared memory
-_LAYOUTS = ("marlin", "awq", "exllama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,3 @@ class PackedNarrowConfig:
 def tiles(m: int, n: int) -> int:
     """Tiles of an output of this size."""
     return -(-m // MAX_ROWS) * -(-n // TILE_N)
-
-
-def takes(shape: PackedShape) -> bool:
-    """Whether the kernel has an instance for a packed weight that kernels with fused dequantization read."""
-    return shape.layout in _LAYOUTS and shape.bits == 4 and shape.group_size % STEP == 0

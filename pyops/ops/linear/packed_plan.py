@@ -21,7 +21,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 def launches(problem: PackedProblem, config: Any) -> list[Launch]:
     """The launches of a Config, after those that permute or upcast the activations."""
     weight = problem.weight
-    in_fours = weight.layout == "marlin_8" and isinstance(config, PackedConfig)
+    in_fours = weight.format.is_of_bytes and isinstance(config, PackedConfig)
     before, a = dequantize_packed.activations(problem, in_fours=in_fours)
     found = config.launches(replace(problem, a=a, weight=replace(weight, perm=None)))
     return [*before, *found] if found else []

@@ -24,7 +24,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
-from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
+from .._shared.packed_layouts import LAYOUTS, ColumnOrder, Layout, LayoutName, ZeroLayout
 from .._shared.scalar_type import ScalarType
 from .gemm_problem import Epilogue, Operand
 from .grouped_problem import ExpertLists
@@ -66,7 +66,7 @@ class PackedWeight:
     """
 
     codes: TensorArg
-    layout: Layout
+    layout: LayoutName
     type: ScalarType
     k: int
     n: int
@@ -89,6 +89,11 @@ class PackedWeight:
     def bits(self) -> int:
         """Bits of a quant."""
         return self.type.size_bits
+
+    @property
+    def format(self) -> Layout:
+        """The declaration of the layout."""
+        return LAYOUTS[self.layout]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +220,7 @@ class PackedProblem:
             **self.epilogue.constants(),
             "BITS": w.bits,
             "EXPONENT": w.type.exponent,
-            "LAYOUT": f"layout_{'gptq' if w.layout == 'exllama' and w.bits == 8 else w.layout}",
+            "LAYOUT": f"layout_{(w.bits == 8 and w.format.of_8_bits) or w.layout}",
             "RECODED": w.recoding == "marlin_fp8",
             "HAS_SCALES": w.scales is not None,
             "scale_t": self.a.dtype if w.scales is None else w.scales.dtype,

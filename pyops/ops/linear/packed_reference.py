@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core.system.lazy import torch
-from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
+from .._shared.packed_layouts import LayoutName, code_bit, column_place, zero_bit
 from .._shared.scalar_type import E2M1_NUMBERS
 from .fp8_accumulation import FLOAT32_ERROR
 from .scaled_mm import scaled
@@ -36,7 +36,7 @@ def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
     return error / min(largest, float(limits.max))
 
 
-def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> Tensor:
+def unpack(packed: Tensor, layout: LayoutName, bits: int, size: tuple[int, int]) -> Tensor:
     """int64 quants [K, N] of a weight in words or bytes."""
     k, n = (
         torch.arange(size[0], dtype=torch.int64, device=packed.device)[:, None],
@@ -45,7 +45,7 @@ def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> 
     return _codes(packed, bits, lambda j: code_bit(layout, bits, size, k, n, j))
 
 
-def pack(codes: Tensor, layout: Layout, bits: int, size: tuple[int, int], num_words: int) -> Tensor:
+def pack(codes: Tensor, layout: LayoutName, bits: int, size: tuple[int, int], num_words: int) -> Tensor:
     """Pack int64 quants, the first columns of a weight of this size, into int32 words."""
     k, n = (torch.arange(count, dtype=torch.int64, device=codes.device) for count in codes.shape)
     words = torch.zeros(num_words, dtype=torch.int64, device=codes.device)

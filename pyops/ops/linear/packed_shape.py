@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..._core.tensors.dtypes import float8_e4m3fn, float16
-from .._shared.packed_layouts import Layout, ZeroLayout, unit
+from .._shared.packed_layouts import LAYOUTS, Layout, LayoutName, ZeroLayout, unit
 from .._shared.scalar_type import ScalarType
 from . import dequantize_packed
 from .gemm_shape import GemmShape
 from .packed_problem import PackedProblem, Recoding, ScaleKind, ZeroKind
-
-_TILE_ROWS = {"marlin": 16, "n32k16": 16, "marlin_24": 32}  # rows of a tile of the layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +28,18 @@ class PackedShape:
     """
 
     dense: GemmShape
-    layout: Layout
+    layout: LayoutName
     type: ScalarType
     groups: int
     group_size: int
     group_bits: int
-    scale_kind: ScaleKind = "float"
-    scale_is_none: bool = False
-    zero_kind: ZeroKind = "none"
-    zero_layout: ZeroLayout = "awq"
-    recoding: Recoding = "none"
-    has_g_idx: bool = False
-    is_aligned: bool = True
+    scale_kind: ScaleKind
+    scale_is_none: bool
+    zero_kind: ZeroKind
+    zero_layout: ZeroLayout
+    recoding: Recoding
+    has_g_idx: bool
+    is_aligned: bool
 
     @classmethod
     def of(cls, problem: PackedProblem) -> PackedShape:
@@ -88,9 +86,14 @@ class PackedShape:
         return self.type.size_bits
 
     @property
+    def format(self) -> Layout:
+        """The declaration of the layout."""
+        return LAYOUTS[self.layout]
+
+    @property
     def is_sparse(self) -> bool:
         """2:4 sparsity: half of the rows are stored, with metadata."""
-        return self.layout == "marlin_24"
+        return self.format.stored_rows == 2
 
     @property
     def is_e2m1(self) -> bool:
@@ -122,7 +125,7 @@ class PackedShape:
     @property
     def word_rows(self) -> int:
         """Fewest weight rows that fill whole packed words: rows of a tile of the layout, or of a column's words."""
-        return _TILE_ROWS.get(self.layout) or unit(self.bits)[1]
+        return self.format.tile_rows * self.format.stored_rows or unit(self.bits)[1]
 
     def groups_of(self, rows: int) -> int:
         """Groups of a k-tile of `rows` rows."""
@@ -131,7 +134,7 @@ class PackedShape:
     def divides(self, rows: int) -> bool:
         """Whether a k-tile of `rows` rows holds whole groups or lies within one."""
         # The smallest group is 32 rows for 4 bits, as the scale tables of W4A8 require.
-        smallest = 16 if self.layout == "marlin" else rows if self.bits == 3 else 128 // self.bits
-        smallest *= 2 if self.is_sparse else 1
+        smallest = self.format.group_rows or (rows if self.bits == 3 else 128 // self.bits)
+        smallest *= self.format.stored_rows
         size = self.group_size
         return size % rows == 0 or (rows % size == 0 and size % smallest == 0)

@@ -18,8 +18,7 @@ _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
 STEP = 64  # weight rows of a k-tile
 _ROW_BYTES = 128  # bytes of a row of a stage in shared memory
 _STAGES = 2  # stages in shared memory
-_TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # {layout: rows of its tile}; a tile is contiguous in memory
-_LINES = {"awq": 4}  # rows of the words that a piece loads, for row layouts; GPTQ: 4 words of 32 / bits rows
+_PIECE_WORDS = 4  # words of a lane's piece
 # Chosen by arithmetic, not yet run on an AMD GPU: docs/performance/amd.md.
 _FEW_THREADS = 128  # threads of a CTA for small M: each loads one piece of four words of 4-bit weights
 _DEPTH = 4  # k-tiles with packed weights in flight
@@ -137,10 +136,9 @@ def places_of(block_size: int, tile_m: int) -> int:
 
 def takes(shape: PackedShape) -> bool:
     """Whether each lane's piece lies under one scale, and K is a multiple of the layout's tile."""
-    tile = _TILES.get(shape.layout, 1)
-    span = tile if tile > 1 else _LINES.get(shape.layout, 128 // shape.bits)
-    size = shape.group_size
-    return (size % STEP == 0 or (STEP % size == 0 and size % span == 0)) and shape.k % tile == 0
+    tile, size = shape.format.tile_rows, shape.group_size
+    span = tile or (_PIECE_WORDS if shape.format.is_across else _PIECE_WORDS * 32 // shape.bits)
+    return (size % STEP == 0 or (STEP % size == 0 and size % span == 0)) and shape.k % max(1, tile) == 0
 
 
 def _in_pairs(problem: PackedProblem) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.tensors.tensor import TensorArg
-from .._shared.packed_layouts import Layout
+from .._shared.packed_layouts import LayoutName
 from .packed_reference import pack, unpack
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TILE_COLUMNS = 64  # columns of Marlin's tiles; a row of words holds whole tiles
 def repack(
     packed: TensorArg,
     codes: TensorArg,
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[LayoutName, LayoutName],
     bits: int,
     size: tuple[int, int],
     *,
@@ -49,8 +49,8 @@ def repack(
     )
     word_stride, word_step = strides or (n, 1)
     return kernel(
-        SOURCE=f"packed_{layouts[0]}",
-        LAYOUT=f"packed_{layouts[1]}",
+        SOURCE_LAYOUT=f"layout_{layouts[0]}",
+        LAYOUT=f"layout_{layouts[1]}",
         BITS=bits,
         PERMUTED=perm is not None,
         PADDED=columns != n,
@@ -73,7 +73,7 @@ def repack(
 
 def repacked(
     codes: Tensor,
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[LayoutName, LayoutName],
     bits: int,
     size: tuple[int, int],
     perm: Any = None,

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import kernels_cu
 from pyops import SCALAR_TYPES, offline, tuning
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops.example import ArgMaker
+from pyops.ops._shared.packed_layouts import LAYOUTS
 from pyops.ops._shared.scalar_type import ScalarType
-from pyops.ops.linear import gemm_simt, packed_mma
+from pyops.ops.linear import (
+    dequantize_packed,
+    gemm_simt,
+    packed_engines,
+    packed_hopper,
+    packed_mma,
+    packed_narrow,
+    packed_shape,
+    packed_tile,
+)
 from pyops.ops.linear.dequantize_packed import DequantizeConfig
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_engines import choose
@@ -187,6 +200,17 @@ def test_8_bit_activations_at_large_m() -> None:
     ):
         assert refusals(other, HOPPER)["wq_gemm_sm90.cu"] == "scales that 16 bits do not hold"
         assert isinstance(choose(other, HOPPER), DequantizeConfig)
+
+
+def test_kernels_and_engines_name_no_layout() -> None:
+    """A new layout is a header, a declaration and a test."""
+    names = "|".join(LAYOUTS)
+    kernels = {name: kernels_cu.read(name) for name in kernels_cu.names() if not name.startswith("linear/layout_")}
+    found = {name for name, text in kernels.items() if re.search(rf"\blayout_({names})\b", re.sub("//.*", "", text))}
+    modules = [dequantize_packed, packed_engines, packed_hopper, packed_mma, packed_narrow, packed_shape, packed_tile]
+    found |= {one.__name__ for one in modules if re.search(rf'"({names})"', inspect.getsource(one))}
+    assert found == set()
+    assert {f"linear/layout_{name}.cuh" for name in LAYOUTS} <= set(kernels_cu.names())
 
 
 def test_several_groups_in_a_k_tile() -> None:
