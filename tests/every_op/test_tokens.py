@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache, reduce
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 import torch
 
 import pyops
+from pyops import tuning
 from pyops._core import config
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.host.run import SCHEDULES, scheduled
 from pyops.host.toolchain import toolchains
+from pyops.ops.linear import grouped_block_scaled
+from pyops.ops.linear.wq_grouped_configs import WqGroupedSm90Config
 from pyops.testing.calls import Expected, assert_results, expected, named, replaced, run
 from tests.every_op.test_pipelines import watch
 from tests.support import axes
@@ -55,17 +59,18 @@ AXES: dict[str, axes.Axes] = {
 }
 # Ops with separate kernels for few and many tokens -> the kernel for many.
 LARGE = {
-    "cutlass_fp4_group_mm": "linear/wq_grouped_gemm_sm90.cu",
-    "cutlass_mxfp4_group_mm": "linear/wq_grouped_gemm_sm90.cu",
-    "cutlass_mxfp8_grouped_mm": "linear/wq_grouped_gemm_sm90.cu",
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
     "gptq_gemm": "linear/gemm_sm90_swap_ab.cu",
     "grouped_gemm": "linear/gemm_sm80.cu",
-    "grouped_gemm_packed": "linear/wq_grouped_gemm_sm90.cu",
     "kda": "mamba/kda_chunk.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",
     "marlin_gemm": "linear/gemm_sm90.cu",
 }
+# Ops that run one kernel in this module, because the choice takes others for such small weights.
+FORCED = dict.fromkeys(
+    ("cutlass_fp4_group_mm", "cutlass_mxfp4_group_mm", "cutlass_mxfp8_grouped_mm", "grouped_gemm_packed"),
+    WqGroupedSm90Config(16, 256, 64),
+)
 # Offsets at which sequences or experts begin. A wrong offset within range makes two of them overlap, so only values out
 # of range are hostile here.
 STARTS = ("cu_chunk_seqlens", "cu_num_draft_tokens", "cu_seq_lens", "cu_seqlens", "cu_seqlens_k", "cu_seqlens_q")
@@ -83,8 +88,15 @@ LEAST, MOST = -(2**31), 2**31 - 1
 
 
 @pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    with config.cpu("kernels"), scheduled(SCHEDULES[1], seconds=30.0):
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(grouped_block_scaled, "block_size_for", lambda *_: 16)
+    with ExitStack() as stack:
+        for name, one in FORCED.items():
+            pyops.registry[name].forget()
+            stack.callback(pyops.registry[name].forget)
+            stack.enter_context(tuning.forced(name, one))
+        stack.enter_context(config.cpu("kernels"))
+        stack.enter_context(scheduled(SCHEDULES[1], seconds=30.0))
         yield
 
 
@@ -166,6 +178,7 @@ def within_range(op: Op) -> tuple[list[Any], Expected, dict[str, torch.Tensor]]:
         seen = watch(patch)
         clean, left = expected(op, args), run(op, args)
     assert LARGE.get(op.name) in {None, *seen}, "another kernel was launched"
+    assert op.name not in FORCED or "linear/wq_grouped_gemm_sm90.cu" in seen
     return args, clean, left
 
 

@@ -14,7 +14,7 @@ from ..._core.tensors import dtypes
 from ..._core.tensors.dtypes import bfloat16, uint8
 from .._shared.scalar_type import SCALAR_TYPES
 from . import grouped_engines, grouped_rates, packed_grouped_engines, wq_grouped_engines
-from .grouped_problem import ACTIVATIONS
+from .grouped_problem import ACTIVATIONS, rounded
 from .grouped_shape import GroupedShape, Scales
 from .packed_grouped_engines import PackedGroupedShape
 from .wq_grouped_problem import WqGroupedShape
@@ -43,7 +43,7 @@ class Limit(NamedTuple):
 def block_size_for(shape: GroupedShape, device: Device) -> int:
     """The block size with which `moe_align_block_size` should sort the rows of this product; its own is not read."""
     rows = tuning.pinned_rows(shape.rows, shape.num_experts)
-    times = _times(device, replace(shape, rows=rows))
+    times = _times(device, replace(shape, rows=rounded(rows)))
     return min(times, key=lambda size: times[size])
 
 

@@ -142,10 +142,8 @@ class GroupedProblem:
 
     @property
     def rounded_rows(self) -> int:
-        """Rows as kernels are chosen by: rounded up to a power of two up to 16, then to a sixteenth of one."""
-        power = tuning.power_of_two(self.num_rows)
-        unit = power if power <= 16 else power // 16
-        return -(-self.num_rows // unit) * unit
+        """Rows as kernels are chosen by."""
+        return rounded(self.num_rows)
 
     def bucket(self) -> str:
         words = [
@@ -239,6 +237,13 @@ class GroupedProblem:
             "b_scales": self.b_scales,
             "bias": self.bias,
         }
+
+
+def rounded(rows: int) -> int:
+    """Rows rounded up, to a power of two up to 16, then to a sixteenth of one: few of them need another choice."""
+    power = tuning.power_of_two(rows)
+    unit = power if power <= 16 else power // 16
+    return -(-rows // unit) * unit
 
 
 def check_scales(

@@ -166,20 +166,6 @@ class PackedProblem:
         """Rows of out, or slots of the sorted lists of experts."""
         return self.m if self.experts is None else self.experts.lists.num_blocks * self.experts.lists.block_size
 
-    @property
-    def expected_rows(self) -> int:
-        """Rows of out that kernels are chosen by, a power of two."""
-        return tuning.power_of_two(tuning.pinned_rows(self.m, self.num_weights))
-
-    @property
-    def rows_of_weight(self) -> int:
-        """The expected rows of out of a weight that has any, a power of two: rows choose experts at random."""
-        rows = self.expected_rows
-        if self.experts is None:
-            return rows
-        count = max(1, self.experts.num_experts)
-        return tuning.power_of_two(-(-rows // max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))))
-
     def bucket(self) -> str:
         w, out = self.weight, self.epilogue.out
         rounded = tuning.rounded_rows if self.experts is None else tuning.power_of_two

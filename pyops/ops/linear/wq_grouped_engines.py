@@ -102,7 +102,7 @@ def rates_of(device: Device) -> WqGroupedRates:
     return engines.rates(WqGroupedRates, FAMILY, device.name)
 
 
-def unread(shape: WqGroupedShape) -> str | None:
+def _unread(shape: WqGroupedShape) -> str | None:
     """Why no kernel with fused dequantization reads the weight and the activations; None: most of them do."""
     if 0 in (shape.rows, shape.k):
         return "an empty operand"
@@ -136,7 +136,7 @@ def _sm80_refusal(shape: WqGroupedShape, device: Device) -> str | None:
         return f"no tensor cores for {shape.dtype} on the device"
     if shape.n % ROWS:
         return f"{shape.n} rows of the weight of an expert are no multiple of {ROWS}"
-    return unread(shape) or _inexact(shape)
+    return _unread(shape) or _inexact(shape)
 
 
 def _sm80_us(config: WqGroupedSm80Config, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
@@ -156,7 +156,7 @@ def _sm90_refusal(shape: WqGroupedShape, device: Device) -> str | None:
         return f"it dequantizes 4 bits and float8_e4m3fn, not {shape.type}"
     if shape.block_size % 16:
         return f"tiles of 16 rows do not divide {shape.block_size} slots of a block of the lists"
-    if reason := unread(shape) or _inexact(shape):
+    if reason := _unread(shape) or _inexact(shape):
         return reason
     steps = " or ".join(map(str, wq_grouped_configs.STEPS))
     return None if step_of(shape) else f"no k-tile of {steps} elements divides K = {shape.k} and has whole groups"
@@ -199,12 +199,12 @@ def k_tiles_us(
 def _cdna_refusal(shape: WqGroupedShape, device: Device) -> str | None:
     if not device.supports("matrix_cores"):
         return "it is for AMD's matrix cores"
-    if float8_e4m3fn in (shape.scale_dtype,) or (shape.type.exponent and shape.bits == 8):
+    if shape.scale_dtype is float8_e4m3fn or (shape.type.exponent and shape.bits == 8):
         return "it reads neither quants nor scales of float8_e4m3fn"
     size = packed_tile.STEP if shape.group_size == shape.k else shape.group_size
     if size % packed_tile.STEP and packed_tile.STEP % size:
         return f"groups of {size} elements, and k-tiles of {packed_tile.STEP}: neither divides the other"
-    return unread(shape)
+    return _unread(shape)
 
 
 def cdna_us(config: TileGeometry, shape: GroupedShape, device: Device, rates: WqGroupedRates, splits: int = 1) -> float:
