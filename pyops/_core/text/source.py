@@ -120,7 +120,7 @@ def entries(name: str, text: str | None = None) -> dict[str, tuple[str, str]]:
     code = _COMMENT.sub("", kernels_cu.read(name) if text is None else text)
     found = list(_ENTRY.finditer(code))
     ends = [*(one.start() for one in found[1:]), len(code)]
-    return {one[1]: (one[2], code[one.end() : end]) for one, end in zip(found, ends, strict=True)}
+    return {one[1]: (one[2], code[one.end() : end]) for one, end in zip(found, ends, strict=False)}
 
 
 @cache
