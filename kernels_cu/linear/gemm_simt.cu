@@ -106,79 +106,71 @@ struct Operands {
     int64_t k, a_stride, b_stride, a_step, b_step;
 };
 
-// The accumulators of a thread, from row `row` and column `column` of the tile on.
-template <typename Tile>
-struct Accumulators {
-    const Tile& tile;
-    const int row = threadIdx.x / (TILE_N / 4) * 4, column = threadIdx.x % (TILE_N / 4) * 4;
+// Multiplies a tile, applies the epilogue and writes it to out.
+template <typename Tile, typename Terms>
+DEVICE void multiply_tile(out_t* out, int64_t out_stride, const Tile& tile, const Operands& operands,
+                          const BlockScales& scales, const Terms& epilogue, a_tile_t& a_tile, b_tile_t& b_tile) {
+    const auto [a, b, k, a_stride, b_stride, a_step, b_step] = operands;
+    const int thread_row = threadIdx.x / (TILE_N / 4) * 4, thread_column = threadIdx.x % (TILE_N / 4) * 4;
+
     sum_t sums[HALVES][4][4] = {};
-    float promoted[HALVES][4][4] = {};  // with SCALE_BLOCK
-
-    // The main loop.
-    DEVICE void run(const Operands& operands, const BlockScales& scales, a_tile_t& a_tile, b_tile_t& b_tile) {
-        const auto [a, b, k, a_stride, b_stride, a_step, b_step] = operands;
-        for (int64_t start = 0; start < k; start += STEP) {
-            if (SCALE_BLOCK > 0 && start > 0 && start % BLOCK == 0) promote(scales, start / BLOCK - 1);
-            __syncthreads();
-            for (int i = threadIdx.x; i < TILE_M * STEP; i += NUM_THREADS) {
-                const auto m_at = tile.row(i / STEP);
-                const int64_t at = start + i % STEP;
-                a_tile[i % STEP][i / STEP] =
-                    tile.exists(m_at) && at < k ? element(a[tile.a_row(m_at) * a_stride + at * a_step]) : sum_t(0);
-            }
-            for (int i = threadIdx.x; i < HALVES * TILE_N * STEP; i += NUM_THREADS) {
-                const int half = i / (TILE_N * STEP), local = i / STEP % TILE_N;
-                const auto n_at = tile.first_column + local;
-                const int64_t at = start + i % STEP;
-                b_tile[half][i % STEP][local] =
-                    n_at < tile.n && at < k ? element(b[tile.b_row(half, n_at) * b_stride + at * b_step]) : sum_t(0);
-            }
-            __syncthreads();
-            multiply(sums, a_tile, b_tile, row, column);
-        }
-        if (SCALE_BLOCK > 0 && k > 0) promote(scales, (k - 1) / BLOCK);
-    }
-    // Applies the epilogue and writes the elements.
-    template <typename Terms>
-    DEVICE void store(out_t* out, int64_t out_stride, const Terms& epilogue) const {
-        for (int j = 0; j < 4; ++j) {
-            const auto n_at = tile.first_column + column + j;
-            if (n_at >= tile.n) break;
-            const auto gate = epilogue.column(tile.b_row(0, n_at));
-            const auto up = epilogue.column(tile.b_row(HALVES - 1, n_at));
-            for (int i = 0; i < 4; ++i) {
-                const auto m_at = tile.row(row, i);
-                if (!tile.exists(m_at)) {
-                    if constexpr (Tile::ROWS_IN_ORDER) break;
-                    else continue;
-                }
-                const auto row_terms = epilogue.row(m_at);
-                const auto value = [&](int half, const auto& terms) {
-                    if constexpr (SCALE_BLOCK > 0) return epilogue.value(row_terms, terms, promoted[half][i][j]);
-                    else return epilogue.value(row_terms, terms, sums[half][i][j]);
-                };
-                const float x = epilogue.activated(value(0, gate), value(HALVES - 1, up));
-                out[m_at * out_stride + n_at] = from_float<out_t>(x);
-            }
-        }
-    }
-
-private:
+    float promoted[HALVES][4][4] = {};
     // Promotes the accumulators of K block `block`, multiplied by the block scales, and clears them.
-    DEVICE void promote(const BlockScales& scales, int64_t block) {
+    const auto promote = [&](int64_t block) {
 #pragma unroll
         for (int i = 0; i < HALVES * 16; ++i) {
-            const auto m_at = tile.clamped_row(row, i / 4 % 4);
-            const auto n_at = tile.clamped_column(column + i % 4);
+            const auto row = tile.clamped_row(thread_row, i / 4 % 4);
+            const auto column = tile.clamped_column(thread_column + i % 4);
             const float factor =
-                scales.of_row(tile.a_row(m_at), block) * scales.of_column(tile.b_row(i / 16, n_at), block);
+                scales.of_row(tile.a_row(row), block) * scales.of_column(tile.b_row(i / 16, column), block);
             sum_t& sum = sums[i / 16][i / 4 % 4][i % 4];
             float& total = promoted[i / 16][i / 4 % 4][i % 4];
             total = fmaf(factor, float(sum), total);
             sum = 0;
         }
+    };
+
+    for (int64_t start = 0; start < k; start += STEP) {
+        if (SCALE_BLOCK > 0 && start > 0 && start % BLOCK == 0) promote(start / BLOCK - 1);
+        __syncthreads();
+        for (int i = threadIdx.x; i < TILE_M * STEP; i += NUM_THREADS) {
+            const auto row = tile.row(i / STEP);
+            const int64_t at = start + i % STEP;
+            a_tile[i % STEP][i / STEP] =
+                tile.exists(row) && at < k ? element(a[tile.a_row(row) * a_stride + at * a_step]) : sum_t(0);
+        }
+        for (int i = threadIdx.x; i < HALVES * TILE_N * STEP; i += NUM_THREADS) {
+            const int half = i / (TILE_N * STEP), local = i / STEP % TILE_N;
+            const auto column = tile.first_column + local;
+            const int64_t at = start + i % STEP;
+            b_tile[half][i % STEP][local] =
+                column < tile.n && at < k ? element(b[tile.b_row(half, column) * b_stride + at * b_step]) : sum_t(0);
+        }
+        __syncthreads();
+        multiply(sums, a_tile, b_tile, thread_row, thread_column);
     }
-};
+    if (SCALE_BLOCK > 0 && k > 0) promote((k - 1) / BLOCK);
+
+    for (int j = 0; j < 4; ++j) {
+        const auto column = tile.first_column + thread_column + j;
+        if (column >= tile.n) break;
+        const auto gate = epilogue.column(tile.b_row(0, column)), up = epilogue.column(tile.b_row(HALVES - 1, column));
+        for (int i = 0; i < 4; ++i) {
+            const auto row = tile.row(thread_row, i);
+            if (!tile.exists(row)) {
+                if constexpr (Tile::ROWS_IN_ORDER) break;
+                else continue;
+            }
+            const auto row_terms = epilogue.row(row);
+            const auto value = [&](int half, const auto& terms) {
+                if constexpr (SCALE_BLOCK > 0) return epilogue.value(row_terms, terms, promoted[half][i][j]);
+                else return epilogue.value(row_terms, terms, sums[half][i][j]);
+            };
+            const float x = epilogue.activated(value(0, gate), value(HALVES - 1, up));
+            out[row * out_stride + column] = from_float<out_t>(x);
+        }
+    }
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_simt(out_t* out,                 // [M, N]
@@ -197,12 +189,11 @@ gemm_simt(out_t* out,                 // [M, N]
     __shared__ b_tile_t b_tile;
     const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
     const DenseTile tile{blockIdx.x % row_tiles * TILE_M, blockIdx.x / row_tiles * TILE_N, m, n};
-    Accumulators<DenseTile> accum{tile};
-    accum.run({a, b, k, a_stride, b_stride, a_step, b_step},
-              {a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step}, a_tile, b_tile);
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
-    accum.store(out, out_stride, epilogue);
+    multiply_tile(out, out_stride, tile, {a, b, k, a_stride, b_stride, a_step, b_step},
+                  {a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step}, epilogue,
+                  a_tile, b_tile);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) grouped_gemm_simt(
@@ -234,11 +225,9 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) grouped_gemm_simt(
 
     const ExpertTile tile{rows_of_tile, tile_column * TILE_N, int(top_k), n};
     const b_scale_t* expert_scales = b_scales + expert * b_scale_expert_step;
-    Accumulators<ExpertTile> accum{tile};
-    accum.run({a, b + int64_t(expert) * b_rows * b_stride, k, a_stride, b_stride, 1, 1},
-              {a_scales, expert_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step}, a_tile,
-              b_tile);
     const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{
         topk_weights, a_scales, expert_scales, bias + int64_t(expert) * b_rows, int(top_k), a_scale_step, b_scale_step};
-    accum.store(out, out_stride, epilogue);
+    multiply_tile(out, out_stride, tile, {a, b + int64_t(expert) * b_rows * b_stride, k, a_stride, b_stride, 1, 1},
+                  {a_scales, expert_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step},
+                  epilogue, a_tile, b_tile);
 }

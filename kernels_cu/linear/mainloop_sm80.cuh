@@ -13,10 +13,10 @@ struct OperandRow {
     bool exists;
 };
 
-// Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp, the tile of which
+// Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands, tile.a_row(i) and tile.b_row(i),
-// and the distance of the elements of a row, tile.a_step and tile.b_step. promote(step) is called after each k-tile with
-// SCALE_BLOCK.
+// and the distances of the elements of a row, tile.a_step and tile.b_step. promote(step) is called after each k-tile
+// with SCALE_BLOCK.
 template <typename Tile, typename Promote>
 DEVICE void
 multiply_tile(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,

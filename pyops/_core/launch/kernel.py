@@ -99,8 +99,7 @@ class Specialisation:
     def text(self) -> str:
         """The whole source that is compiled."""
         with self.needing_files():
-            kernel = self.kernel
-            return source.flatten(kernel.file, self.constants, kernel.text, kernel.signature.entry)
+            return source.flatten(self.kernel.file, self.constants, self.kernel.text, self.kernel.signature.entry)
 
     def __str__(self) -> str:
         return source.describe(self.constants)

@@ -108,10 +108,8 @@ def describe(constants: dict[str, Any]) -> str:
 
 
 def flatten(name: str, constants: dict[str, Any], text: str | None = None, entry: str | None = None) -> str:
-    """The whole text of one specialisation, which is also its cache key. The source is `text`, or the file `name`.
-
-    Without its entries other than `entry`, if that is given.
-    """
+    """The whole text of one specialisation, which is also its cache key. The source is `text`, or the file `name`; of
+    its kernels it has only `entry`, if that is given."""
     strings, folder = {key: one for key, one in constants.items() if isinstance(one, str)}, name.rpartition("/")[0]
     naming = tuple(each for each in strings.items() if header_of(folder, f"{each[1]}.cuh").startswith(f"{folder}/"))
     types, body = _flat(name, text, naming)
@@ -141,27 +139,23 @@ class Signature(NamedTuple):
     overlaps: bool
 
 
-def entries(name: str) -> list[str]:
-    """The names of the kernels in the file `name`."""
-    return list(_entries(_COMMENT.sub("", kernels_cu.read(name))))
-
-
-def _entries(code: str) -> dict[str, re.Match[str]]:
-    """{name: its signature} of the kernels in a text without comments."""
-    return {found[1]: found for found in _ENTRY.finditer(code)}
+def entries(name: str, text: str | None = None) -> dict[str, tuple[str, str]]:
+    """{kernel: its parameters, and the code from there to the next kernel} of `text`, or of the file `name`."""
+    code = _COMMENT.sub("", kernels_cu.read(name) if text is None else text)
+    found = list(_ENTRY.finditer(code))
+    ends = [*(one.start() for one in found[1:]), len(code)]
+    return {one[1]: (one[2], code[one.end() : end]) for one, end in zip(found, ends, strict=False)}
 
 
 @cache
 def signature(name: str, text: str | None = None, entry: str | None = None) -> Signature:
-    """The signature of a kernel in `text`, or in the file `name`: of the one named `entry`, or as the file, or of the
-    only one."""
-    text = _COMMENT.sub("", kernels_cu.read(name) if text is None else text)
-    found = _entries(text)
+    """The signature of the kernel `entry`; without a name of that named as the file, or of the only one."""
+    found = entries(name, text)
     entry = entry or (next(iter(found)) if len(found) == 1 else name.rpartition("/")[2].partition(".")[0])
     if entry not in found:
         raise ValueError(f'{name}: expected an extern "C" kernel {entry}, found {", ".join(found) or "none"}')
-    parsed, pointers = [], []
-    for parameter in found[entry][2].split(","):
+    (parameters, code), parsed, pointers = found[entry], [], []
+    for parameter in parameters.split(","):
         c_type, _, identifier = parameter.strip().rpartition(" ")
         c_type = c_type.removeprefix("const ").strip()
         if "*" in parameter or "TensorMap" in parameter:
@@ -172,8 +166,7 @@ def signature(name: str, text: str | None = None, entry: str | None = None) -> S
             parsed.append((_FORMATS[c_type], identifier))
         else:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
-    body = text[text.index("{", found[entry].end()) + 1 :].partition('extern "C"')[0]
-    return Signature(entry, tuple(parsed), _overlaps(body, pointers))
+    return Signature(entry, tuple(parsed), _overlaps(code[code.index("{") + 1 :], pointers))
 
 
 @cache
