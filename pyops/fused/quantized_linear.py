@@ -54,20 +54,20 @@ class QuantisedLinear(NamedTuple):
             activated = gate_up.new_empty(num_tokens, columns)
             silu_and_mul(activated, gate_up)
             return self(activated)
-        codes = new(gate_up, (num_tokens, columns), "float8_e4m3fn")
+        quants = new(gate_up, (num_tokens, columns), "float8_e4m3fn")
         scales = new(gate_up, (num_tokens, columns // SCALE_BLOCK), "float32")
-        silu_and_mul_per_block_quant(codes, gate_up, scales, SCALE_BLOCK)
-        return self._product(codes, scales, gate_up.new_empty(num_tokens, self.weight.shape[0]))
+        silu_and_mul_per_block_quant(quants, gate_up, scales, SCALE_BLOCK)
+        return self._product(quants, scales, gate_up.new_empty(num_tokens, self.weight.shape[0]))
 
-    def _product(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    def _product(self, quants: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Write the projection of quantised activations to `out`, and return it."""
         if not self.block_rows:
-            cutlass_scaled_mm(out, codes, self.weight.T, scales, self.weight_scale, self.bias)
+            cutlass_scaled_mm(out, quants, self.weight.T, scales, self.weight_scale, self.bias)
             return out
         rows = list(self.block_rows)
         parts = out.split(rows, 1), self.weight.split(rows), self.weight_scale.split([num_blocks(n) for n in rows])
         for part, weight, weight_scale in zip(*parts, strict=True):
-            cutlass_scaled_mm(part, codes, weight.T, scales, weight_scale.T)
+            cutlass_scaled_mm(part, quants, weight.T, scales, weight_scale.T)
         if self.bias is not None:
             out += self.bias
         return out
