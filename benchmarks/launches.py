@@ -149,10 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     for name in asked.models:
         for what, kernels in zip(("a layer", "the rest"), layer_and_rest(MODELS[name], asked.num_seqs), strict=True):
-            torchs = sum(count for (whose, _), count in kernels.items() if whose == "torch")
+            torchs = sum(count for (library, _), count in kernels.items() if library == "torch")
             print(f"{name}, {what}: {kernels.total()} kernels, {torchs} of them torch's")
             if asked.list:
-                print("".join(f"    {count} {whose}: {kernel}\n" for (whose, kernel), count in kernels.items()), end="")
+                print(
+                    "".join(f"    {count} {library}: {kernel}\n" for (library, kernel), count in kernels.items()),
+                    end="",
+                )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.tensors.tensor import new
+from ..ops.activation import silu_and_mul, silu_and_mul_per_block_quant
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.scaled_mm import cutlass_scaled_mm
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant
@@ -40,16 +41,33 @@ class QuantisedLinear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """The projection of `x` [num_tokens, in], float16 or bfloat16; rows of one stride."""
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        codes, scales = _in_groups(x) if self.block_rows else self._quantised(x)
+        return self._product(codes, scales, x.new_empty(x.shape[0], self.weight.shape[0]))
+
+    def of_silu(self, gate_up: Tensor) -> Tensor:
+        """The projection of ``silu(gate) * up`` for `gate_up` [num_tokens, 2 * in], float16 or bfloat16.
+
+        One kernel activates and quantises if whole groups have scales.
+        """
+        num_tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        if not self.block_rows or columns % SCALE_BLOCK:
+            activated = gate_up.new_empty(num_tokens, columns)
+            silu_and_mul(activated, gate_up)
+            return self(activated)
+        quants = new(gate_up, (num_tokens, columns), "float8_e4m3fn")
+        scales = new(gate_up, (num_tokens, columns // SCALE_BLOCK), "float32")
+        silu_and_mul_per_block_quant(quants, gate_up, scales, SCALE_BLOCK)
+        return self._product(quants, scales, gate_up.new_empty(num_tokens, self.weight.shape[0]))
+
+    def _product(self, quants: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Write the projection of quantised activations to `out`, and return it."""
         if not self.block_rows:
-            codes, scales = self._quantised(x)
-            cutlass_scaled_mm(out, codes, self.weight.T, scales, self.weight_scale, self.bias)
+            cutlass_scaled_mm(out, quants, self.weight.T, scales, self.weight_scale, self.bias)
             return out
-        codes, scales = _in_groups(x)
         rows = list(self.block_rows)
         parts = out.split(rows, 1), self.weight.split(rows), self.weight_scale.split([num_blocks(n) for n in rows])
         for part, weight, weight_scale in zip(*parts, strict=True):
-            cutlass_scaled_mm(part, codes, weight.T, scales, weight_scale.T)
+            cutlass_scaled_mm(part, quants, weight.T, scales, weight_scale.T)
         if self.bias is not None:
             out += self.bias
         return out

@@ -15,7 +15,7 @@ from ..ops.rotary import rotary_embedding
 from .batch import Batch
 from .config import Config
 from .kv_cache import KvScales
-from .linear import MAX_SKINNY_ROWS, Linear, Place
+from .linear import MAX_SKINNY_ROWS, Linear, Place, ScaledLinear
 from .norm import Norm
 from .rope import Rope
 
@@ -177,14 +177,15 @@ class MLP:
         return self.gate_up.tensors() | self.down.tensors()
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.down, ScaledLinear) and (self.activation, self.has_gate) == ("silu", True):
+            return self.down.product.of_silu(self.gate_up(hidden))
         return self.down(self._activated(hidden))
 
     def add_to(self, total: Tensor, hidden: Tensor) -> Tensor:
         """Add the result to `total` in place and return it; with plain weights, in the epilogue of the last GEMM."""
-        activated = self._activated(hidden)
         if isinstance(self.down, Linear) and self.down.bias is None:
-            return total.addmm_(activated, self.down.weight.t())
-        return total.add_(self.down(activated))
+            return total.addmm_(self._activated(hidden), self.down.weight.t())
+        return total.add_(self(hidden))
 
     def _activated(self, hidden: Tensor) -> Tensor:
         """The activations, [num_tokens, intermediate_size]."""

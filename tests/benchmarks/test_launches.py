@@ -23,6 +23,11 @@ def named(kernels: launches.Kernels) -> Counter[str]:
             | {"fused_add_rms_norm": 2, "gemm_sm90_swap_ab": 1},
         ),
         (
+            "llama-fp8",
+            {"group_quant": 3, "gemm_sm90_swap_ab": 4, "rotary_embedding": 1, "reshape_and_cache_flash": 1}
+            | {"attention_decode": 1, "fused_add_rms_norm": 2, "silu_and_mul_per_block_quant": 1},
+        ),
+        (
             "qwen3-moe",
             {"mm": 3, "fused_qk_norm_rope": 1, "reshape_and_cache_flash": 1, "attention_decode": 1}
             | {"fused_add_rms_norm": 2, "topk_gating": 1, "moe_align": 1, "grouped_gemm_sm90": 2, "moe_sum": 1},

@@ -323,16 +323,25 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """All calls of quantised projections, in order."""
+    """All calls of quantised projections, in order; of those that activate first, with the activations."""
     found: list[Call] = []
-    call = QuantisedLinear.__call__
+    call, of_silu = QuantisedLinear.__call__, QuantisedLinear.of_silu
 
     def recorded(self: QuantisedLinear, x: Tensor) -> Tensor:
         out = call(self, x)
         found.append(Call(self, x.clone(), out.clone()))  # the model writes both
         return out
 
+    def activating(self: QuantisedLinear, gate_up: Tensor) -> Tensor:
+        count, out = len(found), of_silu(self, gate_up)
+        if len(found) == count:  # it has not called `recorded`
+            x = gate_up.new_empty(len(gate_up), self.weight.shape[1])
+            pyops.silu_and_mul(x, gate_up)
+            found.append(Call(self, x, out.clone()))
+        return out
+
     monkeypatch.setattr(QuantisedLinear, "__call__", recorded)
+    monkeypatch.setattr(QuantisedLinear, "of_silu", activating)
     return found
 
 
