@@ -248,14 +248,14 @@ def fused_gdn_decode_post_conv_mtp(
     norm_eps: float = 1e-5,
     output_gate_activation: str = "silu",
 ) -> None:
-    """gated_delta_rule_update, then rms_norm_gated in float32; slot 0 means no slot, with outputs of 0"""
+    """gated_delta_rule_update, then rms_norm_gated in float32; no slot, which 0 means too, gives outputs of 0"""
     value_heads, value_size, key_size = state.shape[1:]
     key_heads = (mixed_qkv.shape[1] - value_heads * value_size) // (2 * key_size)
     widths = [key_heads * key_size, key_heads * key_size, value_heads * value_size]
     parts = zip(mixed_qkv.unsqueeze(0).split(widths, 2), (key_size, key_size, value_size), strict=True)
     q, k, v = (part.unflatten(2, (-1, size)) for part, size in parts)
     decays = -A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
-    slots = state_indices.masked_fill(state_indices <= 0, -1)
+    slots = state_indices.masked_fill((state_indices <= 0) | (num_accepted_tokens <= 0)[:, None], -1)
     o = torch.zeros_like(v, memory_format=torch.contiguous_format)
     how = scale, cu_seqlens, slots, num_accepted_tokens, True, True
     _gated_delta_rule_update(state, q, k, v, decays[None], b.float().sigmoid()[None], *how, o=o)

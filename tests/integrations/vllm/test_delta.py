@@ -45,13 +45,16 @@ def test_fused_kda_decode_is_served() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gdn_of_speculative_tokens(activation: str) -> None:
-    """A sequence with slot 0 has outputs of 0; the others have a state after each token."""
+    """A sequence with slot 0, or without accepted tokens, has outputs of 0; others have a state after each token."""
     torch.manual_seed(3)
-    key_heads, value_heads, size, count = 1, 2, 128, 5
+    key_heads, value_heads, size, count = 1, 2, 128, 6
     mixed = torch.randn(count, (2 * key_heads + value_heads) * size).bfloat16()
     a, b, A_log, dt_bias = (torch.randn(*n) for n in ((count, 2), (count, 2), (2,), (2,)))
-    slots, accepted = torch.tensor([[1, 2, 3], [0, 4, 5]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
-    starts, state = torch.tensor([0, 3, 5], dtype=torch.int32), torch.randn(6, value_heads, size, size)
+    slots, accepted = (
+        torch.tensor([[1, 2, 3], [0, 4, 5], [6, 7, 8]], dtype=torch.int32),
+        torch.tensor([2, 1, 0], dtype=torch.int32),
+    )
+    starts, state = torch.tensor([0, 3, 5, 6], dtype=torch.int32), torch.randn(9, value_heads, size, size)
     gate, weight, before = torch.randn(count, value_heads, size).bfloat16(), torch.randn(size), state.clone()
     out = torch.empty_like(gate)
     torch.ops._C.fused_gdn_decode_post_conv_mtp(
@@ -69,4 +72,5 @@ def test_gdn_of_speculative_tokens(activation: str) -> None:
     assert not out[3:].any()
     for t in range(3):
         assert_near(state[1 + t].transpose(1, 2), states[t], torch.float32)
-    assert torch.equal(state[[0, 4, 5]], before[[0, 4, 5]])
+    untouched = [0, 4, 5, 6, 7, 8]
+    assert torch.equal(state[untouched], before[untouched])

@@ -75,7 +75,7 @@ def test_prompts_and_checkpoints(
     device: str, heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, lower_bound: float | None
 ) -> None:
     """Sequences of lengths around a tile, each with a state after some of its tokens; states in either order."""
-    lengths, offsets = [33, 0, 1, 64, 40, 32], [32, 5, 1, 37, 41, 0]
+    lengths, offsets = [34, 1, 0, 64, 40, 32, 33], [1, 1, 5, 37, 41, 0, 32]
     state_v_first = heads == (1, 2)
     call = tokens(device, sum(lengths), heads, sizes, dtype) | {"lower_bound": lower_bound}
     states = torch.randn(3, len(lengths), heads[1], *sizes, device=device)
