@@ -5,7 +5,6 @@ A block of this cache holds the fp8 keys of all its slots, followed by the scale
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
@@ -14,6 +13,7 @@ from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import uint8
 from ..._core.tensors.tensor import TensorArg
+from .._shared.indexer_cache import indexer_cache, indexer_parts
 from . import _geometry
 from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
 _cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
 _NUM_THREADS = 128  # threads of a block of indexer_k_quant_and_cache.cu; not tuned
-_MAX_BLOCK_BYTES = 2**30  # kernels count the bytes of a cache block in 32 bits
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:
@@ -64,31 +63,6 @@ def indexer_k_quant_and_cache(
     keys, scale_bytes = indexer_parts(kv_cache, head_size)
     keys[block, offset] = fp8_codes(groups, scales, torch.float8_e4m3fn).flatten(1)
     scale_bytes[block, offset] = scales.flatten(1).view(torch.uint8)
-
-
-def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Views of keys [num_blocks, block_size, head_size] and of the bytes of scales [num_blocks, block_size, ...]."""
-    num_blocks, block_size, entry = kv_cache.shape
-    flat = kv_cache.as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
-    sizes = (head_size, entry - head_size)
-    parts = flat.split([block_size * size for size in sizes], 1)
-    keys, scales = (part.unflatten(1, (block_size, size)) for part, size in zip(parts, sizes, strict=True))
-    return keys, scales
-
-
-def indexer_cache(kv_cache: TensorArg, head_size: int, scale_size: int) -> tuple[TensorArg, int]:
-    """Check an indexer's cache; returns (its keys [num_blocks, block_size, head_size], alignment of its scales)."""
-    check.dtype(kv_cache, uint8)
-    check.sizes(kv_cache, num_blocks=None, block_size=None, entry=head_size + scale_size)
-    num_blocks, block_size, entry = kv_cache.shape
-    if block_size * entry > _MAX_BLOCK_BYTES:
-        raise kv_cache.error(f"expected blocks of at most 2^30 bytes, got shape {kv_cache.shape}")
-    check.contiguous(replace(kv_cache, shape=kv_cache.shape[1:], strides=kv_cache.strides[1:]))
-    block_stride = kv_cache.strides[0]
-    keys = replace(kv_cache, shape=(num_blocks, block_size, head_size), strides=(block_stride, head_size, 1))
-    # The lowest set bit of the bitwise or is the largest power of two that divides all offsets.
-    offsets = block_size * head_size | kv_cache.alignment | (block_stride if num_blocks > 1 else 0)
-    return keys, offsets & -offsets
 
 
 @indexer_k_quant_and_cache.plan
