@@ -109,7 +109,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
         const int token = start + EntryTiles::row_of_lane();
-        return token < end ? table.place(table.at(token), token) : NOWHERE;
+        return token < end ? table.find(table.at(token), token) : NOWHERE;
     };
     held_entries_t held;
 

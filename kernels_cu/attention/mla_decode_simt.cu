@@ -80,7 +80,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
     float max_logit = minus_infinity(), exp_sum = 0.0f;
     const int end = splits.end(split);
     for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
-        const int64_t at = table.place(table.at(token), token);
+        const int64_t at = table.find(table.at(token), token);
         if (at == NOWHERE) continue;
         float entry[DIMS + ROPE_DIMS], logit = 0.0f;
 #pragma unroll

@@ -114,9 +114,9 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             const uint32_t run =
                 found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
             if (lane % COPY_TOKENS == 0 && run) {
-                const int64_t place = table.offset(page, start + group * GROUP + lane);
+                const int64_t offset = table.offset(page, start + group * GROUP + lane);
                 bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
-                          kv_c_and_k_pe_cache + place, count_bits(run) * ENTRY_BYTES, barrier);
+                          kv_c_and_k_pe_cache + offset, count_bits(run) * ENTRY_BYTES, barrier);
             }
             page = page_at(start + TOKENS);
         };

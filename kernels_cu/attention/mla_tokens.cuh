@@ -12,7 +12,7 @@ struct TokenTable {
     int64_t step;  // stride of a row of pages, in elements; slots are contiguous
     int64_t num_pages, page_stride, slot_stride;
 
-    // The element of the row that places a token.
+    // The element of the row for a token.
     DEVICE int64_t at(int token) const { return LISTS_SLOTS ? row[token] : row[token / PAGE_SIZE * step]; }
     // Whether this element has a page, or slot, that exists.
     DEVICE bool exists(int64_t found) const { return found >= 0 && page_of(found) < num_pages; }
@@ -21,7 +21,7 @@ struct TokenTable {
         const int slot = LISTS_SLOTS ? int(uint64_t(found) % PAGE_SIZE) : token % PAGE_SIZE;
         return page_of(found) * page_stride + slot * slot_stride;
     }
-    DEVICE int64_t place(int64_t found, int token) const { return exists(found) ? offset(found, token) : NOWHERE; }
+    DEVICE int64_t find(int64_t found, int token) const { return exists(found) ? offset(found, token) : NOWHERE; }
 
 private:
     static DEVICE int64_t page_of(int64_t found) { return LISTS_SLOTS ? int64_t(uint64_t(found) / PAGE_SIZE) : found; }

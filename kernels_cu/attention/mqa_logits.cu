@@ -60,30 +60,31 @@ mqa_logits(float* logits,                 // [num_rows, columns]
                          group_rows,   length_step,  num_keys,     columns};
     const Keys keys{k,          k_scales,     kv_cache,  block_tables + blockIdx.x * table_stride, num_keys, key_stride,
                     num_blocks, block_stride, table_step};
-    // Rows of B and weights behind the heads stay zero.
+    // Rows of B and weights after the heads stay zero.
     for (int i = threadIdx.x; i < 2 * BUFFER_BYTES / 4; i += NUM_THREADS) reinterpret_cast<uint32_t*>(shared)[i] = 0;
     __syncthreads();
 
-    uint4 codes[COPIES];  // a row of queries on its way to shared memory
-    float weight = 0.0f;  // and, in the first threads, its weights
-    int staged = -1;      // the row in the current buffer
+    uint4 values[COPIES];  // a row of queries on its way to shared memory
+    float weight = 0.0f;   // and, in the first threads, its weights
+    int staged = -1;       // the row in the current buffer
     uint8_t* buffer = shared;
     const auto logits_of = [&](int row) { return logits + (first_row + row) * logits_stride; };
     const auto load_row = [&](int row) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int chunk = min(int(threadIdx.x) + i * NUM_THREADS, ROW_CHUNKS - 1);
-            codes[i] = *reinterpret_cast<const uint4*>(q + (first_row + row) * q_stride + chunk * 16);
+            values[i] = *reinterpret_cast<const uint4*>(q + (first_row + row) * q_stride + chunk * 16);
         }
         if (threadIdx.x < NUM_HEADS) weight = weights[(first_row + row) * weights_stride + threadIdx.x];
     };
     const auto store_row = [&] {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int chunk = threadIdx.x + i * NUM_THREADS, place = chunk % (HEAD_SIZE / 16);
+            const int chunk = threadIdx.x + i * NUM_THREADS, step_chunk = chunk % (HEAD_SIZE / 16);
             if (chunk >= ROW_CHUNKS) continue;
-            uint8_t* const to = buffer + chunk / (HEAD_SIZE / 16) * (PITCH * 2) + place / 4 * 128 + place % 4 * 4;
-            const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+            uint8_t* const to =
+                buffer + chunk / (HEAD_SIZE / 16) * (PITCH * 2) + step_chunk / 4 * 128 + step_chunk % 4 * 4;
+            const uint32_t words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 uint32_t halves[2];
@@ -148,7 +149,7 @@ mqa_logits(float* logits,                 // [num_rows, columns]
             const int next = next_row(row);
             if (next < end_row) load_row(next);
 
-            float sums[4] = {};  // of keys 8 i + g
+            float totals[4] = {};  // of keys 8 i + g
 #pragma unroll 1
             for (int head = 0; head < HEADS; head += 16) {
                 float d[2][2][4] = {};
@@ -169,8 +170,8 @@ mqa_logits(float* logits,                 // [num_rows, columns]
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float* const pair = &d[i / 2][n][i % 2 * 2];
-                        sums[i] = fmaf(of_heads.x, fmaxf(pair[0], 0.0f), sums[i]);
-                        sums[i] = fmaf(of_heads.y, fmaxf(pair[1], 0.0f), sums[i]);
+                        totals[i] = fmaf(of_heads.x, fmaxf(pair[0], 0.0f), totals[i]);
+                        totals[i] = fmaf(of_heads.y, fmaxf(pair[1], 0.0f), totals[i]);
                     }
                 }
             }
@@ -179,7 +180,8 @@ mqa_logits(float* logits,                 // [num_rows, columns]
             float even[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float kept = odd ? sums[2 * i + 1] : sums[2 * i], sent = odd ? sums[2 * i] : sums[2 * i + 1];
+                const float kept = odd ? totals[2 * i + 1] : totals[2 * i],
+                            sent = odd ? totals[2 * i] : totals[2 * i + 1];
                 even[i] = kept + shfl_xor(sent, 1);
             }
             const float total = (upper ? even[1] : even[0]) + shfl_xor(upper ? even[0] : even[1], 2);

@@ -52,7 +52,7 @@ def test_every_registered_name_is_there_or_listed_as_missing() -> None:
     ("name", "message"),
     [
         ("static_sink_attention", r"pyops.nn has no StaticSinkAttention \(static_sink_attention\)"),
-        ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\): no op has logits"),
+        ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\): is part of vLLM\'s engine"),
         ("nothing", "pyops.nn has no layer nothing"),
     ],
 )

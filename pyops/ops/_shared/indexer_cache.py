@@ -1,4 +1,4 @@
-"""The paged cache of sparse attention's indexer: a block holds the fp8 keys of all its slots, then all their scales."""
+"""The paged cache of sparse attention's indexer: its keys and scales, and the check of a call."""
 
 from __future__ import annotations
 

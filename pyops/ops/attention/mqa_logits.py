@@ -47,8 +47,8 @@ def _error_of_rows(q: Tensor, k: Tensor, k_scales: Tensor, weights: Tensor) -> f
 
 def _error_of_pages(q: Tensor, kv_cache: Tensor, weights: Tensor) -> float:
     keys, scales = indexer_parts(kv_cache, q.shape[-1])
-    codes = keys.contiguous().view(torch.float8_e4m3fn)
-    return _absolute_error(q, weights, _largest(codes, scales.contiguous().view(torch.float32)[..., 0]))
+    quants = keys.contiguous().view(torch.float8_e4m3fn)
+    return _absolute_error(q, weights, _largest(quants, scales.contiguous().view(torch.float32)[..., 0]))
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
@@ -217,21 +217,21 @@ def fp8_paged_mqa_logits(
     num_seqs, next_n, _, head_size = q.shape
     num_blocks, block_size, _ = kv_cache.shape
     keys, scales = indexer_parts(kv_cache, head_size)
-    codes, scales = keys.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)[..., 0]
+    quants, scales = keys.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)[..., 0]
     if clean_logits:
         logits.fill_(-torch.inf)
-    room = min(block_tables.shape[1] * block_size, logits.shape[1])
+    capacity = min(block_tables.shape[1] * block_size, logits.shape[1])
     for row in range(num_seqs * next_n):
         s, j = divmod(row, next_n)
         length = int(context_lens[s, j] if context_lens.ndim == 2 else context_lens[s]) - (
             0 if context_lens.ndim == 2 else next_n - 1 - j
         )
-        positions = torch.arange(max(0, min(length, room)), dtype=torch.int64, device=logits.device)
+        positions = torch.arange(max(0, min(length, capacity)), dtype=torch.int64, device=logits.device)
         blocks = block_tables[s][positions // block_size].long()
         there = (blocks >= 0) & (blocks < num_blocks)
-        place = blocks[there], positions[there] % block_size
+        slots = blocks[there], positions[there] % block_size
         found = torch.full_like(positions, -torch.inf, dtype=torch.float64)
-        found[there] = _scores(q[s, j], weights[row], codes[place], scales[place])
+        found[there] = _scores(q[s, j], weights[row], quants[slots], scales[slots])
         logits[row, : len(positions)] = found
 
 
@@ -310,8 +310,8 @@ def bad_indices_fp8_paged_mqa_logits(
     longest = context_lens.amax(-1) if context_lens.ndim == 2 else context_lens
     bad = bad_indices(block_tables, longest, num_blocks, block_size, max_tokens=logits.shape[1])
     if context_lens.ndim == 2:
-        room = min(block_tables.shape[1] * block_size, logits.shape[1])
-        bad["seq_lens"] = (context_lens < 0) | (context_lens > room)
+        capacity = min(block_tables.shape[1] * block_size, logits.shape[1])
+        bad["seq_lens"] = (context_lens < 0) | (context_lens > capacity)
     return {"block_tables": bad["block_tables"], "context_lens": bad["seq_lens"]}
 
 

@@ -42,15 +42,15 @@ def _call(
 
     pages = NUM_PAGES, PAGE_SIZE
     if kind == torch.uint8:
-        codes, rotated = draw(*pages, LATENT, to=FP8), draw(*pages, ROPE, to=dtype)
+        quants, rotated = draw(*pages, LATENT, to=FP8), draw(*pages, ROPE, to=dtype)
         scales = draw(*pages, 4, to=torch.float32).abs() * torch.tensor([0.1, 1.0, 2.0, 0.01])
-        entries = torch.cat([x.view(torch.uint8) for x in (codes, scales, rotated)], -1)
-        plain = torch.cat(((codes.float() * scales.repeat_interleave(128, -1)).to(dtype), rotated), -1)
+        entries = torch.cat([x.view(torch.uint8) for x in (quants, scales, rotated)], -1)
+        plain = torch.cat(((quants.float() * scales.repeat_interleave(128, -1)).to(dtype), rotated), -1)
     else:
         entries = plain = draw(*pages, ENTRY, to=kind or dtype)
     whole = torch.full((NUM_PAGES, PAGE_SIZE + 2, entries.shape[-1]), 255, dtype=torch.uint8)
-    apart = whole if kind == torch.uint8 else torch.full(whole.shape, torch.nan).to(entries.dtype)
-    apart[:, :PAGE_SIZE] = entries
+    padded = whole if kind == torch.uint8 else torch.full(whole.shape, torch.nan).to(entries.dtype)
+    padded[:, :PAGE_SIZE] = entries
     queries = draw(num_tokens, num_heads, ENTRY, to=dtype).to(device)
     indices = torch.randint(-1, SLOTS, (num_tokens, topk), generator=generator, dtype=torch.int32)
     return {
@@ -58,7 +58,7 @@ def _call(
         "lse": torch.full((num_tokens, num_heads), torch.nan, device=device),
         "q_nope": queries[..., :LATENT],
         "q_pe": queries[..., LATENT:],
-        "kv_c_and_k_pe_cache": apart.to(device)[:, :PAGE_SIZE],
+        "kv_c_and_k_pe_cache": padded.to(device)[:, :PAGE_SIZE],
         "indices": indices.to(device),
         "topk_length": None,
         "scale": ENTRY**-0.5,
@@ -131,7 +131,7 @@ def test_matches_float64_softmax(
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), topk=st.sampled_from([1, 31, 64, 130, 300]), heads=st.sampled_from([4, 20]))
 def test_any_lengths(device: str, data: st.DataObject, topk: int, heads: int) -> None:
-    """Lengths of 0, of 1 and beyond the list; what a list has behind its length is not read."""
+    """Lengths of 0, of 1 and beyond the list; what a list has after its length is not read."""
     lengths = data.draw(st.lists(st.integers(-3, topk + 3), min_size=1, max_size=3))
     call = _call(len(lengths), topk, heads, seed=data.draw(st.integers(0, 9)), device=device)
     call["topk_length"] = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -25,7 +25,7 @@ def _integers(generator: torch.Generator, *shape: int, largest: int = 4) -> torc
 
 
 def _right(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The logits of every row with every key, in float64. Sums of small integers are exact, in float32 too."""
+    """The logits of every row with every key, in float64. Additions of small integers are exact, in float32 too."""
     products = torch.einsum("mhd,nd->mhn", q.double(), keys.double()).relu()
     return torch.einsum("mh,mhn->mn", weights.double(), products) * scales.double()
 
@@ -45,7 +45,7 @@ def _rows(num_rows: int, num_keys: int, num_heads: int, head_size: int, seed: in
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), sizes=st.sampled_from([(64, 128), (33, 64), (3, 32)]), form=st.integers(0, 2))
 def test_logits_of_prompts(device: str, data: st.DataObject, sizes: tuple[int, int], form: int) -> None:
-    """Bounds anywhere; what has no logit is -inf, or untouched, or, compressed, behind the logits of its row."""
+    """Bounds anywhere; what has no logit is -inf, or untouched, or, compressed, after the logits of its row."""
     num_rows = data.draw(st.sampled_from([1, 2, 70]))
     num_keys = data.draw(st.sampled_from([1, 31, 256, 600]))
     tensors = _rows(num_rows, num_keys, *sizes, seed=data.draw(st.integers(0, 9)))
@@ -125,11 +125,11 @@ def test_logits_of_pages(
 ) -> None:
     num_seqs, next_n = data.draw(st.sampled_from([(1, 1), (3, 1), (2, 3)]))
     call = _paged(num_seqs, next_n, *sizes, seed=data.draw(st.integers(0, 9)))
-    room = 5 * sizes[2]
-    columns = data.draw(st.sampled_from([room, room - 3, room + 9]))
+    capacity = 5 * sizes[2]
+    columns = data.draw(st.sampled_from([capacity, capacity - 3, capacity + 9]))
     shape = (num_seqs, next_n) if per_row else (num_seqs,)
     count = num_seqs * (next_n if per_row else 1)
-    lengths = data.draw(st.lists(st.integers(-3, room + 12), min_size=count, max_size=count))
+    lengths = data.draw(st.lists(st.integers(-3, capacity + 12), min_size=count, max_size=count))
     context_lens = torch.tensor(lengths, dtype=torch.int32).view(shape)
     logits = torch.full((num_seqs * next_n, columns + 2), UNTOUCHED)
     right = logits.double().clone()
@@ -139,7 +139,7 @@ def test_logits_of_pages(
     for row in range(num_seqs * next_n):
         s, j = divmod(row, next_n)
         length = int(context_lens[s, j]) if per_row else int(context_lens[s]) - (next_n - 1 - j)
-        end = max(0, min(length, room, columns))
+        end = max(0, min(length, capacity, columns))
         right[row, :end] = every[row, :end]
     logits, given_ = logits.to(device), {name: x.to(device) for name, x in call.items() if name != "kv_cache"}
     cache = call["kv_cache"]
@@ -197,12 +197,12 @@ def test_indexer_of_a_decode_step(device: str) -> None:
     lengths = torch.tensor([num_keys], dtype=torch.int32, device=device)
     paged = torch.full((1, 128), UNTOUCHED, device=device)
     pyops.fp8_paged_mqa_logits(paged, q, cache, weights, lengths, table, False)
-    codes = torch.zeros(num_keys, head_size, dtype=torch.uint8, device=device)
+    quants = torch.zeros(num_keys, head_size, dtype=torch.uint8, device=device)
     scales = torch.zeros(num_keys, 4, dtype=torch.uint8, device=device)
     bounds = torch.tensor([0, num_keys], dtype=torch.int32, device=device)
-    pyops.cp_gather_indexer_k_quant_cache(cache, codes, scales, table, bounds)
+    pyops.cp_gather_indexer_k_quant_cache(cache, quants, scales, table, bounds)
     rows = torch.full((1, num_keys), UNTOUCHED, device=device)
-    gathered = codes, scales.view(torch.float32)[:, 0]
+    gathered = quants, scales.view(torch.float32)[:, 0]
     pyops.fp8_mqa_logits(rows, q[0], *gathered, weights, bounds[:1], bounds[1:], False, False)
     assert same_bits(paged[:, :num_keys].contiguous(), rows)
     chosen = pyops.top_k_per_row_decode.new(paged, 1, lengths, 1, 128, 1, top_k)
