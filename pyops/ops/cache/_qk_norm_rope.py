@@ -134,7 +134,7 @@ class Rows:
         weight_t = self._check_norms()
         self._check_outputs()
         kind, num_blocks, block_size = self._check_cache()
-        index_t = self._check_index()
+        index_t = _check_index(self)
         slots = self.slot_mapping
         rounds = _MANY_ROUNDS if num_tokens * heads > _FEW_GROUPS * qkv.device.num_sms else 1
         lanes = 1 << (size // _VEC_SIZE - 1).bit_length()
@@ -198,8 +198,8 @@ class Rows:
             qkv_stride=first_stride(qkv),
             cos_stride=first_stride(self.cos),
             sin_stride=first_stride(self.sin or self.cos),
-            **self._strides("key", self.key_cache),
-            **self._strides("value", self.value_cache or self.key_cache),
+            **_strides("key", self.key_cache, self.heads_first),
+            **_strides("value", self.value_cache or self.key_cache, self.heads_first),
             positions_stride=first_stride(self.positions),
             slot_mapping_stride=first_stride(slots),
             index_slot_mapping_stride=first_stride(self.index_slot_mapping),
@@ -244,12 +244,6 @@ class Rows:
             width = counts.get(name, self.num_q) * self.head_size
             check.shape(out, out.dtype, num_tokens=num_tokens, **{"heads * head_dim": width})
 
-    def _strides(self, name: str, cache: TensorArg | None) -> dict[str, int]:
-        """The strides of blocks, slots and heads of a cache."""
-        block, one, other, _ = cache.strides if cache else (0, 0, 0, 1)
-        slot, head = (other, one) if self.heads_first else (one, other)
-        return {f"{name}_block_stride": block, f"{name}_slot_stride": slot, f"{name}_head_stride": head}
-
     def _check_cache(self) -> tuple[DType, int, int]:
         """Check caches and slots; returns the element type, the number of blocks and their slots."""
         key, value, slots = self.key_cache, self.value_cache, self.slot_mapping
@@ -278,20 +272,28 @@ class Rows:
             check.scalar(scale)
         return kind, key.shape[0], max(1, key.shape[2 if self.heads_first else 1])
 
-    def _check_index(self) -> DType:
-        """Check the cache of the indexer; returns the element type of its tensors."""
-        out, cache = self.outputs.get("index_q_out"), self.index_cache
-        if cache is not None:
-            check.dtype(cache, self.qkv.dtype, float8_e4m3fn)
-            check.contiguous(cache)
-            if not cache.shape or cache.shape[-1] != self.head_size:
-                raise cache.error(f"expected a last dimension of {self.head_size} elements, got shape {cache.shape}")
-            if out is not None:
-                check.dtype(out, cache.dtype)
-        if self.index_slot_mapping is not None and self.slot_mapping is not None:
-            check.index(self.index_slot_mapping, num_slots=None)
-            check.dtype(self.index_slot_mapping, self.slot_mapping.dtype)
-            if self.index_slot_mapping.shape[0] > self.qkv.shape[0]:
-                raise self.index_slot_mapping.error(f"expected at most {self.qkv.shape[0]} slots")
-        given = cache or out
-        return given.dtype if given else self.qkv.dtype
+
+def _check_index(rows: Rows) -> DType:
+    """Check the cache of the indexer; returns the element type of its tensors."""
+    out, cache = rows.outputs.get("index_q_out"), rows.index_cache
+    if cache is not None:
+        check.dtype(cache, rows.qkv.dtype, float8_e4m3fn)
+        check.contiguous(cache)
+        if not cache.shape or cache.shape[-1] != rows.head_size:
+            raise cache.error(f"expected a last dimension of {rows.head_size} elements, got shape {cache.shape}")
+        if out is not None:
+            check.dtype(out, cache.dtype)
+    if rows.index_slot_mapping is not None and rows.slot_mapping is not None:
+        check.index(rows.index_slot_mapping, num_slots=None)
+        check.dtype(rows.index_slot_mapping, rows.slot_mapping.dtype)
+        if rows.index_slot_mapping.shape[0] > rows.qkv.shape[0]:
+            raise rows.index_slot_mapping.error(f"expected at most {rows.qkv.shape[0]} slots")
+    given = cache or out
+    return given.dtype if given else rows.qkv.dtype
+
+
+def _strides(name: str, cache: TensorArg | None, heads_first: bool) -> dict[str, int]:
+    """The strides of blocks, slots and heads of a cache."""
+    block, one, other, _ = cache.strides if cache else (0, 0, 0, 1)
+    slot, head = (other, one) if heads_first else (one, other)
+    return {f"{name}_block_stride": block, f"{name}_slot_stride": slot, f"{name}_head_stride": head}
