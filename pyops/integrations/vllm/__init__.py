@@ -4,9 +4,9 @@ A file imports only files above it:
 
 schemas schemas_0_33 signature   vLLM's schemas; their parser
 adapters adapters_0_33           functions that adapt an op to another argument order
+refusals                         ops, and arguments that vLLM's ops accept, which ours refuse
 table stand_ins library          which op serves which; modules for absent libraries; torch.library
 choice parts plugin              the switch PYOPS_VLLM; layers and functions other than ops; the entry points
-refusals                         arguments that vLLM's ops accept and ours refuse
 newer weight_only custom_ops     functions like those of ``vllm._custom_ops``
 """
 
