@@ -33,7 +33,7 @@ def muse_spark_mul_tanh_soft_cap(out: Tensor, input: Tensor, multiplier: float, 
         soft_cap_temp: the cap. Numbers are 0 or NaN under a cap of 0.
     """
     # float32 tensors of one element, as the kernel rounds both numbers before it multiplies
-    factor, cap = (torch.full((), value, dtype=torch.float32) for value in (multiplier, soft_cap_temp))
+    factor, cap = (torch.full((), one, dtype=torch.float32, device=input.device) for one in (multiplier, soft_cap_temp))
     out.copy_(cap * torch.tanh(input.float() * factor / cap))
 
 

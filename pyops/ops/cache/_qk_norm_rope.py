@@ -130,11 +130,11 @@ class Rows:
             raise qkv.error(f"expected heads, got {self.num_q} of queries and {self.num_kv} of keys")
         if qkv.shape[1] < heads * size:
             raise qkv.error(f"expected rows of at least {heads} heads of {size} elements, got shape {qkv.shape}")
-        _check_rotation(self)
-        weight_t = _check_norms(self)
+        self._check_rotation()
+        weight_t = self._check_norms()
         self._check_outputs()
         kind, num_blocks, block_size = self._check_cache()
-        index_t = self._check_index()
+        index_t = _check_index(self)
         slots = self.slot_mapping
         rounds = _MANY_ROUNDS if num_tokens * heads > _FEW_GROUPS * qkv.device.num_sms else 1
         lanes = 1 << (size // _VEC_SIZE - 1).bit_length()
@@ -198,13 +198,40 @@ class Rows:
             qkv_stride=first_stride(qkv),
             cos_stride=first_stride(self.cos),
             sin_stride=first_stride(self.sin or self.cos),
-            **self._strides("key", self.key_cache),
-            **self._strides("value", self.value_cache or self.key_cache),
+            **_strides("key", self.key_cache, self.heads_first),
+            **_strides("value", self.value_cache or self.key_cache, self.heads_first),
             positions_stride=first_stride(self.positions),
             slot_mapping_stride=first_stride(slots),
             index_slot_mapping_stride=first_stride(self.index_slot_mapping),
             **{name: 0 if value is None else value for name, value in fed.items()},
         )
+
+    def _check_rotation(self) -> None:
+        check.index(self.positions, num_tokens=self.qkv.shape[0])
+        if self.cos is None or not self.pairs:
+            return
+        if not 0 < 2 * self.pairs <= self.head_size:
+            most = self.head_size // 2
+            raise self.cos.error(f"expected at most {most} pairs of elements to rotate, got {self.pairs}")
+        for table in (self.cos, self.sin):
+            if table is None:
+                continue
+            check.floating(table)
+            check.dtype(table, self.cos.dtype)
+            check.sizes(table, max_position=self.cos.shape[0] if self.cos.shape else None, angles=None)
+            check.row_size(table)
+            least = self.pairs * (2 if self.sin is None else 1)
+            if table.shape[1] < least or not table.shape[0]:
+                raise table.error(f"expected at least one row, of at least {least} angles, got shape {table.shape}")
+
+    def _check_norms(self) -> DType:
+        """Check the weights; returns their dtype."""
+        kind = self.qkv.dtype
+        for weight in self.weights.values():
+            check.floating(weight)
+            kind = next(iter(self.weights.values())).dtype
+            check.shape(weight, kind, head_dim=self.head_size)
+        return kind
 
     def _check_outputs(self) -> None:
         num_tokens = self.qkv.shape[0]
@@ -216,12 +243,6 @@ class Rows:
             check.dtype(out, *kinds, *([float8_e4m3fn] if name == "index_q_out" else []))
             width = counts.get(name, self.num_q) * self.head_size
             check.shape(out, out.dtype, num_tokens=num_tokens, **{"heads * head_dim": width})
-
-    def _strides(self, name: str, cache: TensorArg | None) -> dict[str, int]:
-        """The strides of blocks, slots and heads of a cache."""
-        block, one, other, _ = cache.strides if cache else (0, 0, 0, 1)
-        slot, head = (other, one) if self.heads_first else (one, other)
-        return {f"{name}_block_stride": block, f"{name}_slot_stride": slot, f"{name}_head_stride": head}
 
     def _check_cache(self) -> tuple[DType, int, int]:
         """Check caches and slots; returns the element type, the number of blocks and their slots."""
@@ -251,49 +272,28 @@ class Rows:
             check.scalar(scale)
         return kind, key.shape[0], max(1, key.shape[2 if self.heads_first else 1])
 
-    def _check_index(self) -> DType:
-        """Check the cache of the indexer; returns the element type of its tensors."""
-        out, cache = self.outputs.get("index_q_out"), self.index_cache
-        if cache is not None:
-            check.dtype(cache, self.qkv.dtype, float8_e4m3fn)
-            check.contiguous(cache)
-            if not cache.shape or cache.shape[-1] != self.head_size:
-                raise cache.error(f"expected a last dimension of {self.head_size} elements, got shape {cache.shape}")
-            if out is not None:
-                check.dtype(out, cache.dtype)
-        if self.index_slot_mapping is not None and self.slot_mapping is not None:
-            check.index(self.index_slot_mapping, num_slots=None)
-            check.dtype(self.index_slot_mapping, self.slot_mapping.dtype)
-            if self.index_slot_mapping.shape[0] > self.qkv.shape[0]:
-                raise self.index_slot_mapping.error(f"expected at most {self.qkv.shape[0]} slots")
-        given = cache or out
-        return given.dtype if given else self.qkv.dtype
+
+def _check_index(rows: Rows) -> DType:
+    """Check the cache of the indexer; returns the element type of its tensors."""
+    out, cache = rows.outputs.get("index_q_out"), rows.index_cache
+    if cache is not None:
+        check.dtype(cache, rows.qkv.dtype, float8_e4m3fn)
+        check.contiguous(cache)
+        if not cache.shape or cache.shape[-1] != rows.head_size:
+            raise cache.error(f"expected a last dimension of {rows.head_size} elements, got shape {cache.shape}")
+        if out is not None:
+            check.dtype(out, cache.dtype)
+    if rows.index_slot_mapping is not None and rows.slot_mapping is not None:
+        check.index(rows.index_slot_mapping, num_slots=None)
+        check.dtype(rows.index_slot_mapping, rows.slot_mapping.dtype)
+        if rows.index_slot_mapping.shape[0] > rows.qkv.shape[0]:
+            raise rows.index_slot_mapping.error(f"expected at most {rows.qkv.shape[0]} slots")
+    given = cache or out
+    return given.dtype if given else rows.qkv.dtype
 
 
-def _check_rotation(rows: Rows) -> None:
-    check.index(rows.positions, num_tokens=rows.qkv.shape[0])
-    if rows.cos is None or not rows.pairs:
-        return
-    if not 0 < 2 * rows.pairs <= rows.head_size:
-        most = rows.head_size // 2
-        raise rows.cos.error(f"expected at most {most} pairs of elements to rotate, got {rows.pairs}")
-    for table in (rows.cos, rows.sin):
-        if table is None:
-            continue
-        check.floating(table)
-        check.dtype(table, rows.cos.dtype)
-        check.sizes(table, max_position=rows.cos.shape[0] if rows.cos.shape else None, angles=None)
-        check.row_size(table)
-        least = rows.pairs * (2 if rows.sin is None else 1)
-        if table.shape[1] < least or not table.shape[0]:
-            raise table.error(f"expected at least one row, of at least {least} angles, got shape {table.shape}")
-
-
-def _check_norms(rows: Rows) -> DType:
-    """Check the weights; returns their dtype."""
-    kind = rows.qkv.dtype
-    for weight in rows.weights.values():
-        check.floating(weight)
-        kind = next(iter(rows.weights.values())).dtype
-        check.shape(weight, kind, head_dim=rows.head_size)
-    return kind
+def _strides(name: str, cache: TensorArg | None, heads_first: bool) -> dict[str, int]:
+    """The strides of blocks, slots and heads of a cache."""
+    block, one, other, _ = cache.strides if cache else (0, 0, 0, 1)
+    slot, head = (other, one) if heads_first else (one, other)
+    return {f"{name}_block_stride": block, f"{name}_slot_stride": slot, f"{name}_head_stride": head}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ... import check
@@ -148,35 +147,48 @@ def fused_kimi_k3_mla_decode_q_concat_ds_mla_insert(
     mla.insert_latents(kv_c_normed, k_pe, k_cache, slot_mapping, cache_block_size, *rotation)
 
 
-def _plan_insert(with_scales: bool) -> Callable[..., Launch]:
-    """The plan of an op with a cache of floats, or of "fp8_ds_mla" entries."""
+@fused_kimi_k3_mla_decode_q_concat_kv_cache_insert.plan
+def plan_fused_kimi_k3_mla_decode_q_concat_kv_cache_insert(
+    ql_nope: TensorArg,
+    q_pe: TensorArg,
+    kv_c_normed: TensorArg,
+    k_pe: TensorArg,
+    mqa_q: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    cache_block_size: int,
+    position_ids: TensorArg | None,
+    cos_sin_cache: TensorArg | None,
+) -> Launch:
+    check.dtype(mqa_q, ql_nope.dtype)
+    check.dtype(k_cache, ql_nope.dtype)
+    tensors = ql_nope, q_pe, kv_c_normed, k_pe, mqa_q, k_cache, slot_mapping
+    return _launch(*tensors, cache_block_size, position_ids, cos_sin_cache)
 
-    def plan(
-        ql_nope: TensorArg,
-        q_pe: TensorArg,
-        kv_c_normed: TensorArg,
-        k_pe: TensorArg,
-        mqa_q: TensorArg,
-        k_cache: TensorArg,
-        slot_mapping: TensorArg,
-        cache_block_size: int,
-        position_ids: TensorArg | None,
-        cos_sin_cache: TensorArg | None,
-    ) -> Launch:
-        check.dtype(mqa_q, ql_nope.dtype)
-        check.dtype(k_cache, uint8 if with_scales else ql_nope.dtype)
-        tensors = ql_nope, q_pe, kv_c_normed, k_pe, mqa_q, k_cache, slot_mapping
-        return _launch(*tensors, cache_block_size, position_ids, cos_sin_cache)
 
-    return plan
+@fused_kimi_k3_mla_decode_q_concat_ds_mla_insert.plan
+def plan_fused_kimi_k3_mla_decode_q_concat_ds_mla_insert(
+    ql_nope: TensorArg,
+    q_pe: TensorArg,
+    kv_c_normed: TensorArg,
+    k_pe: TensorArg,
+    mqa_q: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    cache_block_size: int,
+    position_ids: TensorArg | None,
+    cos_sin_cache: TensorArg | None,
+) -> Launch:
+    check.dtype(mqa_q, ql_nope.dtype)
+    check.dtype(k_cache, uint8)
+    tensors = ql_nope, q_pe, kv_c_normed, k_pe, mqa_q, k_cache, slot_mapping
+    return _launch(*tensors, cache_block_size, position_ids, cos_sin_cache)
 
 
 fused_kimi_k3_mla_decode_q_concat_kv_cache_insert.result(_query_result)
-fused_kimi_k3_mla_decode_q_concat_kv_cache_insert.plan(_plan_insert(with_scales=False))
 fused_kimi_k3_mla_decode_q_concat_kv_cache_insert.bad_indices(_bad_insert)
 fused_kimi_k3_mla_decode_q_concat_kv_cache_insert.traffic(_traffic)
 fused_kimi_k3_mla_decode_q_concat_ds_mla_insert.result(_query_result)
-fused_kimi_k3_mla_decode_q_concat_ds_mla_insert.plan(_plan_insert(with_scales=True))
 fused_kimi_k3_mla_decode_q_concat_ds_mla_insert.bad_indices(_bad_insert)
 fused_kimi_k3_mla_decode_q_concat_ds_mla_insert.traffic(_traffic)
 

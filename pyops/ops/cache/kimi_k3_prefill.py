@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
-from ..._core.tensors.dtypes import uint8
+from ..._core.tensors.dtypes import DType, uint8
 from ..._core.tensors.tensor import TensorArg
 from . import _mla_epilogue as mla
 
@@ -132,41 +131,71 @@ def fused_kimi_k3_mla_key_concat_ds_mla_insert(
     _insert(q, k_nope, k_pe, kv_c_normed, k_out, k_cache, slot_mapping, cache_block_size, *rotation)
 
 
-def _plan_insert(with_scales: bool) -> Callable[..., Launch]:
-    """The plan of an op with a cache of floats, or of "fp8_ds_mla" entries."""
+def _launch_insert(
+    q: TensorArg,
+    k_nope: TensorArg,
+    k_pe: TensorArg,
+    kv_c_normed: TensorArg,
+    k_out: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    cache_block_size: int,
+    position_ids: TensorArg | None,
+    cos_sin_cache: TensorArg | None,
+    cache_dtype: DType,
+) -> Launch:
+    check.dtype(k_cache, cache_dtype)
+    for arg in (q, k_out):
+        check.dtype(arg, k_nope.dtype)
+    sizes = {"nope_size + rope_size": sum(one.shape[-1] for one in (k_nope, k_pe) if one.shape)}
+    check.sizes(q, num_tokens=None, num_heads=None, **sizes)
+    return mla.Epilogue(
+        k_pe,
+        k_nope,
+        q_out=q,
+        k_nope=k_nope,
+        k_out=k_out,
+        kv_c=kv_c_normed,
+        k_cache=k_cache,
+        slot_mapping=slot_mapping,
+        block_size=cache_block_size,
+        position_ids=position_ids,
+        cos_sin_cache=cos_sin_cache,
+    ).launch()
 
-    def plan(
-        q: TensorArg,
-        k_nope: TensorArg,
-        k_pe: TensorArg,
-        kv_c_normed: TensorArg,
-        k_out: TensorArg,
-        k_cache: TensorArg,
-        slot_mapping: TensorArg,
-        cache_block_size: int,
-        position_ids: TensorArg | None,
-        cos_sin_cache: TensorArg | None,
-    ) -> Launch:
-        check.dtype(k_cache, uint8 if with_scales else k_nope.dtype)
-        for arg in (q, k_out):
-            check.dtype(arg, k_nope.dtype)
-        sizes = {"nope_size + rope_size": sum(one.shape[-1] for one in (k_nope, k_pe) if one.shape)}
-        check.sizes(q, num_tokens=None, num_heads=None, **sizes)
-        return mla.Epilogue(
-            k_pe,
-            k_nope,
-            q_out=q,
-            k_nope=k_nope,
-            k_out=k_out,
-            kv_c=kv_c_normed,
-            k_cache=k_cache,
-            slot_mapping=slot_mapping,
-            block_size=cache_block_size,
-            position_ids=position_ids,
-            cos_sin_cache=cos_sin_cache,
-        ).launch()
 
-    return plan
+@fused_kimi_k3_mla_key_concat_kv_cache_insert.plan
+def plan_fused_kimi_k3_mla_key_concat_kv_cache_insert(
+    q: TensorArg,
+    k_nope: TensorArg,
+    k_pe: TensorArg,
+    kv_c_normed: TensorArg,
+    k_out: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    cache_block_size: int,
+    position_ids: TensorArg | None,
+    cos_sin_cache: TensorArg | None,
+) -> Launch:
+    tensors = q, k_nope, k_pe, kv_c_normed, k_out, k_cache, slot_mapping
+    return _launch_insert(*tensors, cache_block_size, position_ids, cos_sin_cache, k_nope.dtype)
+
+
+@fused_kimi_k3_mla_key_concat_ds_mla_insert.plan
+def plan_fused_kimi_k3_mla_key_concat_ds_mla_insert(
+    q: TensorArg,
+    k_nope: TensorArg,
+    k_pe: TensorArg,
+    kv_c_normed: TensorArg,
+    k_out: TensorArg,
+    k_cache: TensorArg,
+    slot_mapping: TensorArg,
+    cache_block_size: int,
+    position_ids: TensorArg | None,
+    cos_sin_cache: TensorArg | None,
+) -> Launch:
+    tensors = q, k_nope, k_pe, kv_c_normed, k_out, k_cache, slot_mapping
+    return _launch_insert(*tensors, cache_block_size, position_ids, cos_sin_cache, uint8)
 
 
 def _traffic_insert(
@@ -188,11 +217,9 @@ def _bad_insert(
 
 
 fused_kimi_k3_mla_key_concat_kv_cache_insert.result(_key_result)
-fused_kimi_k3_mla_key_concat_kv_cache_insert.plan(_plan_insert(with_scales=False))
 fused_kimi_k3_mla_key_concat_kv_cache_insert.bad_indices(_bad_insert)
 fused_kimi_k3_mla_key_concat_kv_cache_insert.traffic(_traffic_insert)
 fused_kimi_k3_mla_key_concat_ds_mla_insert.result(_key_result)
-fused_kimi_k3_mla_key_concat_ds_mla_insert.plan(_plan_insert(with_scales=True))
 fused_kimi_k3_mla_key_concat_ds_mla_insert.bad_indices(_bad_insert)
 fused_kimi_k3_mla_key_concat_ds_mla_insert.traffic(_traffic_insert)
 
