@@ -5,11 +5,12 @@
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
 // SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
-// partial[j] sums over the j-th SCALE_BLOCK elements of K: a k-tile.
+// partial[j] is the sum over the j-th SCALE_BLOCK elements of K: a k-tile.
 //
 // A block takes an output tile of TILE_M x TILE_N, or with WIDE two of adjacent columns, each with an epilogue of its own
-// that fits into registers. GATED: b has 2 N rows, gates and then ups; the block has accumulators for a tile of each. SWAP: tcgen05 multiplies at least 64 rows, so the rows of b take the place of those of a where a's
-// tile has fewer, and the accumulators are transposed.
+// that fits into registers. GATED: b has 2 N rows, gates and then ups; the block has accumulators for a tile of each.
+// SWAP: tcgen05 multiplies at least 64 rows, so where a tile of a has fewer, the rows of b are the rows of the product,
+// and the accumulators are transposed.
 //
 // The raster order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks `group_rows` row tiles
 // down M, then the next column tile.
@@ -106,8 +107,8 @@ gemm_sm100(out_t* out,                 // [M, N]
     }
 
     // x[m, n] of gemm_epilogue.cuh; `half`: 1 for ups.
-    const auto value = [&](auto sums, int half, uint32_t column) {
-        auto sum = unswapped(sums);
+    const auto value = [&](auto accum, int half, uint32_t column) {
+        auto sum = unswapped(accum);
         if constexpr (AZP > 0) {
             auto z = spread<TILE_M, TILE_N>(for_columns(azp_adj, 1, columns, column));
             if constexpr (AZP == 2) z = z * spread<TILE_M, TILE_N>(for_rows(azp, 1, rows, row));

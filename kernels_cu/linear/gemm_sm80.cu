@@ -9,7 +9,8 @@
 //     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
 // SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
-// partial[j] sums over the j-th SCALE_BLOCK elements of K. With experts the scales are b_scales[e, n / SCALE_BLOCK, j].
+// partial[j] is the sum over the j-th SCALE_BLOCK elements of K. With experts the scales are
+// b_scales[e, n / SCALE_BLOCK, j].
 //
 // Blocks: a block takes an output tile of TILE_M x TILE_N, with experts of TILE_M rows of one expert. blockIdx.x counts
 // tiles: GROUP_ROWS row tiles come before the next column tile, so that concurrent blocks read the same rows of a and b;
@@ -50,16 +51,16 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 
 // The accumulators of a thread.
 struct Accumulators {
-    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    sum_t current[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
     total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};  // promoted
 
     DEVICE total_t get(int i, int j, int l) const {
         if constexpr (SCALE_BLOCK > 0) return totals[i][j][l];
-        else return sums[i][j][l];
+        else return current[i][j][l];
     }
     // Promotes accumulator l of MMA tile (i, j), multiplied by its block scales, and clears it.
     DEVICE void promote(int i, int j, int l, float scale) {
-        sum_t& sum = sums[i][j][l];
+        sum_t& sum = current[i][j][l];
         total_t& total = totals[i][j][l];
         total = fmaf(scale, float(sum), total);
         sum = 0;
@@ -183,7 +184,7 @@ gemm_sm80(out_t* out,                 // [M, N]
     const BlockScales scales{a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step};
     Accumulators accum;
     const int steps = int(end_step - first_step);
-    multiply_tile(accum.sums, tile, memory, k, first_step, steps, warp_row, warp_column, [&](int step) {
+    multiply_tile(accum.current, tile, memory, k, first_step, steps, warp_row, warp_column, [&](int step) {
         tile.promote(accum, scales, warp_row + lane_row(lane), warp_column, first_step + step);
     });
 
@@ -245,7 +246,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_s
                              b_scale_step, a_scale_block_step, b_scale_block_step};
     Accumulators accum;
     const int steps = int((k + STEP - 1) / STEP);
-    multiply_tile(accum.sums, tile, memory, k, 0, steps, warp_row, warp_column,
+    multiply_tile(accum.current, tile, memory, k, 0, steps, warp_row, warp_column,
                   [&](int step) { tile.promote(accum, scales, warp_row + g, warp_column + t, step); });
 
     const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{

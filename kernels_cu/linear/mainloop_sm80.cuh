@@ -19,7 +19,7 @@ struct OperandRow {
 // with SCALE_BLOCK.
 template <typename Tile, typename Promote>
 DEVICE void
-multiply_tile(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,
+multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,
               int64_t first_step, int steps, int warp_row, int warp_column, const Promote& promote) {
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
@@ -59,7 +59,7 @@ multiply_tile(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& 
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         load(step + STAGES - 1);
-        multiply_step(sums, stage_of(step), warp_row, TILE_M + warp_column);
+        multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
         store_held(step + STAGES - 1);
         if constexpr (SCALE_BLOCK > 0) promote(step);
     }

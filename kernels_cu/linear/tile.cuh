@@ -8,8 +8,8 @@
 //     multiply_nt(a, b, c)     c + a b^T; operands of 8 or 16 bits, c of float or int32_t
 //     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y
 //
-// M and N are powers of two. TMA loads and stores a view whose address, row stride and columns are multiples of 16 bytes;
-// the kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
+// M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16 bytes.
+// The kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
 #pragma once
 
 #if PYOPS_HOST

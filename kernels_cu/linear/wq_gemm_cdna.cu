@@ -108,13 +108,13 @@ wq_gemm_cdna(out_t* out,                          // [M, N]
         return TILE_N > 64 && column >= n ? column - 64 : column;  // n is a multiple of 64
     };
     PackedSteps steps({quants, scales, zeros, n, k, groups}, first_step, end_step, memory, a_row, existing_column);
-    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
-    steps.multiply(sums, warp_row, warp_column);
+    sum_t accum[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    steps.multiply(accum, warp_row, warp_column);
 
     float result[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        result[i] = sums[i / (COLUMN_TILES * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMN_TILES][i % PRODUCT_SUMS];
+        result[i] = accum[i / (COLUMN_TILES * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMN_TILES][i % PRODUCT_SUMS];
     }
     if (!add_splits<SPLITS>(result, partial, arrived, &is_last)) return;
     const epilogue_t epilogue{topk_weights, a_scales, b_scales, bias, 1, a_scale_step, b_scale_step};
@@ -170,13 +170,13 @@ wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
                               k,
                               groups};
     PackedSteps steps(weight, 0, (k + STEP - 1) / STEP, memory, a_row, existing_row);
-    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
-    steps.multiply(sums, warp_row, warp_column);
+    sum_t accum[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    steps.multiply(accum, warp_row, warp_column);
 
     const epilogue_t epilogue{
         topk_weights, nullptr, row_scales + expert * b_scale_expert_step, bias + expert * b_rows, int(top_k), 0,
         b_scale_step};
-    const auto sum_at = [&](int i, int j, int l) { return sums[i][j][l]; };
+    const auto sum_at = [&](int i, int j, int l) { return accum[i][j][l]; };
     write_expert_tile(out, out_stride, int(n), b_rows, epilogue, rows_of_tile + warp_row + lane_row(lane),
                       warp_column + lane_column(lane), b_row_of, sum_at);
 }

@@ -54,8 +54,8 @@ def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
 
 def _gemm_configs(shape: GemmShape, device: Device) -> Iterator[GemmConfig]:
     """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
-    part of the tile's time. Clusters along N only without a column tile past the end of b, whose rows TMA is slow to
-    fill with zeros."""
+    part of the tile's time. Clusters along N only without a column tile past the end of b: TMA is slow to fill
+    rows with zeros."""
     wide = () if shape.block_scaled else (112, 96, 32) if shape.promoted else (96, 160, 192, 224, 256, 32)
     ping_pong = (192, 128) if shape.dtype.itemsize == 1 and not shape.promoted else ()
     row_bytes = GemmConfig.TILE_M * shape.num_k_tiles * K_TILE_BYTES

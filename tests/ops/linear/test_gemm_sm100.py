@@ -62,8 +62,8 @@ def test_scaled_mm(one: TileConfig, dtype: torch.dtype) -> None:
         azp = torch.randint(-90, 90, (m,), generator=torch.Generator().manual_seed(6), dtype=torch.int32)
         with forced("cutlass_scaled_mm_azp", one):
             pyops.cutlass_scaled_mm_azp(out, a, b, a_scales, b_scales, adj, azp, bias)
-        sums = a.double() @ b.double() - azp.double()[:, None] * adj.double()
-        assert_rounded_once(out, a_scales.double() * b_scales.double() * sums + bias.double())
+        accum = a.double() @ b.double() - azp.double()[:, None] * adj.double()
+        assert_rounded_once(out, a_scales.double() * b_scales.double() * accum + bias.double())
 
 
 @needs_compiler
