@@ -3835,7 +3835,7 @@ class _fused_deepseek_v4_kv_rope_insert(_Attributes, Protocol):
         """Rotate the key of DeepSeek-V4, and write it into a paged cache.
 
         The key is ``rotated(kv[t])``, as in `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the two
-        formats of a cache of bytes, and the tokens of which nothing is written. A cache of floats holds the key rounded to
+        formats of a cache of bytes, and the tokens that are skipped. A cache of floats holds the key rounded to
         T; a cache of float8_e4m3fn holds ``key * (1 / fp8_scale)``, saturating, where NaN becomes -448.
 
         Args:
@@ -3870,7 +3870,7 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(_Attributes, 
 
         ``q[t, h] = rotated(x / sqrt(mean(x^2) + eps))`` for ``x = q[t, h]``, and the key is ``rotated(kv[t])``, as in
         `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the rotation, and the tokens that are not
-        rotated or of which no key is written. All in float32, rounded to T at the end.
+        rotated or have no key written. All in float32, rounded to T at the end.
 
         Args:
             q: [num_tokens, num_heads, 512], float16 or bfloat16, contiguous, read and written.
@@ -4682,10 +4682,10 @@ class _fused_minimax_m3_qknorm_rope_kv_insert(_Attributes, Protocol):
             index_cache: [..., head_size], contiguous, of the dtype of `qkv` or float8_e4m3fn, written where slots say;
                 needed with an index and `kv_cache`.
             block_size: slots of a block of `kv_cache`.
-            q_out: [num_tokens, num_heads * head_size] of the dtype of `qkv`, contiguous, written: queries, instead of in
-                place; or None.
+            q_out: [num_tokens, num_heads * head_size] of the dtype of `qkv`, contiguous, written: queries, instead of
+                in qkv; or None.
             index_q_out: [num_tokens, num_index_heads * head_size] of the dtype of `index_cache`, contiguous, written: index
-                queries, instead of in place; or None.
+                queries, instead of in qkv; or None.
             kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
             skip_index_branch: whether index heads stay as they are.
             q_fp8_out: [num_tokens, num_heads * head_size] float8_e4m3fn, contiguous, written: queries, rounded to T,

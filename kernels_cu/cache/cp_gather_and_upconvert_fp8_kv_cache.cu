@@ -61,15 +61,15 @@ DEVICE float scale_of(const uint8_t* entry, int element) {
 }
 
 // Eight values times their scale. With NVFP4 that is exact.
-DEVICE Vec<bf16_t, VEC_SIZE> decoded(const code_t& codes, float scale) {
+DEVICE Vec<bf16_t, VEC_SIZE> decoded(const code_t& quants, float scale) {
     if constexpr (NVFP4) {
         float x[VEC_SIZE];
 #pragma unroll
-        for (int i = 0; i < VEC_SIZE; ++i) x[i] = e2m1_to_float(codes.data[i / 2] >> (i % 2 * 4) & 15) * scale;
+        for (int i = 0; i < VEC_SIZE; ++i) x[i] = e2m1_to_float(quants.data[i / 2] >> (i % 2 * 4) & 15) * scale;
         return Vec<bf16_t, VEC_SIZE>::from_floats(x);
     } else {
         Vec<fp8_e4m3_t, VEC_SIZE> eight;
-        eight.word<VEC_SIZE>(0) = codes.word<VEC_SIZE>(0);
+        eight.word<VEC_SIZE>(0) = quants.word<VEC_SIZE>(0);
         return decode<bf16_t>(eight, scale);
     }
 }
@@ -225,7 +225,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
     // A row without an entry loads an existing entry and does not use it: a conditional load would be issued late.
     const uint32_t found = ballot_of_group(at != NOWHERE);
     at = max(at, int64_t(0));
-    code_t codes[ROWS][2];
+    code_t quants[ROWS][2];
     float scales[ROWS][2];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -233,7 +233,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int element = half * HALF + lane * VEC_SIZE;
-            codes[i][half] = code_t::load<CODE_ACCESS>(entry + element / VEC_SIZE * CODE_BYTES);
+            quants[i][half] = code_t::load<CODE_ACCESS>(entry + element / VEC_SIZE * CODE_BYTES);
             scales[i][half] = scale_of(entry, element);
         }
     }
@@ -248,7 +248,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
         if (!(found >> i & 1)) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const auto eight = decoded(codes[i][half], scales[i][half]);
+            const auto eight = decoded(quants[i][half], scales[i][half]);
             eight.store<DST_ACCESS>(dst + i * dst_stride + half * HALF + lane * VEC_SIZE);
         }
     }

@@ -47,7 +47,7 @@ constexpr int HALF = ROPE_SIZE / 2, CHUNK = 16;  // CHUNK: adjacent elements of 
 constexpr bool BYTES = is_same<entry_t, uint8_t>, TAIL_SCALES = GROUP == 64;
 constexpr int CODES = TAIL_SCALES ? NOPE_SIZE : HEAD_SIZE;  // quantized elements of an entry of bytes
 constexpr int ENTRY_BYTES = NOPE_SIZE + 2 * ROPE_SIZE,
-              SCALE_BYTES = 8;           // of an entry whose scales come after the block
+              SCALE_BYTES = 8;           // of an entry, and of its scales after the block
 constexpr int HEADS = PADDED_HEADS + 1;  // the key is the last
 constexpr int GROUPS = ceil_div(HEADS, ROUNDS);
 constexpr int CODE_ACCESS = ENTRY_ACCESS < 8 ? ENTRY_ACCESS : 8;
@@ -72,7 +72,7 @@ DEVICE void turn(float (&x)[VEC_SIZE], const float (&cosine)[PAIRS], const float
     }
 }
 
-// The fp8 codes of x * reciprocal.
+// The fp8 quants of x * reciprocal.
 template <typename code_t>
 DEVICE Vec<code_t, VEC_SIZE> codes_of(const float (&x)[VEC_SIZE], float reciprocal) {
     constexpr float largest = Codes<code_t>::largest;
@@ -82,7 +82,7 @@ DEVICE Vec<code_t, VEC_SIZE> codes_of(const float (&x)[VEC_SIZE], float reciproc
     return Vec<code_t, VEC_SIZE>::from_floats(y);
 }
 
-// x, or its fp8 codes under a scale with this reciprocal.
+// x, or its fp8 quants under a scale with this reciprocal.
 template <typename T>
 DEVICE Vec<T, VEC_SIZE> stored(const float (&x)[VEC_SIZE], float reciprocal) {
     if constexpr (is_same<T, scalar_t>) {
@@ -203,9 +203,9 @@ deepseek_v4_insert(const scalar_t* q_in,            // [num_tokens, NUM_HEADS, 5
                 const float scale = power_of_two_above(ieee_divide(fmaxf(max_abs[i], 1e-4f), largest));
                 float v[VEC_SIZE];
                 rounded.to_floats(v);
-                Vec<uint8_t, VEC_SIZE> codes;
-                codes.word<VEC_SIZE>(0) = codes_of<fp8_e4m3_t>(v, ieee_divide(1.0f, scale)).template word<VEC_SIZE>(0);
-                codes.template store<CODE_ACCESS>(entry + element);
+                Vec<uint8_t, VEC_SIZE> quants;
+                quants.word<VEC_SIZE>(0) = codes_of<fp8_e4m3_t>(v, ieee_divide(1.0f, scale)).template word<VEC_SIZE>(0);
+                quants.template store<CODE_ACCESS>(entry + element);
                 if (element % GROUP == 0) scale_bytes[element / GROUP] = exponent_of(scale);
             }
         }

@@ -46,7 +46,7 @@ constexpr int HEAD_ITEMS = Q_ITEMS + K_ITEMS + V_ITEMS;
 constexpr int ITEMS = ENTRY_ITEMS + NUM_HEADS * HEAD_ITEMS;
 // Tiles of entries begin at lanes that are multiples of 16.
 constexpr int TOKEN_ITEMS = SCALES ? ceil_div(ITEMS, 16) * 16 : ITEMS;
-constexpr int SCALE_BYTES = LATENT_SIZE, ROPE_BYTES = LATENT_SIZE + LATENT_SIZE / TILE_SIZE * 4;  // places in an entry
+constexpr int SCALE_BYTES = LATENT_SIZE, ROPE_BYTES = LATENT_SIZE + LATENT_SIZE / TILE_SIZE * 4;  // offsets in an entry
 constexpr int CODE_ACCESS = ENTRY_ACCESS < 8 ? ENTRY_ACCESS : 8, SCALE_ACCESS = ENTRY_ACCESS < 4 ? ENTRY_ACCESS : 4;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
@@ -96,12 +96,12 @@ mla_epilogue(const scalar_t* q_nope,          // [num_tokens, NUM_HEADS, Q_SIZE 
     if (token >= num_tokens || item >= ITEMS) part = NONE;
 
     int64_t position = 0, entry = NOWHERE;
-    bool turns = APPLY_ROPE;
+    bool rotates = APPLY_ROPE;
     if (APPLY_ROPE && part != NONE) {
         position = position_ids[token * positions_stride];
-        turns = position >= 0 && position < max_position;
+        rotates = position >= 0 && position < max_position;
     }
-    if (part == ENTRY && token < num_slots && (turns || !APPLY_ROPE)) {
+    if (part == ENTRY && token < num_slots && (rotates || !APPLY_ROPE)) {
         const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
         entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
     }
@@ -140,7 +140,7 @@ mla_epilogue(const scalar_t* q_nope,          // [num_tokens, NUM_HEADS, Q_SIZE 
     if (part != NONE && (part != ENTRY || entry != NOWHERE)) vec = vec_t::load<ACCESS_SIZE>(from);
     float x[VEC_SIZE];
     vec.to_floats(x);
-    if (APPLY_ROPE && turns && rope >= 0 && part != NONE) {
+    if (APPLY_ROPE && rotates && rope >= 0 && part != NONE) {
         float cosine[PAIRS], sine[PAIRS];
         const float* angles = cos_sin_cache + position * table_stride + rope / 2;
         load_floats<ANGLE_ACCESS>(angles, cosine);
@@ -164,9 +164,9 @@ mla_epilogue(const scalar_t* q_nope,          // [num_tokens, NUM_HEADS, Q_SIZE 
                 rotated.store<ENTRY_ACCESS>(bytes + ROPE_BYTES + rope * 2);
             } else {
                 const float scale = power_of_two_above(fmaxf(ieee_divide(max_abs, largest), 1e-4f));
-                Vec<uint8_t, VEC_SIZE> codes;
-                codes.word<VEC_SIZE>(0) = encode<fp8_e4m3_t>(vec, Quotient(scale)).template word<VEC_SIZE>(0);
-                codes.store<CODE_ACCESS>(bytes + element);
+                Vec<uint8_t, VEC_SIZE> quants;
+                quants.word<VEC_SIZE>(0) = encode<fp8_e4m3_t>(vec, Quotient(scale)).template word<VEC_SIZE>(0);
+                quants.store<CODE_ACCESS>(bytes + element);
                 if (element % TILE_SIZE == 0) {
                     store_float<SCALE_ACCESS>(bytes + SCALE_BYTES + element / TILE_SIZE * 4, scale);
                 }

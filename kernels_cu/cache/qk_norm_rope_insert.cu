@@ -4,9 +4,9 @@
 //     n = x / sqrt(mean(x^2) + eps) * (weight + weight_bias)    over one head; without HAS_WEIGHTS n = x / sqrt(...)
 //     y = T(rope(n));  rope rotates the first 2 * HALF elements, as head_rotation.cuh says, by row positions[t] of cos
 //         and sin; T is the dtype of qkv; all else in float32
-//     queries, keys: y to q_out, k_out, or in place; values: x to v_out
+//     queries, keys: y to q_out, k_out, or in offset; values: x to v_out
 //     q_fp8_out = e4m3(y / scale);  the caches of keys and values get y and x, or fp8 of y / k_scale and x / v_scale
-//     index queries: y to index_q_out, or in place;  the index key: y in place and to index_cache; index_t is T or fp8
+//     index queries: y to index_q_out, or in offset;  the index key: y in offset and to index_cache; index_t is T or fp8
 //
 // A token with a position outside the table is not rotated, and nothing of it is inserted; nor is what has no slot.
 //
@@ -127,7 +127,7 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
             float partner[VEC_SIZE];
             float* of_group = VIA_SHARED ? shared + threadIdx.x / LANES * (LANES * VEC_SIZE) : nullptr;
             Rotation::load_partners(n, element, of_group, partner);
-            if (known && rotates) Rotation::turn(n, element, cosine, sine, partner);
+            if (known && rotates) Rotation::rotate(n, element, cosine, sine, partner);
         }
         if (!exists || head >= HEADS) continue;
         const vec_t y = is_v ? vecs[round] : vec_t::from_floats(n);
@@ -144,8 +144,8 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         }
         if (to != nullptr) y.template store<ACCESS_SIZE>(to);
         if (is_q && q_fp8_out != nullptr) {
-            fp8_e4m3_t* codes = q_fp8_out + (token * NUM_Q + head) * HEAD_SIZE + element;
-            encode<fp8_e4m3_t>(y, over_q).template store<ACCESS_SIZE>(codes);
+            fp8_e4m3_t* quants = q_fp8_out + (token * NUM_Q + head) * HEAD_SIZE + element;
+            encode<fp8_e4m3_t>(y, over_q).template store<ACCESS_SIZE>(quants);
         }
 
         if (!INSERT || !known) continue;
@@ -155,11 +155,11 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
             const int64_t at = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
             if (at == NOWHERE) continue;
             const int64_t head_stride = is_k ? key_head_stride : value_head_stride;
-            const int64_t place = at + (head - (is_k ? FIRST_K : FIRST_V)) * head_stride + element;
+            const int64_t offset = at + (head - (is_k ? FIRST_K : FIRST_V)) * head_stride + element;
             const float* scale_of = is_k ? k_scale : v_scale;
             const Quotient over(scale_of == nullptr ? 1.0f : *scale_of);
             cache_t* values = ONE_CACHE ? key_cache + HEAD_SIZE : value_cache;
-            encode<cache_t>(y, over).template store<ACCESS_SIZE>((is_k ? key_cache : values) + place);
+            encode<cache_t>(y, over).template store<ACCESS_SIZE>((is_k ? key_cache : values) + offset);
         }
         if (is_index_k) {
             const bool own = INDEX_SLOTS;

@@ -52,8 +52,8 @@ struct HeadRotation {
     }
 
     // Rotates the lane's elements.
-    static DEVICE void turn(float (&n)[VEC_SIZE], int element, const float (&cosine)[VEC_SIZE],
-                            const float (&sine)[VEC_SIZE], const float (&partner)[VEC_SIZE]) {
+    static DEVICE void rotate(float (&n)[VEC_SIZE], int element, const float (&cosine)[VEC_SIZE],
+                              const float (&sine)[VEC_SIZE], const float (&partner)[VEC_SIZE]) {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
             const bool low = IS_NEOX ? element + j < HALF : j % 2 == 0;

@@ -83,7 +83,7 @@ fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + 
             for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
 
             Rotation::load_partners(n, element, VIA_SHARED ? shared + group * HEAD_SIZE : nullptr, partner);
-            if (rotates) Rotation::turn(n, element, cosine, sine, partner);
+            if (rotates) Rotation::rotate(n, element, cosine, sine, partner);
             if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {
                 vec_t::from_floats(n).store<ACCESS_SIZE>(x + head * HEAD_SIZE);
             }

@@ -25,25 +25,25 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int SOURCES = NUM_BLOCKS + 1, LANES = 32, WARPS = NUM_THREADS / LANES;
 constexpr int VECS = ceil_div(HIDDEN_SIZE, NUM_THREADS* VEC_SIZE);
-constexpr int SUMS = 2 * SOURCES;  // of each source, the squares and the products with the weights
+constexpr int ACCS = 2 * SOURCES;  // of each source, the squares and the products with the weights
 
 DEVICE int column_of(int i) { return (i * NUM_THREADS + int(threadIdx.x)) * VEC_SIZE; }
 
-// Replaces each of the N sums of a thread by that of the block.
+// Adds each of the N accumulators of a thread over the block.
 template <int N>
-DEVICE void add_over_block(float (&sums)[N], float* partial) {
+DEVICE void add_over_block(float (&acc)[N], float* partial) {
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < N; ++s) {
-        sums[s] = lane_reduce<Sum, LANES>(sums[s]);
-        if (threadIdx.x % LANES == 0) partial[s * WARPS + threadIdx.x / LANES] = sums[s];
+        acc[s] = lane_reduce<Sum, LANES>(acc[s]);
+        if (threadIdx.x % LANES == 0) partial[s * WARPS + threadIdx.x / LANES] = acc[s];
     }
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < N; ++s) {
-        sums[s] = 0.0f;
+        acc[s] = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sums[s] += partial[s * WARPS + warp];
+        for (int warp = 0; warp < WARPS; ++warp) acc[s] += partial[s * WARPS + warp];
     }
 }
 
@@ -58,7 +58,7 @@ kimi_k3_attn_res(scalar_t* prefix,                    // [num_tokens, HIDDEN_SIZ
                  int64_t prefix_stride, int64_t delta_stride, int64_t blocks_stride, int64_t block_stride,
                  int64_t output_stride, int64_t block_write_idx, float eps, float output_norm_eps) {
     await_previous_kernel();
-    __shared__ float partial[SUMS * WARPS];
+    __shared__ float partial[ACCS * WARPS];
     const int64_t token = blockIdx.x;
     const scalar_t* of_token = blocks + token * blocks_stride;
     const auto load_block = [&](int s, int column, const vec_t& x) {
@@ -66,7 +66,7 @@ kimi_k3_attn_res(scalar_t* prefix,                    // [num_tokens, HIDDEN_SIZ
     };
 
     vec_t prefixes[VECS];
-    float sums[SUMS] = {};
+    float acc[ACCS] = {};
 #pragma unroll
     for (int i = 0; i < VECS; ++i) {
         const int column = column_of(i);
@@ -85,8 +85,8 @@ kimi_k3_attn_res(scalar_t* prefix,                    // [num_tokens, HIDDEN_SIZ
                 const vec_t v = s == NUM_BLOCKS ? x : load_block(s, column, x);
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) {
-                    sums[2 * s] += v[j] * v[j];
-                    sums[2 * s + 1] += v[j] * (norms[j] * queries[j]);
+                    acc[2 * s] += v[j] * v[j];
+                    acc[2 * s + 1] += v[j] * (norms[j] * queries[j]);
                 }
             }
         }
@@ -94,11 +94,11 @@ kimi_k3_attn_res(scalar_t* prefix,                    // [num_tokens, HIDDEN_SIZ
     float weights[SOURCES];
     weights[0] = 1.0f;
     if constexpr (NUM_BLOCKS > 0) {
-        add_over_block(sums, partial);
+        add_over_block(acc, partial);
         float largest = 0.0f;
 #pragma unroll
         for (int s = 0; s < SOURCES; ++s) {
-            weights[s] = sums[2 * s + 1] * rsqrtf(sums[2 * s] / HIDDEN_SIZE + eps);
+            weights[s] = acc[2 * s + 1] * rsqrtf(acc[2 * s] / HIDDEN_SIZE + eps);
             largest = s == 0 ? weights[0] : fmaxf(largest, weights[s]);
         }
         float total = 0.0f;

@@ -46,7 +46,7 @@ def packed_format(mxfp8: bool) -> Packed:
 # References
 
 
-def _turned(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     """The float32 heads `x` [num_tokens, heads, 512] of tokens with a position in the table, rotated."""
     cos, sin = (each[:, None] for each in cos_sin_cache[positions.long()].chunk(2, -1))
     a, b = x[..., _NOPE_SIZE::2], x[..., _NOPE_SIZE + 1 :: 2]
@@ -54,7 +54,7 @@ def _turned(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     return torch.cat((x[..., :_NOPE_SIZE], pairs), -1)
 
 
-def turned_queries(
+def rotated_queries(
     q: Tensor, position_ids: Tensor, cos_sin_cache: Tensor, eps: float, apply_norm: bool, apply_rope: bool = True
 ) -> Tensor:
     """The queries [num_tokens, heads, 512], normalised and rotated, in float32."""
@@ -63,7 +63,7 @@ def turned_queries(
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if apply_rope:
         known = ((position_ids >= 0) & (position_ids < len(cos_sin_cache))).nonzero().squeeze(1)
-        x[known] = _turned(x[known], position_ids[known], cos_sin_cache)
+        x[known] = _rotated(x[known], position_ids[known], cos_sin_cache)
     return x
 
 
@@ -73,8 +73,8 @@ def interleaved(q: Tensor) -> Tensor:
     return q.reshape(num_tokens, HEAD_SIZE // _CHUNK, num_heads, _CHUNK).transpose(1, 2)
 
 
-def codes(x: Tensor, reciprocal: Tensor) -> Tensor:
-    """The float8_e4m3fn codes of ``x * reciprocal``, saturating; NaN becomes -448."""
+def as_fp8(x: Tensor, reciprocal: Tensor) -> Tensor:
+    """The float8_e4m3fn as_fp8 of ``x * reciprocal``, saturating; NaN becomes -448."""
     return (x * reciprocal).nan_to_num(nan=-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
@@ -86,7 +86,7 @@ def _packed(key: Tensor, form: Packed) -> tuple[Tensor, Tensor]:
     bits = (absmax / torch.full_like(absmax, 448.0)).view(torch.int32)
     exponents = (bits + 0x7FFFFF) >> 23
     scale = (exponents << 23).view(torch.float32)
-    values = codes(x, 1.0 / scale).flatten(1).view(torch.uint8)
+    values = as_fp8(x, 1.0 / scale).flatten(1).view(torch.uint8)
     rest = key[:, end:].contiguous()
     rest = rest.view(torch.int16).masked_fill(rest.isnan(), 0x7FFF).view(torch.uint8)  # the NaN that conversions give
     scales = exponents.squeeze(-1)
@@ -109,10 +109,10 @@ def insert_keys(
     known = known[known < len(slot_mapping)]
     tokens, block, offset = existing_slots(slot_mapping[known], len(k_cache), block_size)
     tokens = known[tokens]
-    key = _turned(kv[tokens, None].float(), position_ids[tokens], cos_sin_cache)[:, 0]
+    key = _rotated(kv[tokens, None].float(), position_ids[tokens], cos_sin_cache)[:, 0]
     if k_cache.dtype == torch.float8_e4m3fn:
         assert scale is not None
-        indexable(k_cache)[block, offset] = codes(key, 1.0 / scale.reshape(())).view(torch.uint8)
+        indexable(k_cache)[block, offset] = as_fp8(key, 1.0 / scale.reshape(())).view(torch.uint8)
     elif k_cache.dtype != torch.uint8:
         k_cache[block, offset] = key.to(k_cache.dtype)
     else:
@@ -124,8 +124,8 @@ def insert_keys(
             parts = ((values, form.value_bytes, 0), (scales, form.scale_bytes, block_size * form.value_bytes))
         blocks = k_cache.flatten(1)  # a view: the slots of a block are adjacent
         for part, step, start in parts:
-            places = torch.arange(part.shape[1], dtype=torch.int64, device=block.device)
-            blocks[block[:, None], start + offset[:, None] * step + places] = part
+            within = torch.arange(part.shape[1], dtype=torch.int64, device=block.device)
+            blocks[block[:, None], start + offset[:, None] * step + within] = part
 
 
 def bad_tokens(

@@ -30,7 +30,7 @@ def _known(position_ids: Tensor | None, table: Tensor | None, num_tokens: int, d
     return (position_ids >= 0) & (position_ids < len(table))
 
 
-def turned(x: Tensor, position_ids: Tensor | None, table: Tensor | None) -> Tensor:
+def rotated(x: Tensor, position_ids: Tensor | None, table: Tensor | None) -> Tensor:
     """The rotary parts [num_tokens, ..., rope_size] in float32, rotated in adjacent pairs if there is a table."""
     x = x.float()
     if position_ids is None or table is None:
@@ -71,18 +71,18 @@ def insert_latents(
     known = known[known < len(slot_mapping)]
     tokens, block, offset = existing_slots(slot_mapping[known], len(k_cache), block_size)
     tokens = known[tokens]
-    pe = turned(k_pe, position_ids, table)[tokens]
+    pe = rotated(k_pe, position_ids, table)[tokens]
     entry = torch.cat((kv_c[tokens].float(), pe), -1)
     if k_cache.dtype == torch.uint8:
         tiles = kv_c[tokens].float().unflatten(-1, (4, 128))
         largest = tiles.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
         bits = (largest / torch.full_like(largest, 448.0)).clamp(min=1e-4).view(torch.int32)
         scales = (((bits + 0x7FFFFF) >> 23) << 23).view(torch.float32)
-        codes = fp8_codes(tiles, scales, torch.float8_e4m3fn).flatten(1)
+        quants = fp8_codes(tiles, scales, torch.float8_e4m3fn).flatten(1)
         rope = k_pe[tokens].contiguous()
         if table is not None:  # NaN becomes that of conversions
             rope = pe.to(kv_c.dtype).view(torch.int16).masked_fill(pe.isnan(), 0x7FFF)
-        parts = codes, scales.flatten(1), rope
+        parts = quants, scales.flatten(1), rope
         entry = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
     elif k_cache.dtype == torch.float8_e4m3fn:
         assert scale_inv is not None

@@ -53,11 +53,11 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None
     c, s = (table[at, None, :pairs].float() for table in (cos, sin))
     if is_neox:
         a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
-        turned = torch.cat((a * c - b * s, b * c + a * s), -1)
+        rotary = torch.cat((a * c - b * s, b * c + a * s), -1)
     else:
         a, b = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
-        turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
-    return torch.where(known[:, None, None], torch.cat((turned, x[..., 2 * pairs :]), -1), x)
+        rotary = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+    return torch.where(known[:, None, None], torch.cat((rotary, x[..., 2 * pairs :]), -1), x)
 
 
 def as_fp8(x: Tensor, scale: Tensor | float) -> Tensor:

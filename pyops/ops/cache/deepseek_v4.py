@@ -71,7 +71,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     """
     if q_head_padded:
         given = v4.interleaved(q_in) if is_q_interleaved else q_in
-        x = v4.turned_queries(given.reshape(q_in.shape), position_ids, cos_sin_cache, eps, apply_q_norm, apply_q_rope)
+        x = v4.rotated_queries(given.reshape(q_in.shape), position_ids, cos_sin_cache, eps, apply_q_norm, apply_q_rope)
         q_out.zero_()
         padded = v4.interleaved(q_out) if is_q_interleaved else q_out
         padded[:, : q_in.shape[1]] = x.to(q_in.dtype).reshape(*q_in.shape[:2], *padded.shape[2:])
@@ -179,7 +179,7 @@ def fused_deepseek_v4_kv_rope_insert(
     """Rotate the key of DeepSeek-V4, and write it into a paged cache.
 
     The key is ``rotated(kv[t])``, as in `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the two
-    formats of a cache of bytes, and the tokens of which nothing is written. A cache of floats holds the key rounded to
+    formats of a cache of bytes, and the tokens that are skipped. A cache of floats holds the key rounded to
     T; a cache of float8_e4m3fn holds ``key * (1 / fp8_scale)``, saturating, where NaN becomes -448.
 
     Args:

@@ -39,7 +39,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
 
     ``q[t, h] = rotated(x / sqrt(mean(x^2) + eps))`` for ``x = q[t, h]``, and the key is ``rotated(kv[t])``, as in
     `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`, which describes the rotation, and the tokens that are not
-    rotated or of which no key is written. All in float32, rounded to T at the end.
+    rotated or have no key written. All in float32, rounded to T at the end.
 
     Args:
         q: [num_tokens, num_heads, 512], float16 or bfloat16, contiguous, read and written.
@@ -54,7 +54,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
         apply_q_norm: whether queries are normalised.
     """
     v4.insert_keys(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size)
-    q.copy_(v4.turned_queries(q, position_ids, cos_sin_cache, eps, apply_q_norm))
+    q.copy_(v4.rotated_queries(q, position_ids, cos_sin_cache, eps, apply_q_norm))
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert.plan
@@ -137,8 +137,8 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         apply_q_norm: whether queries are normalised.
     """
     v4.insert_keys(kv, k_cache, slot_mapping, position_ids, cos_sin_cache, cache_block_size, scale=fp8_scale)
-    x = v4.turned_queries(q, position_ids, cos_sin_cache, eps, apply_q_norm)
-    q_fp8.copy_(v4.codes(x, q_fp8_scale_inv.reshape(())))
+    x = v4.rotated_queries(q, position_ids, cos_sin_cache, eps, apply_q_norm)
+    q_fp8.copy_(v4.as_fp8(x, q_fp8_scale_inv.reshape(())))
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert.result

@@ -73,7 +73,7 @@ def _example(make: Any, num_tokens: int, cache: str, query: str = "bfloat16") ->
 
 
 def _queries(ql_nope: Tensor, q_pe: Tensor, rotation: tuple[Tensor | None, Tensor | None]) -> Tensor:
-    return mla.concatenated(ql_nope, mla.turned(q_pe, *rotation))
+    return mla.concatenated(ql_nope, mla.rotated(q_pe, *rotation))
 
 
 @op(out="mqa_q", inout="k_cache")

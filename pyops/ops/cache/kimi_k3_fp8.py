@@ -138,8 +138,8 @@ def fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert(
     """
     rotation = position_ids, cos_sin_cache
     start = q.shape[2] - k_pe.shape[1]
-    q_fp8.copy_(mla.as_fp8(mla.concatenated(q[..., :start], mla.turned(q[..., start:], *rotation)), q_scale_inv))
-    k_fp8.copy_(mla.as_fp8(mla.concatenated(k_nope, mla.turned(k_pe, *rotation)), k_scale_inv))
+    q_fp8.copy_(mla.as_fp8(mla.concatenated(q[..., :start], mla.rotated(q[..., start:], *rotation)), q_scale_inv))
+    k_fp8.copy_(mla.as_fp8(mla.concatenated(k_nope, mla.rotated(k_pe, *rotation)), k_scale_inv))
     v_fp8.copy_(mla.as_fp8(v, v_scale_inv))
     mla.insert_latents(kv_c_normed, k_pe, k_cache, slot_mapping, cache_block_size, *rotation, cache_scale_inv)
 

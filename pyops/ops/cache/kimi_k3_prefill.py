@@ -50,10 +50,10 @@ def _insert(
     cos_sin_cache: Tensor | None,
 ) -> None:
     rotation = position_ids, cos_sin_cache
-    k_out.copy_(mla.concatenated(k_nope, mla.turned(k_pe, *rotation)))
+    k_out.copy_(mla.concatenated(k_nope, mla.rotated(k_pe, *rotation)))
     mla.insert_latents(kv_c_normed, k_pe, k_cache, slot_mapping, cache_block_size, *rotation)
     rope = q[..., q.shape[2] - k_pe.shape[1] :]
-    rope.copy_(mla.turned(rope, *rotation))
+    rope.copy_(mla.rotated(rope, *rotation))
 
 
 @op(out="k_out", inout=("q", "k_cache"))

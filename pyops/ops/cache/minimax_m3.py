@@ -74,10 +74,10 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
         index_cache: [..., head_size], contiguous, of the dtype of `qkv` or float8_e4m3fn, written where slots say;
             needed with an index and `kv_cache`.
         block_size: slots of a block of `kv_cache`.
-        q_out: [num_tokens, num_heads * head_size] of the dtype of `qkv`, contiguous, written: queries, instead of in
-            place; or None.
+        q_out: [num_tokens, num_heads * head_size] of the dtype of `qkv`, contiguous, written: queries, instead of
+            in qkv; or None.
         index_q_out: [num_tokens, num_index_heads * head_size] of the dtype of `index_cache`, contiguous, written: index
-            queries, instead of in place; or None.
+            queries, instead of in qkv; or None.
         kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
         skip_index_branch: whether index heads stay as they are.
         q_fp8_out: [num_tokens, num_heads * head_size] float8_e4m3fn, contiguous, written: queries, rounded to T,

@@ -326,7 +326,7 @@ def example_fused_muse_spark_qknorm_rope_kv_insert(
     num_blocks, slot_mapping = example_slots(make, num_tokens, _BLOCK_SIZE)
     element = "bfloat16" if kv_cache_dtype == "auto" else "uint8"
     cache = example_cache(make, num_blocks, kv_heads, _BLOCK_SIZE, 2 * head_dim, dtype=element)
-    codes = make.empty(num_tokens, heads * head_dim, dtype="float8_e4m3fn")
+    quants = make.empty(num_tokens, heads * head_dim, dtype="float8_e4m3fn")
     return (
         make.randn(num_tokens, (2 * heads + 2 * kv_heads) * head_dim, dtype="bfloat16"),
         make.randint(0, _MAX_POSITION, num_tokens),
@@ -336,5 +336,5 @@ def example_fused_muse_spark_qknorm_rope_kv_insert(
         *((slot_mapping, cache) if insert else (None, None)),
         *(_BLOCK_SIZE, kv_cache_dtype),
         *(make.full(1, value=value, dtype="float32") for value in (0.03, 0.05)),
-        *((codes, make.full(1, value=0.02, dtype="float32")) if fp8_queries else (None, None)),
+        *((quants, make.full(1, value=0.02, dtype="float32")) if fp8_queries else (None, None)),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["kimi_k3_attn_res"]
 
 _attn_res = Kernel("norm/kimi_k3_attn_res.cu")
-_MAX_BLOCKS = 16  # most blocks that are mixed: a thread has two sums of each
+_MAX_BLOCKS = 16  # most blocks that are mixed: a thread has two accumulators of each
 _MAX_THREADS, _MAX_SIZE = 512, 16384  # threads of a block; elements of a row that so many threads hold
 _THREAD_VECS = 2  # vectors of a row per thread, so that the loads of all blocks are in flight together
 

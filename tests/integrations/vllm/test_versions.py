@@ -160,7 +160,7 @@ def test_persistent_topk(rank: int) -> None:
 
 def test_insert_op_returns_queries() -> None:
     name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
-    args = _args(name)[:9]  # the flags are those of 0.33
+    args = example(pyops.registry[name])[:9]  # the flags are those of 0.33
     right = clones(args)
     queries = getattr(pyops, name)(*right)
     assert same_bits(_torch_op(name)(*args), queries)

@@ -40,7 +40,7 @@ class Call:
         kept = torch.full((3, BLOCK, size), 7, dtype=torch.uint8, device=self.where)
         return kept if dtype == torch.uint8 else kept.to(torch.bfloat16).to(dtype)
 
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
         x = x.double()
         if self.rotation[0] is None:
             return x
@@ -98,8 +98,8 @@ def assert_ds_entry(entry: torch.Tensor, right: torch.Tensor) -> None:
 def test_prefill(kind: str, rotary: bool, device: str) -> None:
     call = Call(device, rotary)
     q, k_nope, k_pe, kv_c, v = call.heads(192), call.heads(128), call.rows(64), call.rows(512), call.heads(128)
-    queries = torch.cat((q[..., :128].double(), call.turned(q[..., 128:])), -1)
-    pe = call.turned(k_pe)
+    queries = torch.cat((q[..., :128].double(), call.rotated(q[..., 128:])), -1)
+    pe = call.rotated(k_pe)
     keys = torch.cat((k_nope.double(), pe[:, None].expand(-1, HEADS, -1)), -1)
     entries = torch.cat((kv_c.double(), pe), -1)
     cache = call.cache(656 if kind == "uint8" else 576, getattr(torch, kind))
@@ -128,8 +128,8 @@ def test_prefill(kind: str, rotary: bool, device: str) -> None:
 def test_decode(kind: str, rotary: bool, device: str) -> None:
     call = Call(device, rotary)
     ql_nope, q_pe, kv_c, k_pe = call.heads(512), call.heads(64), call.rows(512), call.rows(64)
-    queries = torch.cat((ql_nope.double(), call.turned(q_pe)), -1)
-    entries = torch.cat((kv_c.double(), call.turned(k_pe)), -1)
+    queries = torch.cat((ql_nope.double(), call.rotated(q_pe)), -1)
+    entries = torch.cat((kv_c.double(), call.rotated(k_pe)), -1)
     cache = call.cache(656 if kind == "uint8" else 576, getattr(torch, kind))
     name = {"bfloat16": "kv_cache_insert", "uint8": "ds_mla_insert"}.get(kind, "kv_cache_fp8_insert")
     scales = [torch.tensor([one], device=call.where) for one in (3.0, 11.0)] if kind == "float8_e4m3fn" else []

@@ -265,7 +265,7 @@ def test_indices_written_by_the_kernel_before() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "kernels"])
 def test_nvfp4_entries_of_latents(backend: Literal["reference", "kernels"]) -> None:
-    """Each value is the product of its code and its scale, whose place is permuted; the rotary key has no scale."""
+    """Each value is the product of its nibble and its scale; scales are permuted, and the rotary key has none."""
     magnitudes = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
     generator = torch.Generator().manual_seed(9)
     cache = torch.randint(0, 256, (3, 4, 360), generator=generator, dtype=torch.uint8)[..., :352]

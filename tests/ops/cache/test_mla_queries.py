@@ -55,7 +55,7 @@ def insert(device: str, **changed: Any) -> tuple[dict[str, Any], torch.Tensor]:
     return args, run(pyops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, device, **args)
 
 
-def turned(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
+def rotated(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
     """Heads [tokens, heads, 512] in float64, rotated as complex numbers."""
     angles = args["cos_sin_cache"][args["position_ids"]].double()
     pairs = torch.view_as_complex(x[..., 448:].double().unflatten(-1, (32, 2)))
@@ -67,7 +67,7 @@ def turned(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
 def test_queries_of_deepseek_v4(device: str) -> None:
     args, q_out = insert(device)
     x = args["q_in"].double()
-    right = turned(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), args)
+    right = rotated(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), args)
     torch.testing.assert_close(q_out[:, :2].double(), right, rtol=2**-8, atol=1e-6)
     for padding in (q_out, insert(device, eps=0.0)[1]):
         assert (padding[:, 2] == 0).all()
@@ -78,7 +78,7 @@ def test_keys_of_deepseek_v4(device: str) -> None:
     """An fp8 value times its scale is within half an ulp of the key; RoPE elements are bfloat16; no scale is too
     small."""
     args, _ = insert(device)
-    key = turned(args["kv"][:, None], args)[:, 0].cpu()
+    key = rotated(args["kv"][:, None], args)[:, 0].cpu()
     blocks = args["k_cache"].cpu()
     for token, slot in enumerate(args["slot_mapping"].tolist()):
         block, offset = blocks[slot // BLOCK_SIZE], slot % BLOCK_SIZE
@@ -113,8 +113,8 @@ def test_options_of_queries(device: str) -> None:
     """Queries are left raw, one step at a time; interleaved ones are the same elements in another order."""
     args, raw = insert(device, apply_q_norm=False, apply_q_rope=False)
     assert same_bits(raw[:, :2], args["q_in"])
-    _, rotated = insert(device, apply_q_norm=False)
-    torch.testing.assert_close(rotated[:, :2].double(), turned(args["q_in"].double(), args), rtol=2**-8, atol=1e-6)
+    _, found = insert(device, apply_q_norm=False)
+    torch.testing.assert_close(found[:, :2].double(), rotated(args["q_in"].double(), args), rtol=2**-8, atol=1e-6)
     interleaved = args["q_in"].view(4, 2, 32, 16).transpose(1, 2).reshape(4, 2, 512)
     _, found = insert(device, q_in=interleaved, is_q_interleaved=True)
     _, plain = insert(device)
@@ -129,7 +129,7 @@ def test_options_of_queries(device: str) -> None:
 def test_mxfp8_keys(device: str) -> None:
     """A value times its scale is within half an ulp of the key, for all 512; scales follow the values of an entry."""
     args, _ = insert(device, kv_mxfp8=True)
-    key = turned(args["kv"][:, None], args)[:, 0].cpu()
+    key = rotated(args["kv"][:, None], args)[:, 0].cpu()
     blocks = args["k_cache"].cpu()
     for token, slot in enumerate(args["slot_mapping"].tolist()):
         entry = blocks[slot // BLOCK_SIZE, slot % BLOCK_SIZE * 528 :][:528]
@@ -149,8 +149,8 @@ def test_rows_of_deepseek_v4(apply_q_norm: bool, device: str) -> None:
     args, _ = insert(device)
     q, kv, indices = args["q_in"], args["kv"], [args[one] for one in ("slot_mapping", "position_ids", "cos_sin_cache")]
     x = q.double()
-    queries = turned(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() if apply_q_norm else x, args)
-    key, slots = turned(kv[:, None], args)[:, 0], args["slot_mapping"]
+    queries = rotated(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() if apply_q_norm else x, args)
+    key, slots = rotated(kv[:, None], args)[:, 0], args["slot_mapping"]
     rows = torch.full((3, BLOCK_SIZE, 520), 99.0, dtype=torch.bfloat16, device=q.device)
     cache, turned_q = rows[..., :512], q.clone()
     name = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
@@ -162,23 +162,23 @@ def test_rows_of_deepseek_v4(apply_q_norm: bool, device: str) -> None:
     assert (rows[..., 512:] == 99).all()
 
     scale, inverse = torch.tensor([0.25]).to(q.device), torch.tensor([3.0]).to(q.device)
-    codes, q_fp8 = (
+    quants, q_fp8 = (
         cache.new_zeros(3, BLOCK_SIZE, 512).to(torch.float8_e4m3fn),
         torch.empty_like(q).to(torch.float8_e4m3fn),
     )
     name = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert"
-    run(getattr(pyops, name), device, q, kv, q_fp8, codes, *indices, scale, inverse, 1e-5, BLOCK_SIZE, apply_q_norm)
-    for found, right in ((q_fp8, queries * 3), (codes[slots // BLOCK_SIZE, slots % BLOCK_SIZE], key * 4)):
+    run(getattr(pyops, name), device, q, kv, q_fp8, quants, *indices, scale, inverse, 1e-5, BLOCK_SIZE, apply_q_norm)
+    for found, right in ((q_fp8, queries * 3), (quants[slots // BLOCK_SIZE, slots % BLOCK_SIZE], key * 4)):
         step = (right.abs() / 16).clamp(min=2**-10) * (1 + 2**-10)
         assert ((found.double() - right.clamp(-448, 448)).abs() <= step).all()
 
-    for other, given in ((codes, scale), (rows[..., :512], None)):
+    for other, given in ((quants, scale), (rows[..., :512], None)):
         alone = torch.zeros_like(other)
         run(pyops.fused_deepseek_v4_kv_rope_insert, device, kv, alone, *indices, BLOCK_SIZE, given)
         at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         assert same_bits(alone.float()[at], other.float()[at])
     with pytest.raises(pyops.OpError, match="fp8_scale"):
-        run(pyops.fused_deepseek_v4_kv_rope_insert, device, kv, codes, *indices, BLOCK_SIZE)
+        run(pyops.fused_deepseek_v4_kv_rope_insert, device, kv, quants, *indices, BLOCK_SIZE)
 
 
 def addresses(*tensors: torch.Tensor) -> torch.Tensor:

@@ -42,14 +42,14 @@ def right(x: torch.Tensor, weight: torch.Tensor | None, table: torch.Tensor | No
     angles = table.double()[[at if 0 <= at < len(table) else 0 for at in POSITIONS]]
     phase = torch.complex(angles[:, :pairs], angles[:, pairs:])[:, None]
     if is_neox:
-        turned = torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) * phase
-        turned = torch.cat((turned.real, turned.imag), -1)
+        rotated = torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) * phase
+        rotated = torch.cat((rotated.real, rotated.imag), -1)
     else:
-        turned = torch.view_as_real(torch.complex(x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) * phase).flatten(
+        rotated = torch.view_as_real(torch.complex(x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) * phase).flatten(
             -2
         )
     known = torch.tensor([0 <= at < len(table) for at in POSITIONS], device=x.device)[:, None, None]
-    return torch.where(known, torch.cat((turned, x[..., 2 * pairs :]), -1), x)
+    return torch.where(known, torch.cat((rotated, x[..., 2 * pairs :]), -1), x)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -108,22 +108,22 @@ def test_muse_spark(kind: str, rotary_dim: int, device: str) -> None:
     cache = None if kind == "none" else torch.full((3, BLOCK, KV, 2 * size), 7.0, device=at).to(dtype).transpose(1, 2)
     slots = None if kind == "none" else torch.tensor(SLOTS, device=at)
     scales = [torch.tensor([one], device=at) for one in (0.5, 0.25)]
-    codes = torch.zeros(TOKENS, Q * size, device=at).to(torch.float8_e4m3fn) if kind == "fp8" else None
+    quants = torch.zeros(TOKENS, Q * size, device=at).to(torch.float8_e4m3fn) if kind == "fp8" else None
     q_scale = torch.tensor([0.125], device=at) if kind == "fp8" else None
     positions = torch.tensor(POSITIONS, device=at)
-    rest = slots, cache, BLOCK, kind.replace("none", "auto"), *scales, codes, q_scale
+    rest = slots, cache, BLOCK, kind.replace("none", "auto"), *scales, quants, q_scale
     name = "fused_muse_spark_qknorm_rope_kv_insert"
     run(device, name, qkv, positions, Q, KV, size, EPS, table, rotary_dim, *rest)
     heads = qkv.unflatten(-1, (-1, size))
     queries, keys = right(before[:, :Q], None, table, False), right(before[:, Q : Q + KV], None, table, False)
     assert torch.equal(heads[:, Q + KV :], before[:, Q + KV :])
     close(heads[:, Q : Q + KV], keys)
-    if codes is None:
+    if quants is None:
         close(heads[:, :Q], queries)
     else:
         assert torch.equal(heads[:, :Q], before[:, :Q])
         step = (queries * 8).abs() / 16 * 1.08 + 2**-10  # rounded to bfloat16 before
-        assert ((codes.view(TOKENS, Q, size).double() - queries * 8).abs() <= step).all()
+        assert ((quants.view(TOKENS, Q, size).double() - queries * 8).abs() <= step).all()
     if cache is not None:
         stored = STORED if rotary_dim else STORED | {3: 4}
         for start, x, scale in ((0, heads[:, Q : Q + KV], 0.5), (size, heads[:, Q + KV : Q + 2 * KV], 0.25)):
@@ -167,9 +167,9 @@ def test_minimax(outputs: bool, rotary_dim: int, device: str) -> None:
     if q_out is not None and q_fp8 is not None and index_q is not None:
         assert torch.equal(heads[:, :Q], before[:, :Q])
         close(q_out, expected[0])
-        for codes, x in ((q_fp8, q_out * 8), (index_q, expected[2].view(TOKENS, -1))):
+        for quants, x in ((q_fp8, q_out * 8), (index_q, expected[2].view(TOKENS, -1))):
             step = x.double().abs() / 16 * 1.08 + 2**-10
-            assert ((codes.double() - x.double().clamp(-448, 448)).abs() <= step).all()
+            assert ((quants.double() - x.double().clamp(-448, 448)).abs() <= step).all()
     else:
         close(heads[:, :Q], expected[0])
         close(heads[:, groups[2][0] : groups[2][1]], expected[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _MULTICAST = "stores to all GPUs at once by NVLink multicast; collectives here read and write the memory of one peer"
-_MNNVL = "is for GPUs of several nodes behind one NVLink switch; collectives here are those of one node"
+_MNNVL = "is for GPUs of several nodes with one NVLink switch; collectives here are those of one node"
 _OCTAVE = "has a format of the KV cache for gfx1100 and gfx942 alone, which no attention here reads"
 _RDNA = "is in vLLM's build for ROCm alone, for RDNA 3; the products of such weights here are for all GPUs"
 _HISPARSE = "reads the KV cache in pinned memory of the host; tensors of an op here are all on one device"
