@@ -6,6 +6,7 @@ _MULTICAST = "stores to all GPUs at once by NVLink multicast; collectives here r
 _MNNVL = "is for GPUs of several nodes with one NVLink switch; collectives here are those of one node"
 _OCTAVE = "has a format of the KV cache for gfx1100 and gfx942 alone, which no attention here reads"
 _RDNA = "is in vLLM's build for ROCm alone, for RDNA 3; the products of such weights here are for all GPUs"
+_KDA_PARTS = "is in vLLM's build for ROCm alone, a part of Kimi Delta Attention; kda does the whole, on all GPUs"
 _HISPARSE = "reads the KV cache in pinned memory of the host; tensors of an op here are all on one device"
 
 REFUSED_OPS: dict[str, str] = {
@@ -27,6 +28,8 @@ REFUSED_OPS: dict[str, str] = {
     "moe_gptq_gemm_rdna3": _RDNA,
     "mxfp4_w4a8_gemv_rdna3": _RDNA,
     "wvSplitK_int4_g": "is in vLLM's build for ROCm alone; the products of few rows here are those of wvSplitK",
+    "fused_kda_prologue": _KDA_PARTS,
+    "fused_kda_chunk": _KDA_PARTS,
     "hisparse_resolve_residency": _HISPARSE,
     "hisparse_invalidate_written_slots": "keeps the tables of hisparse_resolve_residency, which is refused",
     "hisparse_gather_plan": _HISPARSE,
