@@ -4676,7 +4676,7 @@ class _fused_minimax_m3_qknorm_rope_kv_insert(_Attributes, Protocol):
             index_k_norm_weight: [head_size] of the dtype of the other weights; None without an index.
             num_index_heads: heads of index queries; 0 without an index.
             slot_mapping: [at most num_tokens] int64 or int32, any stride; None without `kv_cache`.
-            index_slot_mapping: the same for `index_cache`
+            index_slot_mapping: the same for `index_cache`; `slot_mapping` where it is None.
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], keys before values, written where slots say;
                 any strides but the last; of the dtype of `qkv`, or uint8 or float8; or None.
             index_cache: [..., head_size], contiguous, of the dtype of `qkv` or float8_e4m3fn, written where slots say;
