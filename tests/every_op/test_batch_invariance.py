@@ -31,10 +31,14 @@ from tests.support import axes
 from tests.support.calls import example
 
 # Ops that choose by the number of rows, and reduce nothing that depends on an order: they copy, compute element by
-# element, take maxima or count. In ggml_moe_a8 and ggml_moe_a8_vec only the bound of the registers differs, in
-# routing and the state update only the rows of a block.
+# element, take maxima or count. In ops of GGUF weights only the bound of the registers differs, in routing and the
+# state update only the rows of a block, and in inserts with norms of heads only the heads of a group of lanes.
 ANY_ORDER = {
-    *("ggml_moe_a8", "ggml_moe_a8_vec", "grouped_topk", "topk_sigmoid", "topk_softmax", "topk_softplus_sqrt"),
+    *("ggml_moe_a8", "ggml_moe_a8_vec", "ggml_mul_mat_a8", "ggml_mul_mat_vec_a8"),
+    *("grouped_topk", "topk_sigmoid", "topk_softmax", "topk_softplus_sqrt", "moe_prepare_scatter"),
+    *("cp_gather_and_upconvert_nvfp4_kv_cache", "fused_qknorm_rope_cache", "fused_muse_spark_qknorm_rope_kv_insert"),
+    *("fused_minimax_m3_qknorm_rope_kv_insert", "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"),
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
     *("get_cutlass_batched_moe_mm_data", "get_cutlass_pplx_moe_mm_data"),
     *("get_cutlass_moe_mm_data", "get_cutlass_moe_mm_problem_sizes", "moe_align_block_size"),
     *("moe_lora_align_block_size", "moe_permute", "shuffle_rows", "permute_cols", "vocab_parallel_embedding"),

@@ -226,7 +226,7 @@ ROUNDS: dict[str, Rounds] = {
     "attention/mla_decode_small_h_fp8.cu": of_keys(330, 64),
     "attention/mla_decode_small_h.cu": of_keys(600, 64),
     "attention/mla_decode_sm90.cu": of_keys(330, 64),
-    "linear/gemm_sm90.cu": of_products(of_row, lambda of: 128 * of["CLUSTER"]),
+    "linear/gemm_sm90.cu": of_products(of_row, lambda of: 128 * of["CLUSTER_M"]),
     "linear/gemm_sm80.cu": of_products(of_row),
     "linear/wq_gemm_sm90.cu": of_products(lambda of: 64 * of["BOXES"], lambda of: of["TILE_M"] * (of["SPLITS"] == 1)),
     "linear/wq_gemm_sm80.cu": of_products(lambda of: 4 * 128 / of["BITS"]),
@@ -275,7 +275,9 @@ def test_every_kernel_of_a_kind_has_a_case() -> None:
     texts = {file: re.sub("//.*", "", source.inline(file, set())) for file in kernels}
     assert {file for file, text in texts.items() if re.search(r"\bSTAGES\b", text)} == CASES.keys()
     of_groups = re.compile(r"^//     GROUP(_ROWS)? +(row )?(tiles|clusters) |`group_rows`", re.MULTILINE)
-    assert {file for file in kernels if of_groups.search(kernels_cu.read(file))} == GROUPS.keys()
+    # Tiles of CUDA Tile C++ have no order that a test could tell from another.
+    found = {file for file in kernels if of_groups.search(kernels_cu.read(file)) and not source.is_tile(file)}
+    assert found == GROUPS.keys()
 
 
 def cases(table: dict[str, list[Callable[[], None]]]) -> pytest.MarkDecorator:

@@ -271,7 +271,7 @@ LAYOUTS: Mapping[LayoutName, Layout] = {
         is_of_bytes=True,
     ),
     # marlin_8 of 4 bits in another order; only `cutlass_w4a8_mm` and its grouped form read it
-    "w4a8": Layout(code_bit=_w4a8_bit, words=_tiles_of_32, box_rows=128, has_tables=True),
+    "w4a8": Layout(code_bit=_w4a8_bit, words=_tiles_of_32, box_rows=128, of_experts=True, has_tables=True),
     # marlin's tiles of the stored rows, in another order of columns; K counts the stored rows
     "marlin_24": Layout(code_bit=_marlin_24_bit, sm80_bits=(4, 8), tile_rows=16, stored_rows=2),
     # bytes [N rounded up to 32, K], of AllSpark
@@ -283,7 +283,6 @@ LAYOUTS: Mapping[LayoutName, Layout] = {
         words=lambda bits, rows, columns: (rows, columns // 4, 1),
         tile_rows=16,
         held_rows={8: 8},
-        of_experts=True,
     ),
     # bytes [K, N]
     "bytes": Layout(code_bit=lambda bits, size, k, n, j: (k * size[1] + n) * 8 + j),

@@ -47,7 +47,7 @@ def as_fp8(x: Tensor, scale_inv: Tensor | float = 1.0) -> Tensor:
     """``x * scale_inv`` as float8_e4m3fn, saturating; NaN stays NaN."""
     kind = torch.float8_e4m3fn
     factor = scale_inv if isinstance(scale_inv, float) else scale_inv.reshape(())
-    return fp8_codes(x.float() * factor, torch.ones((), device=x.device), kind).view(kind)
+    return fp8_codes(x.float() * factor, x.new_ones((), dtype=torch.float32), kind).view(kind)
 
 
 def concatenated(nope: Tensor, pe: Tensor) -> Tensor:

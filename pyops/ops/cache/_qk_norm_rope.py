@@ -62,7 +62,9 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None
 
 def as_fp8(x: Tensor, scale: Tensor | float) -> Tensor:
     """``x / scale`` as float8_e4m3fn."""
-    divisor = torch.full((), scale, device=x.device) if isinstance(scale, float) else scale.reshape(())
+    divisor = (
+        torch.full((), scale, dtype=torch.float32, device=x.device) if isinstance(scale, float) else scale.reshape(())
+    )
     return fp8_codes(x, divisor, torch.float8_e4m3fn).view(torch.float8_e4m3fn)
 
 
@@ -72,7 +74,7 @@ def insert(
     """Write heads [num_tokens, heads, head_size] into a cache [num_blocks, block_size, heads, head_size]."""
     tokens = known[: len(slot_mapping)].nonzero().squeeze(1)
     chosen, block, offset = existing_slots(slot_mapping[tokens], *cache.shape[:2])
-    divisor = torch.ones((), device=x.device) if scale is None else scale
+    divisor = x.new_ones((), dtype=torch.float32) if scale is None else scale
     indexable(cache)[block, offset] = encoded(x[tokens[chosen]], divisor, cache, plain(kv_cache_dtype))
 
 

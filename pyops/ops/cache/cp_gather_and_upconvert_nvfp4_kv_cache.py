@@ -44,7 +44,7 @@ def cp_gather_and_upconvert_nvfp4_kv_cache(
     """
     rows, block, offset = existing_rows(src_cache, dst, block_table, None, workspace_starts, batch_size, None)
     nibbles, rope, scales = src_cache[block, offset].split((256, 64, 32), -1)
-    table = torch.tensor(_E2M1, device=dst.device)
+    table = torch.tensor(_E2M1, dtype=torch.float32, device=dst.device)
     values = table[torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1).long()].unflatten(-1, (32, 16))
     factors = scales.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 8)).transpose(1, 2).flatten(1)
     keys = rope.contiguous().view(torch.float8_e4m3fn).float()

@@ -49,7 +49,7 @@ class KdaProblem(DeltaProblem):
             and q.shape[3] % 32 == 0
             and 32 <= q.shape[3] <= _MAX_KEY_SIZE
             and v.shape[3] % 32 == 0
-            and q.shape[0] * q.shape[1] >= max(1, _MIN_TOKENS * self.num_seqs)
+            and q.shape[0] * q.shape[1] >= max(1, 0 if tuning.batch_invariant() else _MIN_TOKENS * self.num_seqs)
             and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
             and all(arg.alignment >= 4 * arg.dtype.itemsize and token_stride(arg) % 4 == 0 for arg in (g, o))
         )
@@ -60,7 +60,7 @@ def choose(problem: KdaProblem, device: Device) -> GatedDeltaConfig:
     if not problem.uses_products:
         return GatedDeltaConfig(4, 1)
     _, _, value_heads, value_size = problem.tokens.v.shape
-    heads = problem.num_seqs * value_heads
+    heads = tuning.pinned(problem.num_seqs) * value_heads
     fitting = (w for w in _WARPS if value_size % (16 * w) == 0)
     return GatedDeltaConfig(min(fitting, key=lambda w: w * -(-heads * value_size // (16 * w * device.num_sms))), 1)
 

@@ -659,8 +659,8 @@ def test_other_models_are_refused(make: Callable[[Any], Any], message: str, mode
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
-    _, example = page.split("```python\n")
-    exec(example.split("```")[0], {})
+    for example in page.split("```python\n")[1:]:
+        exec(example.split("```")[0], {})
     assert re.search("LlamaMLP .* silu_and_mul", capsys.readouterr().out)
 
 

@@ -657,7 +657,7 @@ items(int* found,           // [num_shares, 64, 5]
       const int64_t* seq_lens,  // [num_seqs]
       int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units) {
     await_previous_kernel();
-    MlaSchedule<64, int64_t> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f, gridDim.x,
+    MlaSchedule<64, int64_t, true> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f, gridDim.x,
                                       blockIdx.x);
     int* to = found + blockIdx.x * 64 * 5;
     for (; schedule.has_item(); schedule.next(), to += 5) {
@@ -800,6 +800,8 @@ def test_mla_compiles_without_spills_and_advice(
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
+        LISTS_SLOTS=False,
+        HAS_LENGTHS=True,
         BOX_TOKENS=16 if half_boxes else 64,
         CLUSTER=cluster,
         HALF_BOXES=half_boxes,
@@ -831,6 +833,8 @@ def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DTy
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
+        LISTS_SLOTS=False,
+        HAS_LENGTHS=True,
         HAS_LSE=True,
         IS_DS_MLA=is_ds_mla,
         **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),

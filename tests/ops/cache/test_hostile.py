@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import pyops
 from pyops.testing import same_bits
-from pyops.testing.calls import clones, expected, named, run
+from pyops.testing.calls import clones, expected, named, replaced, run
 from tests.support import axes
 from tests.support.cache import FAMILY, HOSTILE, bytes_of, ints, make
 from tests.support.calls import DEVICES, example, refusal
@@ -37,17 +38,23 @@ def test_hostile_slots_among_many_tokens(name: str, where: str) -> None:
 
 def _check_hostile_slots(name: str, dtype: torch.dtype, where: str, num_tokens: int) -> None:
     op = pyops.registry[name]
+    assert op.example is not None
+    with_cache = {"insert": True} if "insert" in inspect.signature(op.example).parameters else {}
     for case in axes.sample(op, max_cases=2):
-        args = example(op, where, num_tokens=num_tokens, **case)
+        args = example(op, where, num_tokens=num_tokens, **case | with_cache)
         slots = named(op, args)["slot_mapping"]
         top = torch.iinfo(dtype).max
-        block_size = {"reshape_and_cache": 16, "reshape_and_cache_flash": 16}.get(name, 64)
-        cache = next(value for key, value in named(op, args).items() if key in ("key_cache", "kv_cache"))
-        end = len(cache) * block_size
+        cache = next(value for key, value in named(op, args).items() if key in ("key_cache", "kv_cache", "k_cache"))
+        own = ("block_size", "cache_block_size")
+        sizes = [size for p, size in zip(op.parameters, args, strict=True) if p.name in own]
+        pages = {"reshape_and_cache": 16, "reshape_and_cache_flash": 16, "fused_qknorm_rope_cache": cache.shape[1]}
+        end = len(cache) * (block_size := sizes[0] if sizes else pages.get(name, 64))
         hostile = [value for value in (*HOSTILE, end, end + block_size, end + 65) if -top - 1 <= value <= top]
         slots = slots.to(dtype)
         slots[1 : 1 + len(hostile)] = ints(hostile, dtype, where)
-        args[[p.name for p in op.parameters].index("slot_mapping")] = slots
+        args = replaced(op, args, slot_mapping=slots)
+        if (of_index := named(op, args).get("index_slot_mapping")) is not None:
+            args = replaced(op, args, index_slot_mapping=of_index.to(dtype))
         right = expected(op, args)
         results = run(op, args)
         for tensor, value in right.items():

@@ -152,6 +152,10 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
     "minimax_allreduce_rms": (Refusal("rank", "one of 16", "GPUs that read each other's memory are at most 8"),),
     "minimax_allreduce_rms_qk": (Refusal("rank", "one of 16", "GPUs that read each other's memory are at most 8"),),
     # state-space models
+    "fused_kda_decode": (),
+    "fused_gdn_decode_post_conv_mtp": (),
+    "fwd": (),
+    "get_workspace_size": (),
     "selective_scan_fwd": (),
     # memory and devices
     "weak_ref_tensor": (),
