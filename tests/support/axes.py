@@ -39,6 +39,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "output_size": (136, 64),  # the small-M kernel of packed weights takes a multiple of 64
     "input_size": (160,),
     "num_pages": (37,),
+    "topk": (96,),
     "num_keys": (300,),
     "num_blocks": (7,),
     "max_blocks": (5,),
