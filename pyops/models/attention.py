@@ -12,6 +12,7 @@ from ..ops.cache import reshape_and_cache_flash
 from ..ops.linear.dense import linear
 from ..ops.norm import fused_qk_norm_rope
 from ..ops.rotary import rotary_embedding
+from ..tuning import batch_invariant
 from .batch import Batch
 from .config import Config
 from .kv_cache import KvScales
@@ -182,8 +183,9 @@ class MLP:
         return self.down(self._activated(hidden))
 
     def add_to(self, total: Tensor, hidden: Tensor) -> Tensor:
-        """Add the result to `total` in place and return it; with plain weights, in the epilogue of the last GEMM."""
-        if isinstance(self.down, Linear) and self.down.bias is None:
+        """Add the result to `total` in place and return it; with plain weights, in the epilogue of the last GEMM, which
+        is cuBLAS and thus not batch-invariant."""
+        if isinstance(self.down, Linear) and self.down.bias is None and not batch_invariant():
             return total.addmm_(self._activated(hidden), self.down.weight.t())
         return total.add_(self(hidden))
 
@@ -202,12 +204,13 @@ class MLP:
 
     def _of_fused_gate(self, hidden: Tensor) -> Tensor | None:
         """The weight of gate and up if one kernel multiplies by it and activates: plain, of 16 bits, on a GPU, for more
-        than one token.
+        than one token or, to be batch-invariant, for any number.
 
         docs/performance/products.md, kind gated, compares it with cuBLAS and an activation.
         """
         matrix, has_silu = self.gate_up, (self.activation, self.has_gate) == ("silu", True)
         if not isinstance(matrix, Linear) or matrix.bias is not None or not has_silu:
             return None
-        fits = hidden.shape[0] > MAX_SKINNY_ROWS and hidden.device.type != "cpu" and hidden.element_size() == 2
-        return matrix.weight if fits else None
+        is_many = hidden.shape[0] > MAX_SKINNY_ROWS or batch_invariant()
+        fits = hidden.device.type != "cpu" and hidden.element_size() == 2
+        return matrix.weight if is_many and fits else None
