@@ -61,8 +61,12 @@ kimi_k3_attn_res(scalar_t* prefix,                    // [num_tokens, HIDDEN_SIZ
     __shared__ float partial[ACCS * WARPS];
     const int64_t token = blockIdx.x;
     const scalar_t* of_token = blocks + token * blocks_stride;
+    // Element by element: a choice between two vectors as a whole would lie in local memory.
     const auto load_block = [&](int s, int column, const vec_t& x) {
-        return s == block_write_idx ? x : vec_t::load(of_token + s * block_stride + column);
+        vec_t v = vec_t::load(of_token + s * block_stride + column);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v.data[j] = s == block_write_idx ? x.data[j] : v.data[j];
+        return v;
     };
 
     vec_t prefixes[VECS];
