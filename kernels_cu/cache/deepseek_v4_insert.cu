@@ -63,7 +63,7 @@ DEVICE int64_t in_queries(int element, int head, int heads, int64_t head_stride)
 }
 
 // Rotates the pairs of `x`, which are elements of a head from `element` on.
-DEVICE void turn(float (&x)[VEC_SIZE], const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
+DEVICE void rotate(float (&x)[VEC_SIZE], const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
         const float a = x[2 * j], b = x[2 * j + 1];
@@ -127,10 +127,10 @@ deepseek_v4_insert(const scalar_t* q_in,            // [num_tokens, NUM_HEADS, 5
         }
     }
     const int64_t position = position_ids[token * positions_stride];
-    const bool turns = position >= 0 && position < max_position;
+    const bool rotates = position >= 0 && position < max_position;
     const int rope = element_of(VECS - 1, lane) - NOPE_SIZE;  // the first rotated element of the lane, if not negative
     float cosine[PAIRS], sine[PAIRS];
-    if (turns && rope >= 0) {
+    if (rotates && rope >= 0) {
         const float* angles = cos_sin_cache + position * ROPE_SIZE + rope / 2;
         load_floats<ANGLE_ACCESS>(angles, cosine);
         load_floats<ANGLE_ACCESS>(angles + HALF, sine);
@@ -155,7 +155,7 @@ deepseek_v4_insert(const scalar_t* q_in,            // [num_tokens, NUM_HEADS, 5
         for (int i = 0; i < VECS; ++i) {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) x[i][j] *= inverse_rms;
-            if (i == VECS - 1 && turns && rope >= 0 && (is_key || APPLY_ROPE)) turn(x[i], cosine, sine);
+            if (i == VECS - 1 && rotates && rope >= 0 && (is_key || APPLY_ROPE)) rotate(x[i], cosine, sine);
             if constexpr (BYTES) max_abs[i] = lane_reduce<Max, GROUP / VEC_SIZE>(vec_t::from_floats(x[i]).absmax());
         }
         if (!exists || head >= HEADS) continue;
@@ -170,7 +170,7 @@ deepseek_v4_insert(const scalar_t* q_in,            // [num_tokens, NUM_HEADS, 5
             }
             continue;
         }
-        if (token >= num_slots || !turns) continue;
+        if (token >= num_slots || !rotates) continue;
         const int64_t slot = slot_mapping[token * slot_mapping_stride];
         const int64_t at = Pages<BLOCK_SIZE>{num_blocks, block_stride, slot_stride}.at_slot(slot);
         if (at == NOWHERE) continue;

@@ -42,7 +42,7 @@ MOST: dict[str, int] = {
     "place": 1043,
     "join": 2,
     "codes": 1367,
-    "turn": 303,
+    "turn": 297,
     "copy engine": 0,
     "largest logit": 10,
     "shrink": 25,
