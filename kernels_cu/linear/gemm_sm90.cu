@@ -91,9 +91,9 @@ struct TileLoader {
           first_row(row * TILE_M),
           first_column(column * OUT_N),
           run_stride(GATED ? int(n) : RUN_ROWS) {
-        const int exist = min(TILE_M, int(m) - first_row);
-        a_map = exist < TILE_M ? &tail_map : &full_map;
-        a_rows = exist < TILE_M ? exist > 0 ? tail_rows(m) : 0 : TILE_M;
+        const int exist = int(m) - first_row;
+        a_rows = exist >= TILE_M ? TILE_M : exist > 0 ? tail_rows(m) : 0;
+        a_map = a_rows == TILE_M ? &full_map : &tail_map;  // of 121 to 127 rows, too: whole boxes can be multicast
     }
     DEVICE void load(const Ring<STAGES>& ring, int k_tile) const {
         uint8_t* to = shared + ring.stage * STAGE_BYTES;

@@ -43,9 +43,10 @@ GEMM = [
     (GemmConfig(tile_n=64, cluster=1, group=2, splits=2), 140, 440, 520),
     (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 136, 584),
     (GemmConfig(tile_n=128, cluster=1, group=8, splits=4), 20, 104, 1288),
-    # Clusters along N: whole and partial row tiles, and a column tile past the end of b.
+    # Clusters along N: whole and partial row tiles, one of 124 rows, and a column tile past the end of b.
     (GemmConfig(tile_n=64, cluster=2, group=1, along_n=True), 300, 232, 328),
     (GemmConfig(tile_n=96, cluster=2, group=2, along_n=True), 256, 264, 200),
+    (GemmConfig(tile_n=64, cluster=2, group=2, along_n=True), 252, 136, 200),
     (GemmConfig(tile_n=48, cluster=2, group=2, ping_pong=True, along_n=True), 140, 360, 200),
     (GemmConfig(tile_n=64, cluster=2, group=2, splits=2, along_n=True), 200, 136, 584),
 ]
