@@ -56,20 +56,21 @@ DEVICE Vec<T, N> swiglustep(const Vec<T, N>& gate, const Vec<T, N>& up, float li
 }
 
 // tanh(x) = numerator / divisor, accurate to about 17 bits, for 16-bit results. Where the numerator 1 - exp(-2|x|) would
-// cancel, it is the Taylor polynomial of tanh instead.
+// cancel, it is the Taylor polynomial of tanh instead, also of a subnormal x.
 struct TanhFraction {
     float numerator, divisor;
 
     explicit DEVICE TanhFraction(float x) {
         const float decay = estimate_exp2(ieee_abs(x) * (-2.0f * LOG2_E));
         const bool small = ieee_abs(x) < 0x1p-6f;  // the next term of the series is below 2^-26
-        numerator = small ? fmaf(x * x, x * (-1.0f / 3.0f), x) : copysignf(1.0f - decay, x);
+        numerator = small ? ieee_fma(x * x, x * (-1.0f / 3.0f), x) : copysignf(1.0f - decay, x);
         divisor = small ? 1.0f : 1.0f + decay;
     }
 };
 
 // SituGLU of a gate g and a factor u: beta * tanh(g / beta) / (1 + exp(-g)) * u; BOUNDED: with linear_beta * tanh(u /
-// linear_beta) for u. 16-bit results take one reciprocal for all three quotients.
+// linear_beta) for u. 16-bit results take one reciprocal for all three quotients, and keep factors that are subnormal:
+// they may be multiplied by large ones.
 template <bool BOUNDED, typename T, int N>
 DEVICE Vec<T, N> situ(const Vec<T, N>& gate, const Vec<T, N>& up, float beta, float linear_beta) {
     float g[N], u[N];
@@ -85,16 +86,16 @@ DEVICE Vec<T, N> situ(const Vec<T, N>& gate, const Vec<T, N>& up, float beta, fl
         const float over_beta = ieee_divide(1.0f, beta), over_linear = BOUNDED ? ieee_divide(1.0f, linear_beta) : 0.0f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const TanhFraction of_gate(g[i] * over_beta);
+            const TanhFraction of_gate(ieee_multiply(g[i], over_beta));
             const float decay = estimate_exp2(ieee_abs(g[i]) * -LOG2_E);  // the sigmoid is 1 or decay over 1 + decay
-            float share = of_gate.numerator * (g[i] < 0.0f ? decay : 1.0f);
+            float share = ieee_multiply(of_gate.numerator, g[i] < 0.0f ? decay : 1.0f);
             float divisor = of_gate.divisor * (1.0f + decay);
             if constexpr (BOUNDED) {
-                const TanhFraction of_up(u[i] * over_linear);
+                const TanhFraction of_up(ieee_multiply(u[i], over_linear));
                 divisor *= of_up.divisor;
-                u[i] = linear_beta * of_up.numerator;
+                u[i] = ieee_multiply(linear_beta, of_up.numerator);
             }
-            share *= estimate_reciprocal(divisor);
+            share = ieee_multiply(share, estimate_reciprocal(divisor));
             g[i] = ieee_multiply(ieee_multiply(beta, share), u[i]);
         }
     }

@@ -40,6 +40,7 @@
 #include "cache.cuh"
 #include "paged.cuh"
 #include "reduce.cuh"
+#include "rotary.cuh"
 
 constexpr int VEC_SIZE = 8, LANES = 32, VECS = 2, PAIRS = VEC_SIZE / 2;
 constexpr int HEAD_SIZE = VECS * LANES * VEC_SIZE, ROPE_SIZE = 64, NOPE_SIZE = HEAD_SIZE - ROPE_SIZE;
@@ -62,23 +63,13 @@ DEVICE int64_t in_queries(int element, int head, int heads, int64_t head_stride)
     return (int64_t(element / CHUNK) * heads + head) * CHUNK + element % CHUNK;
 }
 
-// Rotates the pairs of `x`, which are elements of a head from `element` on.
-DEVICE void rotate(float (&x)[VEC_SIZE], const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-        const float a = x[2 * j], b = x[2 * j + 1];
-        x[2 * j] = a * cosine[j] - b * sine[j];
-        x[2 * j + 1] = b * cosine[j] + a * sine[j];
-    }
-}
-
 // The fp8 quants of x * reciprocal.
 template <typename code_t>
 DEVICE Vec<code_t, VEC_SIZE> codes_of(const float (&x)[VEC_SIZE], float reciprocal) {
     constexpr float largest = Codes<code_t>::largest;
     float y[VEC_SIZE];
 #pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) y[j] = fminf(fmaxf(x[j] * reciprocal, -largest), largest);
+    for (int j = 0; j < VEC_SIZE; ++j) y[j] = fminf(fmaxf(ieee_multiply(x[j], reciprocal), -largest), largest);
     return Vec<code_t, VEC_SIZE>::from_floats(y);
 }
 
@@ -154,8 +145,11 @@ deepseek_v4_insert(const scalar_t* q_in,            // [num_tokens, NUM_HEADS, 5
 #pragma unroll
         for (int i = 0; i < VECS; ++i) {
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) x[i][j] *= inverse_rms;
-            if (i == VECS - 1 && rotates && rope >= 0 && (is_key || APPLY_ROPE)) rotate(x[i], cosine, sine);
+            for (int j = 0; j < VEC_SIZE; ++j) x[i][j] = APPLY_NORM ? ieee_multiply(x[i][j], inverse_rms) : x[i][j];
+            if (i == VECS - 1 && rotates && rope >= 0 && (is_key || APPLY_ROPE)) {
+#pragma unroll
+                for (int j = 0; j < PAIRS; ++j) rotate(x[i][2 * j], x[i][2 * j + 1], cosine[j], sine[j]);
+            }
             if constexpr (BYTES) max_abs[i] = lane_reduce<Max, GROUP / VEC_SIZE>(vec_t::from_floats(x[i]).absmax());
         }
         if (!exists || head >= HEADS) continue;

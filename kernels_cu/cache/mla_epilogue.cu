@@ -37,6 +37,7 @@
 #include "cache.cuh"
 #include "paged.cuh"
 #include "reduce.cuh"
+#include "rotary.cuh"
 
 constexpr int VEC_SIZE = 8, PAIRS = VEC_SIZE / 2, HALF = ROPE_SIZE / 2, TILE_SIZE = 128;
 constexpr bool SCALES = is_same<entry_t, uint8_t>;
@@ -56,10 +57,11 @@ enum Part { NONE, ENTRY, QUERY, KEY, VALUE };
 // Stores x, in fp8 times *scale_inv, or times 1 without a scale.
 template <int ACCESS, typename T>
 DEVICE void put(T* to, const float (&x)[VEC_SIZE], const float* scale_inv) {
+    constexpr bool PLAIN = is_same<T, scalar_t>;
     float y[VEC_SIZE];
-    const float factor = is_same<T, scalar_t> || scale_inv == nullptr ? 1.0f : *scale_inv;
+    const float factor = PLAIN || scale_inv == nullptr ? 1.0f : *scale_inv;
 #pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) y[j] = x[j] * factor;
+    for (int j = 0; j < VEC_SIZE; ++j) y[j] = PLAIN ? x[j] : ieee_multiply(x[j], factor);
     Vec<T, VEC_SIZE>::from_floats(y).template store<ACCESS>(to);
 }
 
@@ -146,11 +148,7 @@ mla_epilogue(const scalar_t* q_nope,          // [num_tokens, NUM_HEADS, Q_SIZE 
         load_floats<ANGLE_ACCESS>(angles, cosine);
         load_floats<ANGLE_ACCESS>(angles + HALF, sine);
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-            const float a = x[2 * j], b = x[2 * j + 1];
-            x[2 * j] = a * cosine[j] - b * sine[j];
-            x[2 * j + 1] = b * cosine[j] + a * sine[j];
-        }
+        for (int j = 0; j < PAIRS; ++j) rotate(x[2 * j], x[2 * j + 1], cosine[j], sine[j]);
     }
 
     if constexpr (SCALES) {

@@ -122,7 +122,7 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
             for (int j = 0; j < VEC_SIZE; ++j) weight[j] = to_float(from[element + j]) + weight_bias;
         }
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
+        for (int j = 0; j < VEC_SIZE; ++j) n[j] = ieee_multiply(n[j], scale * weight[j]);
         if constexpr (HAS_ROPE) {
             float partner[VEC_SIZE];
             float* of_group = VIA_SHARED ? shared + threadIdx.x / LANES * (LANES * VEC_SIZE) : nullptr;

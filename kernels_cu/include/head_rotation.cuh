@@ -51,13 +51,14 @@ struct HeadRotation {
         }
     }
 
-    // Rotates the lane's elements.
+    // Rotates the lane's elements. Subnormal numbers are kept.
     static DEVICE void rotate(float (&n)[VEC_SIZE], int element, const float (&cosine)[VEC_SIZE],
                               const float (&sine)[VEC_SIZE], const float (&partner)[VEC_SIZE]) {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
             const bool low = IS_NEOX ? element + j < HALF : j % 2 == 0;
-            const float rotated = n[j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+            const float product = ieee_multiply(low ? -partner[j] : partner[j], sine[j]);
+            const float rotated = ieee_fma(n[j], cosine[j], product);
             if (element + j < ROTARY_DIM) n[j] = rotated;
         }
     }

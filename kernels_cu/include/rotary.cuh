@@ -9,6 +9,14 @@
 #pragma once
 #include "vec.cuh"
 
+// Rotates a pair (x, y) in float32. Every product, sum and difference is rounded and may be subnormal, as in eager tensor
+// arithmetic.
+DEVICE void rotate(float& x, float& y, float cosine, float sine) {
+    const float rotated = ieee_subtract(ieee_multiply(x, cosine), ieee_multiply(y, sine));
+    y = ieee_add(ieee_multiply(y, cosine), ieee_multiply(x, sine));
+    x = rotated;
+}
+
 // Rotates pairs (x, y). Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<T, N>& sine) {
@@ -20,15 +28,12 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<
 // Rotates pairs (x, y) in float32 and rounds once at the end.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const float (&sine)[N]) {
-    float a[N], b[N], turned[N];
+    float a[N], b[N];
     x.to_floats(a);
     y.to_floats(b);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        turned[i] = ieee_subtract(ieee_multiply(a[i], cosine[i]), ieee_multiply(b[i], sine[i]));
-        b[i] = ieee_add(ieee_multiply(b[i], cosine[i]), ieee_multiply(a[i], sine[i]));
-    }
-    x = Vec<T, N>::from_floats(turned);
+    for (int i = 0; i < N; ++i) rotate(a[i], b[i], cosine[i], sine[i]);
+    x = Vec<T, N>::from_floats(a);
     y = Vec<T, N>::from_floats(b);
 }
 

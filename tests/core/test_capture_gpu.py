@@ -63,6 +63,7 @@ CASES = {
 }
 MODES = ("global", "thread_local", "relaxed")
 SPLIT, DECODE = CASES["split product"], CASES["decode with splits"]
+SPLITS = [Case("linear", {"num_tokens": rows, "input_size": 4090}, SPLIT.has) for rows in (24, 48)]
 
 
 def has(launches: Sequence[Launch]) -> set[str]:
@@ -78,7 +79,7 @@ def has(launches: Sequence[Launch]) -> set[str]:
     return {name for name, is_so in found.items() if is_so}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case", [*CASES.values(), *SPLITS], ids=[*CASES, "24 rows", "48 rows"])
 def test_plan_of_a_case_has_the_expected_parts(case: Case) -> None:
     assert has(axes.launches(pyops.registry[case.op], case.axes, device.model())) == case.has
 
@@ -134,8 +135,7 @@ def test_first_call_is_captured(case: Case, mode: str) -> None:
 def test_two_graphs_on_a_side_stream() -> None:
     """The second graph needs more zeros than the first left on their stream, and the first keeps its own."""
     op, stream, pool = pyops.registry["linear"], torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    sizes = ({"num_tokens": 16}, {"num_tokens": 48})
-    contents = [[example(op, "cuda", seed, input_size=4090, **size) for seed in (0, 1)] for size in sizes]
+    contents = [[case.args(seed) for seed in (0, 1)] for case in SPLITS]
     held = [clones(first) for first, _ in contents]
     graphs = []
     for values in held:

@@ -119,6 +119,26 @@ def test_kernels_take_all_given_values(op: Op) -> None:
     assert given <= taken, f"no kernel of {op.name} takes {given - taken}"
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_launches_hold_no_scalar_of_a_call(op: Op) -> None:
+    """A plan serves calls with any value of a scalar that is read at every call, so no launch depends on one."""
+
+    def launches(args: list[Any]) -> list[Any]:
+        found = []
+        for one in op.launches(*args):
+            numbers = {name: value for name, value in one.fixed.items() if isinstance(value, int | float)}
+            kernel, key = one.specialisation.kernel.file, one.specialisation.key
+            found.append((kernel, key, one.grid, one.block, one.shared, one.cluster, numbers))
+        return found
+
+    assert op.example is not None
+    for case in axes.sample(op, 2):
+        args = list(op.example(ArgMaker(device.model()), **case))
+        for name, fmt in op.declaration.runtime:
+            for value in (0.0, 0.7, -3.0) if fmt == "d" else (3, 1000):
+                assert launches(replaced(op, args, **{name: value})) == launches(args), name
+
+
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:

@@ -54,9 +54,9 @@ class Kernel:
         return self._of_arch[arch_feature]
 
     def renamed(self, **names: str) -> Kernel:
-        """This kernel with some parameters fed by other tensors: {parameter: name of the op's tensor}.
+        """This kernel with some parameters fed by other names: {parameter: name of the op's tensor or scalar}.
 
-        One kernel thus serves ops that have different names for the same tensor.
+        One kernel thus serves ops that have different names for the same argument.
         """
         key = tuple(names.items())
         if key not in self._renamed:

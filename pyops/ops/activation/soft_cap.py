@@ -56,8 +56,7 @@ def plan_muse_spark_mul_tanh_soft_cap(out: TensorArg, input: TensorArg) -> Launc
 
 @muse_spark_mul_tanh_soft_cap.example
 def example_muse_spark_mul_tanh_soft_cap(
-    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16"
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 32000, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
-    vocab_size = 32000
-    logits = make.randn(num_tokens, vocab_size, dtype=dtype)
-    return make.empty(num_tokens, vocab_size, dtype="float32"), logits, 0.25, 30.0
+    logits = make.randn(num_tokens, hidden_size, dtype=dtype)
+    return make.empty(num_tokens, hidden_size, dtype="float32"), logits, 0.25, 30.0

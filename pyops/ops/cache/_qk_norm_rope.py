@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ... import check
@@ -94,6 +94,7 @@ class Rows:
         value_cache: None if the values follow the keys in `key_cache`.
         heads_first: caches are [num_blocks, heads, block_size, ...], else [num_blocks, block_size, heads, ...].
         fixed: parameters of the kernel that the op does not have.
+        renamed: {parameter of the kernel: the op's scalar that feeds it at every call}, where the two names differ.
     """
 
     qkv: TensorArg
@@ -117,6 +118,7 @@ class Rows:
     num_index: int | None = None
     index_cache: TensorArg | None = None
     index_slot_mapping: TensorArg | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def launch(self) -> Launch:
         """Check the tensors, and launch the kernel."""
@@ -162,7 +164,7 @@ class Rows:
             **self.scales,
             **self.fixed,
         }
-        return _insert(
+        return _insert.renamed(**self.renamed)(
             scalar_t=qkv.dtype,
             weight_t=weight_t,
             angle_t=angles[0].dtype if angles else qkv.dtype,

@@ -109,8 +109,6 @@ def plan_fused_qknorm_rope_cache(
     num_q_heads: int,
     num_kv_heads: int,
     rotary_pairs: int,
-    epsilon: float,
-    norm_weight_bias: float,
     kv_cache_dtype: str,
     k_scale: TensorArg | None,
     v_scale: TensorArg | None,
@@ -135,7 +133,8 @@ def plan_fused_qknorm_rope_cache(
         slot_mapping,
         kv_cache_dtype,
         {"k_scale": k_scale, "v_scale": v_scale},
-        {"eps": epsilon, "weight_bias": norm_weight_bias, "q_fp8_scale": 1.0},
+        {"q_fp8_scale": 1.0},
+        renamed={"eps": "epsilon", "weight_bias": "norm_weight_bias"},
     ).launch()
 
 

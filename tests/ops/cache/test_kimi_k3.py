@@ -84,7 +84,7 @@ def close(found: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
 def assert_ds_entry(entry: torch.Tensor, right: torch.Tensor) -> None:
     tiles, scales = right[:512].view(4, 128), entry[512:528].clone().view(torch.float32).double()
     needed = (tiles.abs().amax(-1) / 448).clamp(min=1e-4)
-    assert (scales.log2() == scales.log2().round()).all()
+    assert (scales.frexp().mantissa == 0.5).all()  # log2(2**-6) is no integer on a GPU
     assert ((scales >= needed) & (scales < 2 * needed)).all()
     found = entry[:512].view(torch.float8_e4m3fn).double().view(4, 128)
     step = (tiles.abs() / scales[:, None] / 16).clamp(min=2**-10)
