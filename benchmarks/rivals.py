@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from pyops._core.op.op import Op
 
-from . import attention_rivals
-from .installed import Unavailable, libraries, load_vllm, module, reason
+from . import attention_rivals, installed
+from .installed import Unavailable, fitted, libraries, load_vllm, module, reason
 from .timing import Call
 
 Builder = Callable[..., Call]
@@ -36,7 +36,7 @@ def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
     """({rival: builder}, [skipped rivals with reasons]) for the rivals `names`."""
     found, skips = {}, []
-    for name in names:
+    for name in (one for one in names if one not in installed.left_out):
         try:
             found[name] = RIVALS[name](op)
         except Exception as error:
@@ -149,23 +149,14 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
 
 
 def _vllm(op: Op) -> Builder:
-    """``torch.ops._C.<name>``, with the op's arguments in the op's order.
-
-    Older schemas lack the last arguments; newer ones have further optional arguments.
-    """
+    """``torch.ops._C.<name>``, with the op's arguments in the op's order."""
     if trouble := load_vllm(libraries()):
         raise Unavailable(trouble)
     found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
     packet = next((one for one in found if one is not None), None)
     if packet is None:
         raise Unavailable("has no such op")
-    return partial(_fitted, packet, packet.default._schema.arguments)
-
-
-def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> Call:
-    """`args` cut to the schema's length, or extended by None for further arguments without a default."""
-    more = [None for argument in schema[len(args) :] if not argument.has_default_value()]
-    return partial(function, *args[: len(schema)], *more)
+    return partial(fitted, packet)
 
 
 def _flashinfer(op: Op) -> Builder:
