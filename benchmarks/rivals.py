@@ -101,6 +101,17 @@ def _mul_and_silu(a: Any) -> Call:
     return lambda: up * F.silu(gate)
 
 
+def _of_logits(function: Callable[..., Any]) -> Callable[[Any], Call]:
+    """A function over the vocabulary."""
+
+    def build(a: Any) -> Call:
+        if a.temperature is not None:
+            raise Unavailable("has no temperature")
+        return partial(function, a.logits, -1)
+
+    return build
+
+
 def _gelu_tanh(x: Any) -> Any:
     return F.gelu(x, approximate="tanh")
 
@@ -143,6 +154,8 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
     "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
     "relu2": _plain(lambda x: F.relu(x).square()),
     "paged_attention_v1": lambda a: attention_rivals.of_one_token(vars(a)),
+    "softmax": _of_logits(torch.softmax),
+    "log_softmax": _of_logits(torch.log_softmax),
     "moe_sum": lambda a: partial(torch.sum, a.input, 1),
     "shuffle_rows": lambda a: partial(torch.index_select, a.input_tensor, 0, a.dst2src_map),
 }
@@ -171,9 +184,17 @@ def _flashinfer(op: Op) -> Builder:
             raise Unavailable("turns queries and keys together")
         return partial(turn, a.positions, a.query, a.key, a.head_size, a.cos_sin_cache.float(), a.is_neox)
 
+    def sample(a: Any) -> Call:
+        if a.min_p is not None or a.temperature is not None or a.top_k is None or a.top_p is None:
+            raise Unavailable("filters by top-k and top-p together, without a temperature")
+        draw = module("flashinfer.sampling").top_k_top_p_sampling_from_logits
+        return partial(draw, a.logits, a.top_k, a.top_p, seed=1, offset=0)
+
     return _named(
         op,
         {
+            "softmax": lambda a: partial(module("flashinfer.sampling").softmax, a.logits, a.temperature),
+            "top_k_top_p_sampling_from_logits": sample,
             "paged_attention_v1": lambda a: attention_rivals.flash_infer(vars(a)),
             "rotary_embedding": rope,
             "rms_norm": lambda a: partial(norm.rmsnorm, a.input, a.weight, a.epsilon, out=a.out),

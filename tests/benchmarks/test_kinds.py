@@ -15,7 +15,10 @@ import torch
 
 import pyops
 from benchmarks import attention_batches, drawn, installed, models, rivals, row_layers, scan_layers
+from benchmarks.accuracy import Check
 from benchmarks.attention_batches import Heads
+from benchmarks.installed import Unavailable
+from benchmarks.shapes import Case
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
@@ -531,3 +534,20 @@ def test_a_rival_that_differs_is_left_out(capsys: pytest.CaptureFixture[str]) ->
         found = drawn.agreeing(row, {"pyops": scan_layers.contenders(row)["pyops"], **wrong}, call, "out", 0.02)
     assert set(found) == {"pyops"}
     assert "zeros: differs from pyops by 1 " in capsys.readouterr().err
+
+
+def test_rivals_may_draw_other_tokens() -> None:
+    """Those that top-k keeps, which is 50 of them."""
+    axes = {"num_tokens": 5, "vocab_size": 1000, "dtype": "float32"}
+    check = Check(Case(pyops.registry["top_k_top_p_sampling_from_logits"], axes), "cpu")
+
+    def rank(place: int) -> Any:
+        return lambda samples, logits, *_: lambda: logits.sort(descending=True).indices[:, place].int()
+
+    assert check(rank(49), any_order=True) == 0
+    with pytest.raises(Unavailable, match="top-k"):
+        check(rank(50), any_order=True)
+    with pytest.raises(Unavailable, match="beyond the vocabulary"):
+        check(lambda samples, *_: lambda: torch.full_like(samples, 1000), any_order=True)
+    with pytest.raises(Unavailable, match="disagrees"):
+        check(rank(49))
