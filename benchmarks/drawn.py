@@ -69,4 +69,5 @@ def agreeing(row: Row, contenders: Contenders, call: dict[str, Any], out: str, a
             found[name] = build
         except Exception as error:
             print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
+            installed.check_gpu(name)
     return found

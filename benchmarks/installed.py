@@ -19,6 +19,19 @@ class Unavailable(Exception):
     """The reason why a rival cannot be measured."""
 
 
+class Fault(Exception):
+    """The name of a rival after which the process cannot use the GPU any more."""
+
+
+def check_gpu(rival: str) -> None:
+    """Fault if the GPU has met an error, such as an illegal access, after which every call of the process fails."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise Fault(rival) from error
+
+
 def reason(error: Exception) -> str:
     """An error as one line without folder names; without its type if it is an `Unavailable`."""
     text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])

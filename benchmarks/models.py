@@ -24,9 +24,9 @@ import multiprocessing
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -109,40 +109,44 @@ def _start(without: Collection[str]) -> None:
     installed.left_out.update(without)
 
 
-def _measure(row: Row) -> tuple[dict[str, float], bool]:
-    """({contender: microseconds}, whether the GPU can still be used by this process)."""
+def _measure(row: Row) -> tuple[dict[str, float], str | None]:
+    """({contender: microseconds}, the rival after which this process cannot use the GPU, "" if unknown, or None)."""
+    found: dict[str, float] = {}
     try:
         found = module(row.kind).measure(row)
+    except installed.Fault as fault:
+        return {}, str(fault)
     except Exception as error:
         print(f"{row}: {installed.reason(error)}", file=sys.stderr, flush=True)
-        found = {}
     try:
-        torch.cuda.synchronize()
+        installed.check_gpu("")
         torch.cuda.empty_cache()
-    except RuntimeError as error:  # such as an illegal access, after which no call of the process succeeds
-        print(f"{row}: {installed.reason(error)}", file=sys.stderr, flush=True)
-        return {}, False
-    return found, True
+    except installed.Fault as fault:
+        print(f"{row}: {installed.reason(fault)}", file=sys.stderr, flush=True)
+        return {}, str(fault)
+    return found, None
 
 
 def measured(
-    rows: Iterable[Row], minutes: float, start: Callable[[], Executor]
+    rows: Iterable[Row], minutes: float, without: Collection[str], start: Callable[[Collection[str]], Executor]
 ) -> Iterator[tuple[Row, dict[str, float]]]:
-    """(row, {contender: microseconds}) until the minutes are over. `start` makes a measuring process.
+    """(row, {contender: microseconds}) until the minutes are over. `start` makes a process that leaves rivals out.
 
-    A row that ends its process, or that hangs, has no times; the next row gets a new process.
+    A row that ends its process, or that hangs, has no times; the next row gets a new process, without the rivals that
+    ended two.
     """
-    end, pool = time.monotonic() + 60 * minutes, None
+    end, pool, faults = time.monotonic() + 60 * minutes, None, Counter[str]()
     for row in rows:
         if time.monotonic() >= end:
             break
-        pool = pool or start()
+        pool = pool or start([*without, *(name for name, count in faults.items() if name and count > 1)])
         try:
-            times, usable = pool.submit(_measure, row).result(_HUNG_S)
+            times, faulty = pool.submit(_measure, row).result(_HUNG_S)
         except Exception as error:
             print(f"{row}: {installed.reason(error)}", file=sys.stderr, flush=True)
-            times, usable = {}, False
-        if not usable:
+            times, faulty = {}, ""
+        if faulty is not None:
+            faults[faulty] += 1
             _end(pool)
             pool = None
         yield row, times
@@ -171,8 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = dict.fromkeys(kind for word in asked.kinds for kind in GROUPS.get(word, (word,)))
     timed: dict[Row, dict[str, float]] = {}
     spawn = multiprocessing.get_context("spawn")
-    start = partial(ProcessPoolExecutor, 1, spawn, _start, (asked.without,))
-    for row, times in measured(in_rounds(kinds, asked.rows, asked.seed), asked.minutes, start):
+
+    def start(without: Collection[str]) -> Executor:
+        return ProcessPoolExecutor(1, spawn, _start, (without,))
+
+    for row, times in measured(in_rounds(kinds, asked.rows, asked.seed), asked.minutes, asked.without, start):
         if len(times) > 1 and "pyops" in times:
             timed[row] = times
         print(f"{row} ({row.layer}): " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)

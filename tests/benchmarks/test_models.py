@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
@@ -76,25 +77,26 @@ def test_kinds_take_turns() -> None:
 def test_a_row_that_ends_its_process_costs_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows after it get a new process. After the last minute no row begins."""
-    row, times, started = Row("bf16", 1, 16, 16, "a"), {"pyops": 1.0, "cuBLAS": 2.0}, list[Executor]()
-    results = iter([(times, True), (times, False), BrokenProcessPool("died"), TimeoutError("hangs"), (times, True)])
+    """Rows after it get a new process, without a rival that ended two. After the last minute no row begins."""
+    row, times, started = Row("bf16", 1, 16, 16, "a"), {"pyops": 1.0, "cuBLAS": 2.0}, list[list[str]]()
+    crashed, hangs = BrokenProcessPool("died"), TimeoutError("hangs")
+    results = iter([(times, None), ({}, "FA3"), crashed, hangs, ({}, "FA3"), (times, None), (times, None)])
 
     def measure(row: Row) -> Any:
         if isinstance(result := next(results), Exception):
             raise result
         return result
 
-    def start() -> Executor:
-        started.append(ThreadPoolExecutor(1))
-        return started[-1]
+    def start(without: Collection[str]) -> Executor:
+        started.append(list(without))
+        return ThreadPoolExecutor(1)
 
     monkeypatch.setattr(models, "_measure", measure)
-    found = [one for _, one in models.measured([row] * 5, 1.0, start)]
-    assert found == [times, times, {}, {}, times]
-    assert len(started) == 4
+    found = [one for _, one in models.measured([row] * 7, 1.0, ["compile"], start)]
+    assert found == [times, {}, {}, {}, {}, times, times]
+    assert started == [["compile"]] * 4 + [["compile", "FA3"]]
     assert "bf16:1x16x16: BrokenProcessPool: died" in capsys.readouterr().err
-    assert list(models.measured([row], 0.0, start)) == []
+    assert list(models.measured([row], 0.0, (), start)) == []
 
 
 def test_a_rival_that_is_left_out_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
