@@ -4,8 +4,8 @@ delta_rule is `gated_delta_rule`, kda is `kda`, ssd is `mamba_chunk_scan_varlen`
 `selective_scan_fwd`, and conv is `causal_conv1d_prefill` over the channels of any of these layers. A row draws a model,
 its GPUs of tensor parallelism and up to 64 sequences with 64 to 65536 tokens together. delta_rule_step and kda_step are
 the ops that update states by one token of up to 512 sequences. Rivals: `benchmarks.scan_rivals`. Those in Triton
-compile and choose their tiles for each number of heads, which takes up to a minute, so a run draws few layers of their
-kinds.
+compile and choose their tiles for each number of heads, which takes up to a minute, so all rows of such a kind are of
+one layer in a run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from .gemm_layers import PARTS
 KINDS = "delta_rule", "kda", "delta_rule_step", "kda_step", "ssd", "selective_scan", "conv"
 MAX_SEQS, MIN_TOKENS, MAX_TOKENS = 64, 64, 65536
 MAX_STEPS = 512
-_TUNED = "delta_rule", "kda", "delta_rule_step", "kda_step", "ssd"  # kinds with rivals that tune themselves for a layer
-_MAX_LAYERS = 2  # layers of such a kind in a run
+_TUNED = "delta_rule", "kda", "ssd"  # kinds with rivals that tune themselves for a layer
 _CHUNK_SIZE = 256  # tokens of a chunk of ssd, as models are trained
 _WIDTH = 4  # of convolutions
 _SCAN_DTYPE = torch.bfloat16
@@ -118,7 +117,7 @@ def draw(kind: str, count: int, seed: int) -> list[Row]:
         for parts in PARTS
     ]
     if kind in _TUNED:
-        layers = random.Random(f"{seed} layers of {kind}").sample(layers, min(_MAX_LAYERS, len(layers)))
+        layers = [random.Random(f"{seed} layers of {kind}").choice(layers)]
     return drawn.draw(kind, count, seed, partial(_row, kind, layers))
 
 
