@@ -53,9 +53,10 @@ def fla_chunked(package: str, name: str, call: Arguments) -> Call:
 
 
 def vllm_chunked(package: str, name: str, call: Arguments) -> Call:
-    """A chunked rule of vLLM's Triton kernels, with states of values before keys."""
-    given = ("q", "k", "v", "g", "beta", "scale", "use_qk_l2norm_in_kernel")
+    """A chunked rule of vLLM's Triton kernels, with states of values before keys. KDA writes its result over v."""
+    given = ("q", "k", "g", "beta", "scale", "use_qk_l2norm_in_kernel")
     named = {one: call[one] for one in given} | {"output_final_state": True, "cu_seqlens": _starts(call)}
+    named["v"] = call["v"].clone()
     state = call["initial_state"].transpose(2, 3).contiguous()
     return _first_result(getattr(module(f"{_VLLM_OPS}.fla.ops{package}"), name), **named, initial_state=state)
 
