@@ -8,7 +8,7 @@ such as a schedule, contiguous keys or queries in fp8, is prepared before the ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from .installed import Unavailable, module, vllm_op
+from .latent_rivals import flash_infer_mla, flash_mla, pages_of, workspace
 from .timing import Call
 
 Arguments = dict[str, Any]
 Rival = Callable[[Arguments], Call]
 
-_WORKSPACE = 128 << 20  # bytes that FlashInfer asks for
 _MAX_FLASH_HEAD = 256  # elements of a head in FlashAttention
-_MLA_PAGE = 64  # slots of a page in FlashMLA
-_LATENT = 512
+_SEGMENTS, _SPLIT_BELOW = 16, 128  # parts of a split row in vLLM's Triton kernel, and the grid below which it splits
 
 
 def _without(call: Arguments, *options: str) -> None:
@@ -159,8 +158,10 @@ def of_any_lengths(call: Arguments) -> Call:
 
 
 def flash_attention_3(call: Arguments) -> Call:
-    """FlashAttention-3 of vLLM's wheel. With an fp8 cache it takes queries of e4m3."""
-    forward = vllm_op("_vllm_fa3_C", "fwd", "vllm.vllm_flash_attn")
+    """FlashAttention-3 of vLLM's wheel, scheduled before the call. With an fp8 cache it takes queries of e4m3."""
+    forward, schedule = (
+        vllm_op("_vllm_fa3_C", name, "vllm.vllm_flash_attn") for name in ("fwd", "get_scheduler_metadata")
+    )
     _without(call, "alibi_slopes", "lse")
     _unscaled(call)
     query, sinks, window = call["query"], call.get("sinks"), _window(call)
@@ -193,21 +194,65 @@ def flash_attention_3(call: Arguments) -> Call:
         "cp_world_size": 1,
         "cp_rank": 0,
     }
-    return partial(forward, *(given.get(one.name) for one in forward.default._schema.arguments))
+    sizes = {
+        "batch_size": len(new),
+        "num_heads": query.shape[1],
+        "num_heads_k": call["num_kv_heads"],
+        "headdim": query.shape[2],
+        "headdim_v": query.shape[2],
+        "qkv_dtype": query.dtype,
+        "page_size": call["block_size"],
+        "max_seqlen_k_new": 0,
+        "has_softcap": given["softcap"] > 0,
+    }
+    given["scheduler_metadata"] = _named(schedule, given | sizes)()
+    return _named(forward, given)
 
 
-@cache
-def _workspace(device: torch.device) -> Any:
-    """FlashInfer's memory for partial results, which calls one after the other can share."""
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+def _named(op: Any, given: Arguments) -> Call:
+    """A call of a torch op whose arguments have no defaults. Those not given are None."""
+    return partial(op, *(given.get(one.name) for one in op.default._schema.arguments))
 
 
-def _pages(call: Arguments, table: Any, page: int) -> tuple[Any, Any, Any]:
-    """(ends of the pages of each sequence, its pages, slots in use of its last page), as FlashInfer takes them."""
-    lengths = call["seq_lens"].int()
-    used = -(-lengths // page)
-    pages = torch.cat([row[:count] for row, count in zip(table, used.tolist(), strict=True)])
-    return F.pad(used.cumsum(0), (1, 0)).int(), pages, lengths - (used - 1) * page
+def vllm_triton(call: Arguments) -> Call:
+    """vLLM's attention in Triton."""
+    attend = module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    _without(call, "alibi_slopes", "lse")
+    _unscaled(call)
+    query, keys, window, new = call["query"], call["key_cache"], _window(call), _new(call)
+    if keys.ndim == 5 or query.dtype.itemsize == 1:
+        raise Unavailable("takes a flash cache, and queries of 16 bits, here")
+    heads, size = query.shape[1:]
+    seqs, device = _SPLIT_BELOW // call["num_kv_heads"], query.device
+    part = torch.empty(seqs, heads, _SEGMENTS, 1 << (size - 1).bit_length(), device=device)
+    modes = module("vllm.v1.kv_cache_interface").KVQuantMode
+    one = torch.ones(len(new), call["num_kv_heads"], device=device)
+    return partial(
+        attend,
+        q=query,
+        k=keys,
+        v=call["value_cache"],
+        out=call["out"],
+        cu_seqlens_q=call.get("cu_seqlens_q", torch.arange(len(new) + 1, dtype=torch.int32, device=device)),
+        max_seqlen_q=max(new),
+        seqused_k=call["seq_lens"],
+        max_seqlen_k=int(call["seq_lens"].max()),
+        softmax_scale=call["scale"],
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        block_table=call["block_tables"],
+        softcap=call.get("logits_soft_cap", 0.0),
+        q_descale=None,
+        k_descale=one,
+        v_descale=one,
+        seq_threshold_3D=seqs,
+        num_par_softmax_segments=_SEGMENTS,
+        softmax_segm_output=part,
+        softmax_segm_max=torch.empty_like(part[..., 0]),
+        softmax_segm_expsum=torch.empty_like(part[..., 0]),
+        sinks=call.get("sinks"),
+        kv_quant_mode=modes.NONE if call["kv_cache_dtype"] == "auto" else modes.FP8_PER_TENSOR,
+    )
 
 
 def flash_infer(call: Arguments) -> Call:
@@ -220,13 +265,11 @@ def flash_infer(call: Arguments) -> Call:
     is_prefill = "cu_seqlens_q" in call
     module_, name = ("flashinfer.prefill", "Prefill") if is_prefill else ("flashinfer.decode", "Decode")
     options = {} if is_prefill else {"use_tensor_cores": True}
-    wrapper = getattr(module(module_), f"Batch{name}WithPagedKVCacheWrapper")(
-        _workspace(query.device), "NHD", **options
-    )
+    wrapper = getattr(module(module_), f"Batch{name}WithPagedKVCacheWrapper")(workspace(query.device), "NHD", **options)
     sizes = (query.shape[1], call["num_kv_heads"], query.shape[2], call["block_size"])
     wrapper.plan(
         *([call["cu_seqlens_q"]] if is_prefill else []),
-        *_pages(call, call["block_tables"], call["block_size"]),
+        *pages_of(call, call["block_tables"], call["block_size"]),
         *sizes,
         q_data_type=query.dtype,
         kv_data_type=keys.dtype,
@@ -238,60 +281,14 @@ def flash_infer(call: Arguments) -> Call:
     return partial(wrapper.run, query, (keys, call["value_cache"]), out=call["out"])
 
 
-def _mla_query(call: Arguments) -> Any:
-    """[num_seqs, 1, heads, 576]."""
-    return torch.cat((call["q_nope"], call["q_pe"]), -1)[:, None]
-
-
-def flash_mla(call: Arguments) -> Call:
-    """FlashMLA of vLLM's wheel: dense for bf16 and fp8, with queries of fp8; for 656 bytes its sparse kernel.
-
-    The sparse kernel is given the slots of all tokens.
-    """
-    cache, lengths, scale = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["scale"]
-    if cache.shape[1] != _MLA_PAGE:
-        raise Unavailable(f"has pages of {_MLA_PAGE} slots")
-    query, entries, table = _mla_query(call), cache[:, :, None], call["page_table"]
-    if cache.dtype is torch.uint8:
-        slots = torch.arange(int(lengths.max()), device=table.device)
-        indices = table.long()[:, slots // _MLA_PAGE] * _MLA_PAGE + slots % _MLA_PAGE
-        # The kernel takes a multiple of 64 slots; -1 is none.
-        indices = F.pad(indices.where(slots < lengths[:, None], -1), (0, -len(slots) % 64), value=-1)[:, None].int()
-        attend = partial(vllm_op("_flashmla_C", "sparse_decode_fwd"), query, entries, indices, None, None)
-        rest = None, None, None, _LATENT, scale
-        schedule = attend(None, None, *rest)[2:]
-        return lambda: attend(*schedule, *rest)[0]
-    if cache.dtype.itemsize == 1:
-        attend = vllm_op("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
-        schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(lengths, query.shape[2], 1)
-        one = torch.ones(len(lengths), device=query.device)
-        query = query.to(cache.dtype)
-        attend = partial(attend, query, entries, _LATENT, lengths, table, scale, True, *schedule, one, one)
-        return lambda: attend()[0]
-    attend = partial(vllm_op("_flashmla_C", "dense_decode_fwd"), query, entries, _LATENT, lengths, table, scale, True)
-    schedule = attend(None, None)[2:]
-    return lambda: attend(*schedule)[0]
-
-
-def flash_infer_mla(call: Arguments) -> Call:
-    """FlashInfer's latent attention."""
-    cache, query = call["kv_c_and_k_pe_cache"], call["q_nope"]
-    if cache.dtype is not query.dtype:
-        raise Unavailable("attends to a cache of the dtype of its queries")
-    num_seqs, num_heads, _ = query.shape
-    wrapper = module("flashinfer.mla").BatchMLAPagedAttentionWrapper(_workspace(query.device))
-    ends, pages, _ = _pages(call, call["page_table"], cache.shape[1])
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device)
-    sizes = (num_heads, _LATENT, cache.shape[2] - _LATENT, cache.shape[1])
-    lengths = call["seq_lens"]
-    wrapper.plan(starts, ends, pages, lengths, *sizes, False, call["scale"], query.dtype, cache.dtype)
-    parts = cache[..., :_LATENT], cache[..., _LATENT:]
-    return partial(wrapper.run, query, call["q_pe"], *parts, out=call["out"])
-
-
 # {op: {rival: function}}
 RIVALS: dict[str, dict[str, Rival]] = {
-    "paged_attention_v1": {"SDPA": of_one_token, "FA3": flash_attention_3, "FlashInfer": flash_infer},
+    "paged_attention_v1": {
+        "SDPA": of_one_token,
+        "FA3": flash_attention_3,
+        "FlashInfer": flash_infer,
+        "vLLM, Triton": vllm_triton,
+    },
     "paged_attention_varlen": {
         "cuDNN": partial(of_equal_lengths, SDPBackend.CUDNN_ATTENTION),
         "FlashAttention": partial(of_equal_lengths, SDPBackend.FLASH_ATTENTION),
@@ -299,6 +296,7 @@ RIVALS: dict[str, dict[str, Rival]] = {
         "FlashAttention, ragged": of_any_lengths,
         "FA3": flash_attention_3,
         "FlashInfer": flash_infer,
+        "vLLM, Triton": vllm_triton,
     },
     "attention_varlen": {
         "cuDNN": partial(of_equal_lengths, SDPBackend.CUDNN_ATTENTION),

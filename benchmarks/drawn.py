@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from . import installed
 from .accuracy import difference
 from .installed import Unavailable, reason
 from .timing import Call
@@ -54,6 +55,8 @@ def agreeing(row: Row, contenders: Contenders, call: dict[str, Any], out: str, a
     found: Contenders = {}
     expected = None
     for name, build in contenders.items():
+        if name in installed.left_out:
+            continue
         copies = {one: value.clone() if isinstance(value, torch.Tensor) else value for one, value in call.items()}
         try:
             result = build(copies)()
@@ -66,4 +69,5 @@ def agreeing(row: Row, contenders: Contenders, call: dict[str, Any], out: str, a
             found[name] = build
         except Exception as error:
             print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
+            installed.check_gpu(name)
     return found

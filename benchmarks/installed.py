@@ -5,14 +5,31 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+left_out = set[str]()  # rivals that are not wanted
+_BLANKS = {"bool": False}  # by the type of an argument; None of others
+
 
 class Unavailable(Exception):
     """The reason why a rival cannot be measured."""
+
+
+class Fault(Exception):
+    """The name of a rival after which the process cannot use the GPU any more."""
+
+
+def check_gpu(rival: str) -> None:
+    """Fault if the GPU has met an error, such as an illegal access, after which every call of the process fails."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise Fault(rival) from error
 
 
 def reason(error: Exception) -> str:
@@ -45,9 +62,10 @@ def libraries() -> str:
 @cache
 def load_vllm(paths: str) -> str:
     """Load vLLM's ops from its package, or else from its shared objects. Returns "" or the reason of the failure."""
+    for name in ("vllm._C_stable_libtorch", "vllm._C", "vllm._moe_C"):
+        _import(name)
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
-        _import("vllm._moe_C")
         return ""
     if not paths:
         return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"
@@ -67,3 +85,13 @@ def vllm_op(library: str, name: str, package: str = "vllm") -> Any:
     if not hasattr(getattr(torch.ops, library), name):
         raise Unavailable(f"{library} is not loaded, or has no {name}")
     return getattr(getattr(torch.ops, library), name)
+
+
+def fitted(op: Any, *args: Any) -> Callable[[], Any]:
+    """A call of a torch op: `args` cut to its schema, or extended for further arguments without a default.
+
+    Older schemas lack the last arguments; newer ones have further optional arguments.
+    """
+    schema = op.default._schema.arguments
+    more = [_BLANKS.get(str(one.type)) for one in schema[len(args) :] if not one.has_default_value()]
+    return partial(op, *args[: len(schema)], *more)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .accuracy import Check
+from .installed import check_gpu
 from .rivals import Builder, builders, ours, skip
 from .shapes import Case
 from .timing import Call, Effort, gpu_us, num_sets
@@ -29,7 +30,10 @@ def _l2_bytes() -> int:
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """(row of times, skipped rivals). Raises an error if pyops itself fails or disagrees with the reference."""
+    """(row of times, skipped rivals). Raises an error if pyops itself fails or disagrees with the reference.
+
+    Raises Fault if a rival fails and the GPU cannot be used after it.
+    """
     check = Check(case)
     sets, renew = argument_sets(case, effort)
 
@@ -44,6 +48,7 @@ def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[st
             times[name] = contend(build)
         except Exception as error:
             skips.append(skip(name, case.op, error))
+            check_gpu(name)
     cold = len(sets) * case.nbytes > 3 * _l2_bytes()
     row = {**case.labels, "bytes": case.traffic, "sets": len(sets), "cold": cold, "times": times}
     return row, skips

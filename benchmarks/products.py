@@ -24,7 +24,7 @@ import torch
 import pyops
 
 from . import packed_products
-from .installed import libraries, load_vllm, reason
+from .installed import check_gpu, libraries, load_vllm, reason
 from .timing import QUICK, Call, gpu_us
 
 ROWS = (
@@ -113,7 +113,7 @@ def num_sets(nbytes: int) -> int:
 def in_turn(row: str, contenders: dict[str, Callable[..., Call]], sets: Sequence[tuple[Any, ...]]) -> dict[str, float]:
     """{contender: median time in microseconds}: these contenders alternately, calls rotating over sets of operands.
 
-    A contender that fails is reported and left out.
+    A contender that fails is reported and left out. Raises Fault if the GPU cannot be used after it.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(_TURNS):
@@ -123,6 +123,7 @@ def in_turn(row: str, contenders: dict[str, Callable[..., Call]], sets: Sequence
             except Exception as error:
                 del times[name]
                 print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
+                check_gpu(name)
     return {name: statistics.median(found) for name, found in times.items()}
 
 

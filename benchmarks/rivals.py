@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from pyops._core.op.op import Op
 
-from . import attention_rivals
-from .installed import Unavailable, libraries, load_vllm, module, reason
+from . import attention_rivals, installed
+from .installed import Unavailable, fitted, libraries, load_vllm, module, reason
 from .timing import Call
 
 Builder = Callable[..., Call]
@@ -36,7 +36,7 @@ def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
     """({rival: builder}, [skipped rivals with reasons]) for the rivals `names`."""
     found, skips = {}, []
-    for name in names:
+    for name in (one for one in names if one not in installed.left_out):
         try:
             found[name] = RIVALS[name](op)
         except Exception as error:
@@ -101,6 +101,17 @@ def _mul_and_silu(a: Any) -> Call:
     return lambda: up * F.silu(gate)
 
 
+def _of_logits(function: Callable[..., Any]) -> Callable[[Any], Call]:
+    """A function over the vocabulary."""
+
+    def build(a: Any) -> Call:
+        if a.temperature is not None:
+            raise Unavailable("has no temperature")
+        return partial(function, a.logits, -1)
+
+    return build
+
+
 def _gelu_tanh(x: Any) -> Any:
     return F.gelu(x, approximate="tanh")
 
@@ -143,29 +154,22 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
     "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
     "relu2": _plain(lambda x: F.relu(x).square()),
     "paged_attention_v1": lambda a: attention_rivals.of_one_token(vars(a)),
+    "softmax": _of_logits(torch.softmax),
+    "log_softmax": _of_logits(torch.log_softmax),
     "moe_sum": lambda a: partial(torch.sum, a.input, 1),
     "shuffle_rows": lambda a: partial(torch.index_select, a.input_tensor, 0, a.dst2src_map),
 }
 
 
 def _vllm(op: Op) -> Builder:
-    """``torch.ops._C.<name>``, with the op's arguments in the op's order.
-
-    Older schemas lack the last arguments; newer ones have further optional arguments.
-    """
+    """``torch.ops._C.<name>``, with the op's arguments in the op's order."""
     if trouble := load_vllm(libraries()):
         raise Unavailable(trouble)
     found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
     packet = next((one for one in found if one is not None), None)
     if packet is None:
         raise Unavailable("has no such op")
-    return partial(_fitted, packet, packet.default._schema.arguments)
-
-
-def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> Call:
-    """`args` cut to the schema's length, or extended by None for further arguments without a default."""
-    more = [None for argument in schema[len(args) :] if not argument.has_default_value()]
-    return partial(function, *args[: len(schema)], *more)
+    return partial(fitted, packet)
 
 
 def _flashinfer(op: Op) -> Builder:
@@ -180,9 +184,17 @@ def _flashinfer(op: Op) -> Builder:
             raise Unavailable("turns queries and keys together")
         return partial(turn, a.positions, a.query, a.key, a.head_size, a.cos_sin_cache.float(), a.is_neox)
 
+    def sample(a: Any) -> Call:
+        if a.min_p is not None or a.temperature is not None or a.top_k is None or a.top_p is None:
+            raise Unavailable("filters by top-k and top-p together, without a temperature")
+        draw = module("flashinfer.sampling").top_k_top_p_sampling_from_logits
+        return partial(draw, a.logits, a.top_k, a.top_p, seed=1, offset=0)
+
     return _named(
         op,
         {
+            "softmax": lambda a: partial(module("flashinfer.sampling").softmax, a.logits, a.temperature),
+            "top_k_top_p_sampling_from_logits": sample,
             "paged_attention_v1": lambda a: attention_rivals.flash_infer(vars(a)),
             "rotary_embedding": rope,
             "rms_norm": lambda a: partial(norm.rmsnorm, a.input, a.weight, a.epsilon, out=a.out),

@@ -1,7 +1,8 @@
 """The kinds of `benchmarks.models` that work on rows: norms, activations, quantization, rotary, cache and sampling.
 
 A row is an op of the kind with the sizes of a published model and its GPUs of tensor parallelism, and up to 16384
-tokens; of sampling, a vocabulary of 32000 to 262144 and up to 256 rows. Operands are those of the op's example. Rivals:
+tokens; of sampling, a vocabulary of 32000 to 262144 and up to 256 rows of logits in float32, which FlashInfer and vLLM
+take. Other operands are those of the op's example. Rivals:
 those of `benchmarks.rivals`, among them torch.compile of the op's reference; each is compared with the reference first.
 """
 
@@ -116,7 +117,7 @@ def _row(kind: str, generator: random.Random) -> Row | None:
     op, name, parts = generator.choice(list(OPS[kind])), generator.choice(list(MODELS)), generator.choice(PARTS)
     if kind == "sampling":
         sizes = {"num_tokens": drawn.log_uniform(generator, MAX_SAMPLED), "vocab_size": generator.choice(_VOCABULARIES)}
-        return Row(kind, "", op, tuple(sizes.items()))
+        return Row(kind, "", op, (*sizes.items(), ("dtype", "float32")))
     axes = {"num_tokens": drawn.log_uniform(generator, MAX_TOKENS)} | OPS[kind][op](MODELS[name], parts)
     if op in _WHOLE_GROUPS and axes["hidden_size"] % _GROUP:
         return None

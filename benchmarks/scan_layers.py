@@ -1,15 +1,17 @@
 """The kinds of `benchmarks.models` with scans and convolutions: prompts of mixed lengths through published layers.
 
-delta_rule is `gated_delta_rule`, ssd is `mamba_chunk_scan_varlen`, selective_scan is `selective_scan_fwd`, and conv is
-`causal_conv1d_prefill` over the channels of any of these layers. A row draws a model, its GPUs of tensor parallelism
-and up to 64 sequences with 64 to 65536 tokens together. Rivals: flash-linear-attention (FLA) and FlashInfer for the
-delta rule, vLLM's Triton kernels for ssd and conv, vLLM's compiled op for the selective scan, torch for conv.
+delta_rule is `gated_delta_rule`, kda is `kda`, ssd is `mamba_chunk_scan_varlen`, selective_scan is
+`selective_scan_fwd`, and conv is `causal_conv1d_prefill` over the channels of any of these layers. A row draws a model,
+its GPUs of tensor parallelism and up to 64 sequences with 64 to 65536 tokens together. delta_rule_step and kda_step are
+the ops that update states by one token of up to 512 sequences. Rivals: `benchmarks.scan_rivals`. Those in Triton
+compile and choose their tiles for each number of heads, which takes up to a minute, so all rows of such a kind are of
+one layer in a run.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +23,13 @@ import torch.nn.functional as F
 
 import pyops
 
-from . import drawn, products, rivals
+from . import drawn, products, scan_rivals
 from .gemm_layers import PARTS
-from .installed import module
-from .timing import Call
 
-KINDS = "delta_rule", "ssd", "selective_scan", "conv"
+KINDS = "delta_rule", "kda", "delta_rule_step", "kda_step", "ssd", "selective_scan", "conv"
 MAX_SEQS, MIN_TOKENS, MAX_TOKENS = 64, 64, 65536
+MAX_STEPS = 512
+_TUNED = "delta_rule", "kda", "ssd"  # kinds with rivals that tune themselves for a layer
 _CHUNK_SIZE = 256  # tokens of a chunk of ssd, as models are trained
 _WIDTH = 4  # of convolutions
 _SCAN_DTYPE = torch.bfloat16
@@ -68,6 +70,7 @@ LAYERS = {
         "Qwen3.5 27B": Layer(48, 16, 128, 128),
         "Qwen3.5 397B-A17B": Layer(64, 16, 128, 128),
     },
+    "kda": {"Kimi Linear 48B-A3B": Layer(32, 32, 128, 128)},
     "ssd": {
         "Mamba-2 2.7B": Layer(80, 1, 64, 128),
         "Codestral Mamba 7B": Layer(128, 8, 64, 128),
@@ -107,23 +110,35 @@ class Row:
 
 def draw(kind: str, count: int, seed: int) -> list[Row]:
     """`count` different rows of a kind."""
-    return drawn.draw(kind, count, seed, partial(_row, kind))
+    family = kind.removesuffix("_step")
+    layers = [
+        (f"{name} tp{parts}", one.part(parts))
+        for name, one in ChainMap(*LAYERS.values() if kind == "conv" else [LAYERS[family]]).items()
+        for parts in PARTS
+    ]
+    if kind in _TUNED:
+        layers = [random.Random(f"{seed} layers of {kind}").choice(layers)]
+    return drawn.draw(kind, count, seed, partial(_row, kind, layers))
 
 
-def _row(kind: str, generator: random.Random) -> Row | None:
-    family = LAYERS[generator.choice(list(LAYERS)) if kind == "conv" else kind]
-    name, parts = generator.choice(list(family)), generator.choice(PARTS)
+def _row(kind: str, layers: Sequence[tuple[str, Layer]], generator: random.Random) -> Row:
+    layer, of = generator.choice(layers)
+    if kind.endswith("_step"):
+        return Row(kind, layer, of, (1,) * drawn.log_uniform(generator, MAX_STEPS))
     count, tokens = drawn.log_uniform(generator, MAX_SEQS), drawn.log_uniform(generator, MAX_TOKENS, MIN_TOKENS)
     cuts = sorted(generator.sample(range(1, tokens), count - 1))
     lengths = tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
-    return Row(kind, f"{name} tp{parts}", family[name].part(parts), lengths)
+    return Row(kind, layer, of, lengths)
 
 
 def num_bytes(row: Row) -> int:
-    """Bytes of the inputs and outputs of a row, without states."""
+    """Bytes of the inputs and outputs of a row; of states alone where they are updated."""
     of, values = row.of, row.of.heads * row.of.size
+    if row.kind.endswith("_step"):
+        return 4 * row.tokens * values * of.state
     elements = {
         "delta_rule": 2 * values + 2 * of.groups * of.state,
+        "kda": 2 * values + 4 * of.groups * of.state,  # with g in float32
         "ssd": 2 * values + 2 * of.groups * of.state,
         "selective_scan": 3 * values + 2 * of.groups * of.state,
         "conv": 2 * of.channels,
@@ -145,24 +160,36 @@ def _randn(*shape: int) -> Any:
 
 def operands(row: Row) -> dict[str, Any]:
     """The arguments of the op by name, on torch's default device."""
-    return {"delta_rule": _delta_rule, "ssd": _ssd, "selective_scan": _selective_scan, "conv": _conv}[row.kind](row)
+    return _OPERANDS[row.kind](row)
 
 
-def _delta_rule(row: Row) -> dict[str, Any]:
+def _rule(row: Row) -> dict[str, Any]:
+    """What rules for prefill and for steps share."""
     of, tokens = row.of, row.tokens
+    decays = (of.heads, of.state) if row.kind.startswith("kda") else (of.heads,)
     return {
         "q": _randn(1, tokens, of.groups, of.state),
         "k": _randn(1, tokens, of.groups, of.state),
         "v": _randn(1, tokens, of.heads, of.size),
-        "g": F.logsigmoid(torch.randn(1, tokens, of.heads) + 2),
+        "g": F.logsigmoid(torch.randn(1, tokens, *decays) + 2),
         "beta": torch.rand(1, tokens, of.heads).to(_SCAN_DTYPE),
         "scale": of.state**-0.5,
-        "initial_state": torch.zeros(len(row.lengths), of.heads, of.state, of.size),
         "cu_seqlens": _starts(row),
         "use_qk_l2norm_in_kernel": True,
-        "final_state": torch.empty(len(row.lengths), of.heads, of.state, of.size),
         "o": torch.empty(1, tokens, of.heads, of.size, dtype=_SCAN_DTYPE),
     }
+
+
+def _chunked(row: Row) -> dict[str, Any]:
+    state = len(row.lengths), row.of.heads, row.of.state, row.of.size
+    return _rule(row) | {"initial_state": torch.zeros(state), "final_state": torch.empty(state)}
+
+
+def _step(row: Row) -> dict[str, Any]:
+    """Slot 0 belongs to no sequence, as in vLLM."""
+    count = len(row.lengths)
+    state = torch.randn(count + 1, row.of.heads, row.of.state, row.of.size)
+    return _rule(row) | {"state": state, "ssm_state_indices": torch.randperm(count).int() + 1}
 
 
 def _ssd(row: Row) -> dict[str, Any]:
@@ -226,76 +253,31 @@ def _conv(row: Row) -> dict[str, Any]:
     }
 
 
+_OPERANDS = {
+    "delta_rule": _chunked,
+    "kda": _chunked,
+    "delta_rule_step": _step,
+    "kda_step": _step,
+    "ssd": _ssd,
+    "selective_scan": _selective_scan,
+    "conv": _conv,
+}
 # The op of each kind, and the argument that rivals' results are compared with.
 OPS: dict[str, tuple[Any, str]] = {
     "delta_rule": (pyops.gated_delta_rule, "o"),
+    "kda": (pyops.kda, "o"),
+    "delta_rule_step": (pyops.gated_delta_rule_update, "o"),
+    "kda_step": (pyops.kda_update, "o"),
     "ssd": (pyops.mamba_chunk_scan_varlen, "out"),
     "selective_scan": (pyops.selective_scan_fwd, "z_"),
     "conv": (pyops.causal_conv1d_prefill, "out"),
 }
 
 
-def _fla(call: dict[str, Any]) -> Call:
-    """FLA's chunked delta rule; heads of queries and keys are repeated beforehand, as its layers do."""
-    function = module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    repeats = call["v"].shape[2] // call["q"].shape[2]
-    q, k = (call[name].repeat_interleave(repeats, 2) for name in ("q", "k"))
-    named = {name: call[name] for name in ("v", "g", "beta", "scale", "initial_state", "use_qk_l2norm_in_kernel")}
-    starts = call["cu_seqlens"].long()
-    run = partial(function, q=q, k=k, **named, cu_seqlens=starts, output_final_state=True)
-    return lambda: run()[0]
-
-
-def _flashinfer(call: dict[str, Any]) -> Call:
-    """FlashInfer's delta rule. It takes decays instead of logarithms, and normalised queries and keys."""
-    function = module("flashinfer.gdn_prefill").chunk_gated_delta_rule
-    q, k = (F.normalize(call[name][0].float(), dim=-1).to(call[name].dtype) for name in ("q", "k"))
-    v, decay, beta = call["v"][0], call["g"][0].exp(), call["beta"][0].float()
-    named = {"initial_state": call["initial_state"], "output_final_state": True}
-    run = partial(function, q, k, v, decay, beta, call["scale"], **named, cu_seqlens=call["cu_seqlens"].long())
-    return lambda: run()[0]
-
-
-def _vllm_ssd(call: dict[str, Any]) -> Call:
-    """vLLM's Triton kernels. They return states."""
-    function = module("vllm.model_executor.layers.mamba.ops.ssd_combined").mamba_chunk_scan_combined_varlen
-    run = partial(function, **{name: value for name, value in call.items() if name != "states"})
-
-    def scan() -> None:
-        run()
-
-    return scan
-
-
-def _of_registry(rival: str, op: Any, call: dict[str, Any]) -> Call:
-    """A rival of `benchmarks.rivals`, with all arguments of the op."""
-    bound = inspect.signature(op).bind(**call)
-    bound.apply_defaults()
-    op = pyops.registry[op.__name__]
-    return rivals.RIVALS[rival](op)(*(bound.arguments[one.name] for one in op.parameters))
-
-
-def _vllm_conv(call: dict[str, Any]) -> Call:
-    """vLLM's Triton kernel. It takes channels before tokens, strided as here."""
-    function = module("vllm.model_executor.layers.mamba.ops.causal_conv1d").causal_conv1d_fn
-    named = {name: call[name] for name in ("query_start_loc", "cache_indices", "has_initial_state")}
-    states = call["conv_states"].transpose(1, 2)
-    run = partial(function, call["x"].t(), call["weight"], call["bias"], states, **named, activation="silu")
-    return lambda: run().t()
-
-
-_RIVALS: dict[str, drawn.Contenders] = {
-    "delta_rule": {"FLA": _fla, "FlashInfer": _flashinfer},
-    "ssd": {"vLLM": _vllm_ssd},
-    "selective_scan": {"vLLM": partial(_of_registry, "vllm", pyops.selective_scan_fwd)},
-    "conv": {"vLLM": _vllm_conv, "torch": partial(_of_registry, "torch", pyops.causal_conv1d_prefill)},
-}
-
-
 def contenders(row: Row) -> drawn.Contenders:
     """{name: a function from the operands to a call}."""
     op, _ = OPS[row.kind]
-    return {"pyops": lambda call: partial(op, **call), **_RIVALS[row.kind]}
+    return {"pyops": lambda call: partial(op, **call), **scan_rivals.RIVALS[row.kind]}
 
 
 def measure(row: Row) -> dict[str, float]:

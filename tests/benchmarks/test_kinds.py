@@ -15,7 +15,10 @@ import torch
 
 import pyops
 from benchmarks import attention_batches, drawn, installed, models, rivals, row_layers, scan_layers
+from benchmarks.accuracy import Check
 from benchmarks.attention_batches import Heads
+from benchmarks.installed import Unavailable
+from benchmarks.shapes import Case
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
@@ -96,6 +99,8 @@ def fa3(*args: Any) -> list[Any]:
     a = SimpleNamespace(**dict(zip(FA3, args, strict=True)))
     assert (a.is_causal, a.cp_world_size) == (True, 1)
     assert a.window_size_right == (0 if a.window_size_left >= 0 else -1)
+    sizes = [len(a.seqused_k), a.max_seqlen_q, a.max_seqlen_k, a.q.shape[1], a.window_size_left, a.softcap > 0]
+    assert a.scheduler_metadata.tolist() == sizes
     for seq, (begin, end) in enumerate(pairwise(a.cu_seqlens_q.tolist())):
         length = int(a.seqused_k[seq])
         assert end - begin <= a.max_seqlen_q
@@ -129,6 +134,43 @@ FA3 = {
     **dict.fromkeys(("cp_world_size", "cp_rank"), "int"),
     "cp_tot_seqused_k": "Tensor?",
 }
+
+
+# {argument of `_vllm_fa3_C.get_scheduler_metadata`, in its order: its type}
+FA3_SCHEDULE = {
+    **dict.fromkeys(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k"), "int"),
+    **dict.fromkeys(("headdim", "headdim_v"), "int"),
+    "qkv_dtype": "ScalarType",
+    "seqused_k": "Tensor",
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k"), "Tensor?"),
+    "page_size": "int?",
+    "max_seqlen_k_new": "int",
+    "is_causal": "bool",
+    **dict.fromkeys(("window_size_left", "window_size_right"), "int"),
+    "has_softcap": "bool",
+    "num_splits": "int",
+    "pack_gqa": "bool?",
+    "sm_margin": "int",
+}
+
+
+def fa3_schedule(*args: Any) -> Any:
+    a = SimpleNamespace(**dict(zip(FA3_SCHEDULE, args, strict=True)))
+    assert (a.is_causal, a.num_splits, a.page_size) == (True, 0, 16)
+    return torch.tensor([a.batch_size, a.max_seqlen_q, a.max_seqlen_k, a.num_heads, a.window_size_left, a.has_softcap])
+
+
+def unified_attention(**call: Any) -> None:
+    """vLLM's attention in Triton: windows as in FlashAttention."""
+    a = SimpleNamespace(**call)
+    assert (a.causal, a.q_descale, a.max_seqlen_q) == (True, None, int(a.cu_seqlens_q.diff().max()))
+    assert (a.k_descale == 1).all()
+    assert a.softmax_segm_output.shape == (a.seq_threshold_3D, a.q.shape[1], a.num_par_softmax_segments, 64)
+    assert a.kv_quant_mode == ("NONE" if a.k.dtype.itemsize == 2 else "FP8_PER_TENSOR")
+    for seq, (begin, end) in enumerate(pairwise(a.cu_seqlens_q.tolist())):
+        keys, values = (gathered(cache, a.block_table[seq], int(a.seqused_k[seq])) for cache in (a.k, a.v))
+        options = a.softmax_scale, a.window_size[0], a.softcap, a.sinks
+        a.out[begin:end] = attend(a.q[begin:end], keys, values, *options)
 
 
 class FlashInfer:
@@ -176,7 +218,8 @@ def flash_mla(q: Any, cache: Any, size: int, lengths: Any, table: Any, scale: fl
 
 def sparse_flash_mla(q: Any, cache: Any, indices: Any, *rest: Any) -> Any:
     """FlashMLA's kernel for 656 bytes, given slots; -1 is none."""
-    *_, size, scale = rest
+    *_, size, scale, out = rest
+    assert out is None
     assert indices.shape[-1] % 64 == 0
     rows = cache.reshape(-1, 656)
     latents = rows[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
@@ -187,6 +230,17 @@ def sparse_flash_mla(q: Any, cache: Any, indices: Any, *rest: Any) -> Any:
         used = keys[slots[slots >= 0].long()]
         out[seq] = attend(q[seq], used, used[..., :size], scale)
     return out, q, None, None
+
+
+def of_schema(function: Any, schema: Any) -> Any:
+    """A function that looks like a torch op. It takes as many arguments as the schema has."""
+
+    def op(*args: Any) -> Any:
+        assert len(args) == len(schema.arguments)
+        return function(*args)
+
+    op.default = SimpleNamespace(_schema=schema)  # type: ignore[attr-defined]
+    return op
 
 
 @pytest.fixture
@@ -200,15 +254,33 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, f"flashinfer.{name}", SimpleNamespace(**wrappers))
     latent = SimpleNamespace(BatchMLAPagedAttentionWrapper=LatentFlashInfer)
     delta = SimpleNamespace(chunk_gated_delta_rule=flashinfer_delta_rule)
-    fla = SimpleNamespace(chunk_gated_delta_rule=fla_delta_rule)
+    fla = SimpleNamespace(chunk_gated_delta_rule=rule, fused_recurrent_gated_delta_rule=rule)
+    kda = SimpleNamespace(chunk_kda=rule, fused_recurrent_kda=rule)
+    steps = "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"
+    vllm_steps = dict.fromkeys(steps, partial(rule, v_first=True, with_slots=True))
+    chunked = dict.fromkeys(("chunk_gated_delta_rule", "chunk_kda"), partial(rule, v_first=True))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", latent)
     monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", delta)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", fla)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", kda)
+    for name in ("", ".kda"):
+        functions = SimpleNamespace(**chunked, **vllm_steps)
+        monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fla.ops" + name, functions)
+    paged = SimpleNamespace(unified_attention=unified_attention)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention", paged)
+    modes = SimpleNamespace(NONE="NONE", FP8_PER_TENSOR="FP8_PER_TENSOR")
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", SimpleNamespace(KVQuantMode=modes))
+    convolution_schedule = SimpleNamespace(compute_causal_conv1d_metadata=vllm_conv_schedule)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.utils", convolution_schedule)
     triton = "vllm.model_executor.layers.mamba.ops."
     ssd = SimpleNamespace(mamba_chunk_scan_combined_varlen=vllm_ssd)
     monkeypatch.setitem(sys.modules, triton + "ssd_combined", ssd)
     monkeypatch.setitem(sys.modules, triton + "causal_conv1d", SimpleNamespace(causal_conv1d_fn=vllm_conv))
-    mla = SimpleNamespace(dense_decode_fwd=flash_mla, sparse_decode_fwd=sparse_flash_mla)
+    ten = SimpleNamespace(arguments=[SimpleNamespace(type="Tensor?", has_default_value=lambda: False)] * 10)
+    more = SimpleNamespace(arguments=ten.arguments + ten.arguments[:3])
+    mla = SimpleNamespace(
+        dense_decode_fwd=of_schema(flash_mla, ten), sparse_decode_fwd=of_schema(sparse_flash_mla, more)
+    )
     schedule = lambda *_: (None, None)  # noqa: E731
     dense = SimpleNamespace(fwd_kvcache_mla_fp8=flash_mla, get_mla_decoding_metadata_dense_fp8=schedule)
     monkeypatch.setattr(torch.ops, "_flashmla_C", mla, raising=False)
@@ -217,6 +289,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         schema = ", ".join(f"{kind} {name}" for name, kind in FA3.items())
         library.define(f"fwd({schema}) -> Tensor[]")
         library.impl("fwd", fa3, "CPU")
+        schema = ", ".join(f"{kind} {name}" for name, kind in FA3_SCHEDULE.items())
+        library.define(f"get_scheduler_metadata({schema}) -> Tensor")
+        library.impl("get_scheduler_metadata", fa3_schedule, "CPU")
         with torch.library._scoped_library("_C", "FRAGMENT") as compiled:
             compiled.define(f"selective_scan_fwd({SELECTIVE_SCAN}) -> ()")
             compiled.impl("selective_scan_fwd", vllm_selective_scan, "CPU")
@@ -249,10 +324,10 @@ def attention_row(kind: str, options: bool, mixed: bool = True) -> Any:
 
 # {kind: rivals of batches without options}. FlashAttention of torch, and cuDNN, need a GPU.
 ATTENTION = {
-    "decode": {"SDPA", "FA3", "FlashInfer"},
-    "decode_fp8": {"FA3", "FlashInfer"},
-    "prefill": {"FA3", "FlashInfer"},
-    "prefill_fp8": {"FA3", "FlashInfer"},
+    "decode": {"SDPA", "FA3", "FlashInfer", "vLLM, Triton"},
+    "decode_fp8": {"FA3", "FlashInfer", "vLLM, Triton"},
+    "prefill": {"FA3", "FlashInfer", "vLLM, Triton"},
+    "prefill_fp8": {"FA3", "FlashInfer", "vLLM, Triton"},
     "prefill_e4m3": {"FA3"},
     "mla": {"FlashMLA", "FlashInfer"},
     "mla_fp8": {"FlashMLA"},
@@ -265,7 +340,8 @@ def test_rivals_of_attention_compute_the_same(kind: str, libraries: None, capsys
     assert agreeing(attention_row(kind, options=False), capsys) == {"pyops", *ATTENTION[kind]}
     if kind.startswith("mla"):
         return
-    assert agreeing(attention_row(kind, options=True), capsys) == {"pyops", "FA3"}
+    with_options = {"pyops", "FA3", *ATTENTION[kind]} - {"SDPA", "FlashInfer"}
+    assert agreeing(attention_row(kind, options=True), capsys) == with_options
     same = agreeing(attention_row(kind, options=False, mixed=False), capsys)
     assert ("SDPA" in same) == (kind in ("decode", "prefill"))
 
@@ -290,24 +366,37 @@ def test_attention_is_the_formula(kind: str, options: bool) -> None:
 # Scans: formulas token by token in float64.
 
 
-def delta_rule(q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, starts: Any) -> Any:
-    """[tokens, heads, size], with as many heads of q and k; they are normalised."""
+def delta_rule(q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, starts: Any, first: Any = None) -> Any:
+    """[tokens, heads, size], with as many heads of q and k; they are normalised.
+
+    Decays are one for each head, or one for each of its keys. `first` are states, zeros unless given.
+    """
     q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     out = torch.empty(v.shape, dtype=torch.float64)
-    for begin, end in pairwise(starts.tolist()):
-        state = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
+    decay = decay[..., None, None] if decay.ndim == 2 else decay[..., None]
+    for seq, (begin, end) in enumerate(pairwise(starts.tolist())):
+        state = torch.zeros(v.shape[1], q.shape[2], v.shape[2]).double() if first is None else first[seq].double()
         for t in range(begin, end):
-            state = state * decay[t].double()[:, None, None]
+            state = state * decay[t].double()
             missing = v[t].double() - torch.einsum("hkv,hk->hv", state, k[t])
             state = state + torch.einsum("hk,hv->hkv", k[t], beta[t].double()[:, None] * missing)
             out[t] = scale * torch.einsum("hkv,hk->hv", state, q[t])
     return out.to(v.dtype)
 
 
-def fla_delta_rule(*, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, cu_seqlens: Any, **rest: Any) -> Any:
+def rule(
+    *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, cu_seqlens: Any, **rest: Any
+) -> Any:
+    """A rule of FLA or, with states of values before keys and slots of states, of vLLM, where slot 0 is of none."""
+    assert rest.get("cu_seqlens_cpu", cu_seqlens) is cu_seqlens  # one tensor for all calls of a batch
     assert rest["use_qk_l2norm_in_kernel"]
-    assert q.shape == k.shape == v.shape
-    return delta_rule(q[0], k[0], v[0], g[0].exp(), beta[0], scale, cu_seqlens)[None], None
+    repeats, slots = v.shape[2] // q.shape[2], rest.get("ssm_state_indices")
+    state = initial_state.transpose(2, 3) if rest.get("v_first") else initial_state
+    assert (slots is not None) == rest.get("with_slots", False)
+    assert slots is None or (slots > 0).all()
+    state = state if slots is None else state[slots.long()]
+    q, k = (x[0].repeat_interleave(repeats, 1) for x in (q, k))
+    return delta_rule(q, k, v[0], g[0].exp(), beta[0], scale, cu_seqlens, state)[None], None
 
 
 def flashinfer_delta_rule(
@@ -375,23 +464,36 @@ def convolution(x: Any, weight: Any, bias: Any, starts: Any) -> Any:
     return torch.nn.functional.silu(out)
 
 
-def vllm_conv(x: Any, weight: Any, bias: Any, states: Any, *, query_start_loc: Any, activation: str, **_: Any) -> Any:
+def vllm_conv(
+    x: Any, weight: Any, bias: Any, states: Any, *, query_start_loc: Any, activation: str, **rest: Any
+) -> Any:
     assert activation == "silu"
+    assert rest["null_block_id"] is None
+    assert rest["metadata"].nums_dict == query_start_loc.tolist()
     assert states.shape[1:] == (x.shape[0], 3)
     return convolution(x.t(), weight, bias, query_start_loc).to(x.dtype).t()
 
 
+def vllm_conv_schedule(starts: Any, *, device: Any) -> tuple[Any, ...]:
+    return starts.tolist(), None, None
+
+
 TINY = {
-    "delta_rule": scan_layers.Layer(4, 2, 16, 16),
+    **dict.fromkeys(("delta_rule", "kda", "delta_rule_step", "kda_step"), scan_layers.Layer(4, 2, 16, 16)),
     "ssd": scan_layers.Layer(4, 2, 8, 16),
     "selective_scan": scan_layers.Layer(12, 1, 1, 16),
     "conv": scan_layers.Layer(4, 2, 8, 16),
 }
-SCANS = {"delta_rule": {"FLA", "FlashInfer"}, "ssd": {"vLLM"}, "selective_scan": {"vLLM"}, "conv": {"vLLM", "torch"}}
+SCANS = {
+    "delta_rule": {"FLA", "vLLM", "FlashInfer"},
+    **{kind: {"FLA", "vLLM"} for kind in ("kda", "delta_rule_step", "kda_step")},
+    **{kind: {"vLLM"} for kind in ("ssd", "selective_scan")},
+    "conv": {"vLLM", "torch"},
+}
 
 
 def scan_row(kind: str) -> Any:
-    return scan_layers.Row(kind, "", TINY[kind], (5, 17, 1))
+    return scan_layers.Row(kind, "", TINY[kind], (1, 1, 1) if kind.endswith("_step") else (5, 17, 1))
 
 
 @pytest.mark.parametrize("kind", SCANS)
@@ -406,10 +508,12 @@ def test_scans_are_the_formula(kind: str) -> None:
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     with cpu("reference"):
         scan_layers.contenders(row)["pyops"](call)()
-    if kind == "delta_rule":
+    if "o" in given:
         q, k = (given[name][0].repeat_interleave(2, 1) for name in ("q", "k"))
         rest = given["g"][0].exp(), given["beta"][0], given["scale"], given["cu_seqlens"]
-        expected = delta_rule(q, k, given["v"][0].double(), *rest)[None]
+        slots = given.get("ssm_state_indices")
+        state = given["initial_state"] if slots is None else given["state"][slots.long()]
+        expected = delta_rule(q, k, given["v"][0].double(), *rest, state)[None]
     elif kind == "ssd":
         vllm_ssd(**given | {"out": (expected := torch.empty(given["out"].shape, dtype=torch.float64))})
     elif kind == "selective_scan":
@@ -430,3 +534,20 @@ def test_a_rival_that_differs_is_left_out(capsys: pytest.CaptureFixture[str]) ->
         found = drawn.agreeing(row, {"pyops": scan_layers.contenders(row)["pyops"], **wrong}, call, "out", 0.02)
     assert set(found) == {"pyops"}
     assert "zeros: differs from pyops by 1 " in capsys.readouterr().err
+
+
+def test_rivals_may_draw_other_tokens() -> None:
+    """Those that top-k keeps, which is 50 of them."""
+    axes = {"num_tokens": 5, "vocab_size": 1000, "dtype": "float32"}
+    check = Check(Case(pyops.registry["top_k_top_p_sampling_from_logits"], axes), "cpu")
+
+    def rank(place: int) -> Any:
+        return lambda samples, logits, *_: lambda: logits.sort(descending=True).indices[:, place].int()
+
+    assert check(rank(49), any_order=True) == 0
+    with pytest.raises(Unavailable, match="top-k"):
+        check(rank(50), any_order=True)
+    with pytest.raises(Unavailable, match="beyond the vocabulary"):
+        check(lambda samples, *_: lambda: torch.full_like(samples, 1000), any_order=True)
+    with pytest.raises(Unavailable, match="disagrees"):
+        check(rank(49))

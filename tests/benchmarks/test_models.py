@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import fit, gemm_layers, models, packed_products
+import pyops
+from benchmarks import fit, gemm_layers, installed, models, packed_products, rivals
 from benchmarks.gemm_layers import MODELS, Row
 from pyops import SCALAR_TYPES
 from pyops._core.system import device
@@ -59,6 +63,47 @@ def test_report_compares_with_the_best_rival() -> None:
     summary = next(line for line in text.splitlines() if line.startswith("| bf16 "))
     assert [cell.strip() for cell in summary.split("|")[1:-1]] == ["bf16", "2", "0.500", "1", "2.00"]
     assert text.index("bf16:1x16x16") < text.index("bf16:2x16x16"), "the worst row comes first"
+    each = [[cell.strip() for cell in line.split("|")[1:5]] for line in text.splitlines() if line.startswith("| bf16 ")]
+    assert each[1:] == [["bf16", "cuBLAS", "2", "0.250"], ["bf16", "vLLM", "1", "2.000"]]
+    assert models.report({}) == "no row was timed with a rival"
+
+
+def test_kinds_take_turns() -> None:
+    rows = list(models.in_rounds(["bf16", "decode", "norms"], 3, seed=3))
+    assert [row.kind for row in rows] == ["bf16", "decode", "norms"] * 3
+    assert [row for row in rows if row.kind == "norms"] == models.module("norms").draw("norms", 3, seed=3)
+
+
+def test_a_row_that_ends_its_process_costs_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows after it get a new process, without a rival that ended two. After the last minute no row begins."""
+    row, times, started = Row("bf16", 1, 16, 16, "a"), {"pyops": 1.0, "cuBLAS": 2.0}, list[list[str]]()
+    crashed, hangs = BrokenProcessPool("died"), TimeoutError("hangs")
+    results = iter([(times, None), ({}, "FA3"), crashed, hangs, ({}, "FA3"), (times, None), (times, None)])
+
+    def measure(row: Row) -> Any:
+        if isinstance(result := next(results), Exception):
+            raise result
+        return result
+
+    def start(without: Collection[str]) -> Executor:
+        started.append(list(without))
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(models, "_measure", measure)
+    found = [one for _, one in models.measured([row] * 7, 1.0, ["compile"], start)]
+    assert found == [times, {}, {}, {}, {}, times, times]
+    assert started == [["compile"]] * 4 + [["compile", "FA3"]]
+    assert "bf16:1x16x16: BrokenProcessPool: died" in capsys.readouterr().err
+    assert list(models.measured([row], 0.0, (), start)) == []
+
+
+def test_a_rival_that_is_left_out_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = pyops.registry["rms_norm"]
+    assert set(rivals.builders(op, ("torch", "reference"))[0]) == {"torch", "reference"}
+    monkeypatch.setattr(installed, "left_out", {"torch"})
+    assert set(rivals.builders(op, ("torch", "reference"))[0]) == {"reference"}
 
 
 def shapes(family: fit.Family) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Latent attention of other libraries, and what FlashInfer's attention needs, as in `benchmarks.attention_rivals`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .installed import Unavailable, fitted, module, vllm_op
+from .timing import Call
+
+Arguments = dict[str, Any]
+
+_WORKSPACE = 128 << 20  # bytes that FlashInfer asks for
+_MLA_PAGE = 64  # slots of a page in FlashMLA
+_LATENT = 512
+
+
+@cache
+def workspace(device: torch.device) -> Any:
+    """FlashInfer's memory for partial results, which calls one after the other can share."""
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def pages_of(call: Arguments, table: Any, page: int) -> tuple[Any, Any, Any]:
+    """(ends of the pages of each sequence, its pages, slots in use of its last page), as FlashInfer takes them."""
+    lengths = call["seq_lens"].int()
+    used = -(-lengths // page)
+    pages = torch.cat([row[:count] for row, count in zip(table, used.tolist(), strict=True)])
+    return F.pad(used.cumsum(0), (1, 0)).int(), pages, lengths - (used - 1) * page
+
+
+def _mla_query(call: Arguments) -> Any:
+    """[num_seqs, 1, heads, 576]."""
+    return torch.cat((call["q_nope"], call["q_pe"]), -1)[:, None]
+
+
+def flash_mla(call: Arguments) -> Call:
+    """FlashMLA of vLLM's wheel: dense for bf16 and fp8, with queries of fp8; for 656 bytes its sparse kernel.
+
+    The sparse kernel is given the slots of all tokens.
+    """
+    cache, lengths, scale = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["scale"]
+    if cache.shape[1] != _MLA_PAGE:
+        raise Unavailable(f"has pages of {_MLA_PAGE} slots")
+    query, entries, table = _mla_query(call), cache[:, :, None], call["page_table"]
+    if cache.dtype is torch.uint8:
+        slots = torch.arange(int(lengths.max()), device=table.device)
+        indices = table.long()[:, slots // _MLA_PAGE] * _MLA_PAGE + slots % _MLA_PAGE
+        # The kernel takes a multiple of 64 slots; -1 is none.
+        indices = F.pad(indices.where(slots < lengths[:, None], -1), (0, -len(slots) % 64), value=-1)[:, None].int()
+        first, rest = (query, entries, indices, None, None), (None, None, None, _LATENT, scale)
+        return _scheduled(vllm_op("_flashmla_C", "sparse_decode_fwd"), first, rest)
+    if cache.dtype.itemsize == 1:
+        attend = vllm_op("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
+        schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(lengths, query.shape[2], 1)
+        one = torch.ones(len(lengths), device=query.device)
+        query = query.to(cache.dtype)
+        attend = partial(attend, query, entries, _LATENT, lengths, table, scale, True, *schedule, one, one)
+        return lambda: attend()[0]
+    op = vllm_op("_flashmla_C", "dense_decode_fwd")
+    return _scheduled(op, (query, entries, _LATENT, lengths, table, scale, True))
+
+
+def _scheduled(op: Any, first: Sequence[Any], rest: Sequence[Any] = ()) -> Call:
+    """A FlashMLA op between these arguments with the schedule that its first call makes."""
+    schedule = fitted(op, *first, None, None, *rest)()[2:]
+    attend = fitted(op, *first, *schedule, *rest)
+    return lambda: attend()[0]
+
+
+def flash_infer_mla(call: Arguments) -> Call:
+    """FlashInfer's latent attention."""
+    cache, query = call["kv_c_and_k_pe_cache"], call["q_nope"]
+    if cache.dtype is not query.dtype:
+        raise Unavailable("attends to a cache of the dtype of its queries")
+    num_seqs, num_heads, _ = query.shape
+    wrapper = module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(query.device))
+    ends, pages, _ = pages_of(call, call["page_table"], cache.shape[1])
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device)
+    sizes = (num_heads, _LATENT, cache.shape[2] - _LATENT, cache.shape[1])
+    lengths = call["seq_lens"]
+    wrapper.plan(starts, ends, pages, lengths, *sizes, False, call["scale"], query.dtype, cache.dtype)
+    parts = cache[..., :_LATENT], cache[..., _LATENT:]
+    return partial(wrapper.run, query, call["q_pe"], *parts, out=call["out"])
