@@ -9,7 +9,14 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from .._shared.products import multiplies
-from ._gated_delta_plan import GatedDeltaConfig, arguments_of, constants_of, gates_of, launch_recurrent
+from ._gated_delta_plan import (
+    GatedDeltaConfig,
+    arguments_of,
+    choose_recurrent,
+    constants_of,
+    gates_of,
+    launch_recurrent,
+)
 from ._gated_delta_problem import DeltaProblem, check_rule, token_stride
 
 _prepare = Kernel("mamba/kda_prepare.cu")
@@ -58,7 +65,7 @@ class KdaProblem(DeltaProblem):
 def choose(problem: KdaProblem, device: Device) -> GatedDeltaConfig:
     """Blocks by which the busiest SM has the fewest warps, and of these the largest, which load the fewest tiles."""
     if not problem.uses_products:
-        return GatedDeltaConfig(4, 1)
+        return choose_recurrent(problem)
     _, _, value_heads, value_size = problem.tokens.v.shape
     heads = tuning.pinned(problem.num_seqs) * value_heads
     fitting = (w for w in _WARPS if value_size % (16 * w) == 0)
