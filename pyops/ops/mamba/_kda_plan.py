@@ -26,7 +26,8 @@ _chunk = Kernel("mamba/kda_chunk.cu")
 _TOKENS = 32  # tokens of a tile
 _MAX_KEY_SIZE = 128  # largest key size of kda_chunk.cu: a thread holds that many elements of half a state row
 _MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles are mostly empty
-# Least logarithm of a decay for which kda_prepare.cu takes one anchor for 16 tokens: exp(16 * 5.5) is finite in bfloat16.
+# Least logarithm of a decay for which kda_prepare.cu takes one anchor for 16 tokens: exp(16 * 5.5) is finite in
+# bfloat16.
 _LEAST_BOUND = -5.5
 _PREPARE_BLOCKS = 2  # resident blocks of kda_prepare.cu per SM
 _WARPS = (8, 4, 2)  # warps of a block of kda_chunk.cu; every block loads all prepared tiles of a head
