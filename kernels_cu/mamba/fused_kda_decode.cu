@@ -66,21 +66,24 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
     __shared__ alignas(16) float kept[COLUMNS];
     __shared__ float outputs[HEAD_SIZE];
     const int lane = threadIdx.x % LANES, thread_row = threadIdx.x / LANES;
-    const int64_t seq = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
+    const unsigned heads = unsigned(num_heads);
+    const int seq = int(blockIdx.x / heads), head = int(blockIdx.x % heads);
     const int64_t slot = state_indices[seq], size = num_heads * HEAD_SIZE;
     if (slot < 0 || slot >= num_slots) return;
 
     float s[PASSES][RUNS][4] = {};
-    state_t* const own_state = state + slot * state_stride + head * (HEAD_SIZE * HEAD_SIZE);
-    // Calls `visit` with each run of STATE_VEC columns of the thread, and its address.
+    // Calls `visit` with each run of STATE_VEC columns of the thread, and its address. A thread computes its addresses
+    // anew for loads and for stores, so that no registers hold them meanwhile.
     const auto each_of_state = [&](int pass, auto visit) {
-        const int row = pass * ROWS + thread_row;
+        const int thread = made_anew(threadIdx.x), row = pass * ROWS + thread / LANES;
+        state_t* const own_state =
+            state + slot * state_stride + (int64_t(made_anew(head)) * HEAD_SIZE + row) * HEAD_SIZE + thread % LANES * 4;
 #pragma unroll
         for (int i = 0; i < RUNS * 4; i += STATE_VEC) {
-            const int column = (i / 4 * LANES + lane) * 4 + i % 4;
-            if (row < HEAD_SIZE && column < HEAD_SIZE) {
+            const int column = (i / 4 * LANES + thread % LANES) * 4 + i % 4;
+            if ((HEAD_SIZE % ROWS == 0 || row < HEAD_SIZE) && (HEAD_SIZE == COLUMNS || column < HEAD_SIZE)) {
                 visit(*reinterpret_cast<float (*)[STATE_VEC]>(&s[pass][i / 4][i % 4]),
-                      own_state + row * HEAD_SIZE + column);
+                      own_state + (i / 4 * LANES * 4 + i % 4));
             }
         }
     };
@@ -89,13 +92,15 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
         each_of_state(pass, [&](float (&run)[STATE_VEC], state_t* from) { load_floats<STATE_VEC>(from, run); });
     }
 
+    const float logit = to_float(raw_beta[seq * beta_stride + head]);
+#pragma unroll 1
     for (int i = threadIdx.x; i < 3 * COLUMNS; i += NUM_THREADS) {
         const int part = i / COLUMNS, column = i % COLUMNS;
         if (column >= HEAD_SIZE) {
             vectors[part][column] = 0.0f;
             continue;
         }
-        const int64_t channel = head * HEAD_SIZE + column;
+        const int64_t channel = int64_t(head) * HEAD_SIZE + column;
         scalar_t* const history = conv_state + slot * conv_stride + (part * size + channel) * channel_stride;
         const weight_t* const taps = weight + part * WIDTH * size + channel;
         float sum = bias ? to_float(bias[part * size + channel]) : 0.0f;
@@ -109,14 +114,16 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
         for (int w = 0; w + 1 < WIDTH; ++w) history[w * tap_stride] = inputs[w + 1];
         vectors[part][column] = sum / (1.0f + expf(-sum));
     }
+    // The last threads begin: they have convolved the fewest channels.
     const DeltaGate gate{expf(to_float(A_log[head])), lower_bound};
-    for (int i = threadIdx.x; i < COLUMNS; i += NUM_THREADS) {
-        const int64_t at = head * HEAD_SIZE + i;
+#pragma unroll 1
+    for (int i = NUM_THREADS - 1 - threadIdx.x; i < COLUMNS; i += NUM_THREADS) {
+        const int64_t at = int64_t(head) * HEAD_SIZE + i;
         const bool exists = i < HEAD_SIZE;
         const float given = exists ? to_float(raw_g[seq * size + at]) : 0.0f;
         kept[i] = expf(gate.log_decay(given, exists ? to_float(dt_bias[at]) : 0.0f));
     }
-    const float strength = update_strength(to_float(raw_beta[seq * beta_stride + head]));
+    const float strength = update_strength(logit);
     __syncthreads();
     if (threadIdx.x / WARP_SIZE == 0) normalize(vectors[0], scale);
     if (threadIdx.x / WARP_SIZE == 1) normalize(vectors[1], 1.0f);
@@ -124,6 +131,7 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
 
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+        keep_loads_of_warp();  // otherwise vectors of later passes would take registers
         const int row = pass * ROWS + thread_row;
         float predicted = 0.0f, result = 0.0f;
 #pragma unroll
@@ -161,8 +169,9 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
         for (int i = threadIdx.x % WARP_SIZE; i < HEAD_SIZE; i += WARP_SIZE) sum = fmaf(outputs[i], outputs[i], sum);
         factor = 1.0f / sqrtf(lane_reduce<Sum, WARP_SIZE>(sum) / HEAD_SIZE + norm_eps);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < HEAD_SIZE; i += NUM_THREADS) {
-        const int64_t at = head * HEAD_SIZE + i;
+        const int64_t at = int64_t(head) * HEAD_SIZE + i;
         float result = outputs[i] * factor;
         if constexpr (HAS_NORM) {
             const float open = to_float(output_gate[seq * gate_stride + at]);

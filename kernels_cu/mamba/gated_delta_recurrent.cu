@@ -6,8 +6,11 @@
 // element for each column. With QK_NORM, q and k are first divided by sqrt(their sum of squares + 1e-6). (Yang et al.
 // 2024, arXiv:2412.06464; with a decay for each column: Kimi Team 2025, arXiv:2510.26692)
 //
-// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES adjacent lanes share a row; a lane
-// holds every LANES-th run of four columns. Tiles of TOKENS tokens are staged in shared memory.
+// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES threads share four rows, and a thread
+// holds every LANES-th run of four columns of them, so that an access takes adjacent elements of either order. Adjacent
+// threads take adjacent elements: runs of the same rows, or the same columns of the next rows. In the second case the
+// threads of a row are in all warps, and add their sums through shared memory. Tiles of TOKENS tokens are staged in
+// shared memory.
 //
 // SLOTS: sequence i begins with the state in slot indices[i, max(accepted[i], 1) - 1]. PER_TOKEN: the state after token
 // t goes to slot indices[i, t]; otherwise the last state goes back to its slot. A sequence is skipped if its first slot
@@ -19,9 +22,9 @@
 //     g_t, beta_t, initial_t, state_t    element types of g, beta, initial_state, and state or final_state
 //     starts_t, index_t, accepted_t      element types of cu_seqlens, ssm_state_indices and num_accepted_tokens
 //     KEY_SIZE, VALUE_SIZE    elements of a head of k and of v
-//     LANES, ROWS    lanes of a row and rows of a block; LANES is a power of two up to 32, the block has LANES * ROWS
-//                    threads
-//     STATE_VEC      columns of a state in one memory access: 4 if the columns of a row are contiguous, else 1
+//     STATE_V_FIRST  the columns of a row of the state are contiguous, otherwise the rows of a column
+//     LANES, ROWS    threads of a row and rows of a block, powers of two; with STATE_V_FIRST LANES is at most a warp
+//     STATE_VEC      elements of a state in one memory access: 4 or 1
 //     QK_NORM, SLOTS, PER_TOKEN, CHANNEL_DECAYS    as above
 //     CHECKPOINTS    the state after the first checkpoint_offsets[i] tokens of sequence i goes to checkpoint_state[i]
 //     checkpoint_t, offset_t    element types of checkpoint_state and checkpoint_offsets
@@ -32,14 +35,49 @@
 #include "reduce.cuh"
 #include "vec.cuh"
 
-constexpr int TOKENS = 8, NUM_THREADS = LANES * ROWS, TILES = ceil_div(VALUE_SIZE, ROWS);
-constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns per lane
-constexpr int KEYS = RUNS * 4 * LANES;               // columns, padded to whole runs of all lanes
+constexpr int VALUES = 4;  // rows of a thread
+constexpr int TOKENS = 8, GROUPS = ROWS / VALUES, NUM_THREADS = LANES * GROUPS, TILES = ceil_div(VALUE_SIZE, ROWS);
+constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns per thread
+constexpr int KEYS = RUNS * 4 * LANES;               // columns, padded to whole runs of all threads of a row
 constexpr int DECAYS = CHANNEL_DECAYS ? KEYS : 1;    // decays of a token
+constexpr int ROW_STRIDE = STATE_V_FIRST ? KEY_SIZE : 1, COLUMN_STRIDE = STATE_V_FIRST ? 1 : VALUE_SIZE;
+constexpr int WARPS = NUM_THREADS / WARP_SIZE;
 
 template <typename T, int N>
 DEVICE void store_floats(T* to, const float (&x)[N]) {
     Vec<T, N>::from_floats(x).store(to);
+}
+
+// The first row of a thread, its number among the threads of the row, its column i, and where it holds an element.
+DEVICE int row_of(int thread) { return (STATE_V_FIRST ? thread / LANES : thread % GROUPS) * VALUES; }
+DEVICE int lane_of(int thread) { return STATE_V_FIRST ? thread % LANES : thread / GROUPS; }
+DEVICE int column_of(int i, int lane) { return (i / 4 * LANES + lane) * 4 + i % 4; }
+DEVICE constexpr int place_of(int i, int value) { return STATE_V_FIRST ? value * 4 * RUNS + i : i * VALUES + value; }
+
+// Adds the sums of the threads that share rows. Every thread calls it, in turn with each of the two buffers `partial`.
+DEVICE void add_lanes(float (&sums)[VALUES], float (&partial)[WARPS][ROWS]) {
+    if constexpr (STATE_V_FIRST) {
+#pragma unroll
+        for (int n = 0; n < VALUES; ++n) sums[n] = lane_reduce<Sum, LANES>(sums[n]);
+    } else {
+        const int group = threadIdx.x % GROUPS, warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+        for (int n = 0; n < VALUES; ++n) {
+#pragma unroll
+            for (int distance = GROUPS; distance < WARP_SIZE; distance *= 2) sums[n] += shfl_xor(sums[n], distance);
+        }
+        if (threadIdx.x % WARP_SIZE < GROUPS) {
+#pragma unroll
+            for (int n = 0; n < VALUES; ++n) partial[warp][group * VALUES + n] = sums[n];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < VALUES; ++n) {
+            sums[n] = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sums[n] += partial[w][group * VALUES + n];
+        }
+    }
 }
 
 // The sum of squares of a token's row scaled by `by`. A whole warp calls it.
@@ -70,6 +108,22 @@ DEVICE void load_key(float* to, const scalar_t* from, float factor) {
     }
 }
 
+// Computes the decays of a token from its row of g. A whole warp calls it.
+DEVICE void
+load_decays(float* to, const g_t* from, int head, const A_t* A_log, const bias_t* dt_bias, float lower_bound) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    if constexpr (!CHANNEL_DECAYS) {
+        if (lane == 0) *to = expf(to_float(*from));
+        return;
+    }
+    const DeltaGate gate{HAS_GATE ? expf(to_float(A_log[head])) : 0.0f, lower_bound};
+    for (int i = lane; i < KEYS; i += WARP_SIZE) {
+        const bool exists = i < KEY_SIZE;
+        const float bias = exists && HAS_GATE && dt_bias ? to_float(dt_bias[head * KEY_SIZE + i]) : 0.0f;
+        to[i] = expf(gate.log_decay(exists ? to_float(from[i]) : 0.0f, bias));
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gated_delta_recurrent(scalar_t* o,                            // [num_tokens, value_heads, VALUE_SIZE]
                       state_t* state,                         // SLOTS: [num_slots, value_heads, VALUE_SIZE, KEY_SIZE],
@@ -92,8 +146,7 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
                       int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key,
                       int64_t num_slots, int64_t index_stride, int64_t index_columns, int64_t o_stride,
                       int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t g_stride, int64_t g_step,
-                      int64_t beta_stride, int64_t beta_step, int64_t state_stride, int64_t state_row_stride,
-                      int64_t state_column_stride, float scale, float lower_bound) {
+                      int64_t beta_stride, int64_t beta_step, int64_t state_stride, float scale, float lower_bound) {
     await_previous_kernel();
     __shared__ alignas(16) float keys[TOKENS][KEYS];
     __shared__ alignas(16) float queries[TOKENS][KEYS];
@@ -101,10 +154,13 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     __shared__ float outputs[TOKENS][ROWS];
     __shared__ alignas(16) float kept[TOKENS][DECAYS];
     __shared__ float strengths[TOKENS];
-    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
-    const int rows = min(ROWS, VALUE_SIZE - first_row);
-    const int64_t seq = blockIdx.x / (TILES * value_heads), key_head = head / heads_per_key;
+    __shared__ float partial[2][WARPS][ROWS];
+    const int lane = lane_of(threadIdx.x), row = row_of(threadIdx.x);
+    const unsigned item = blockIdx.x / TILES, heads = unsigned(value_heads);
+    const int head = int(item % heads), first_row = int(blockIdx.x % TILES) * ROWS;
+    const int rows = VALUE_SIZE % ROWS ? min(ROWS, VALUE_SIZE - first_row) : ROWS,
+              first_key = head / int(heads_per_key) * KEY_SIZE;
+    const int64_t seq = item / heads;
     int64_t begin = cu_seqlens ? int64_t(cu_seqlens[seq]) : seq * seq_tokens;
     int64_t end = cu_seqlens ? int64_t(cu_seqlens[seq + 1]) : begin + seq_tokens;
     if (begin < 0 || end > num_tokens || begin > end) begin = end = 0;
@@ -120,15 +176,18 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     const auto is_slot = [&](int64_t slot) { return slot >= 0 && slot < num_slots; };
     if (SLOTS && (!is_slot(first_slot) || begin == end)) return;
 
-    float s[RUNS][4] = {};
-    // Calls `visit` with each run of STATE_VEC columns of the thread, and its offset in a state of all heads.
+    float s[RUNS * 4 * VALUES] = {};
+    // Calls `visit` with each STATE_VEC adjacent elements of the thread, and their offset in a state of all heads.
     const auto each_of_state = [&](auto visit) {
+        // A thread computes its addresses anew for each state, so that no registers hold them meanwhile.
+        const int own_row = row_of(made_anew(threadIdx.x)), own_lane = lane_of(made_anew(threadIdx.x));
+        const int64_t own = int64_t(made_anew(head)) * (VALUE_SIZE * KEY_SIZE) + (first_row + own_row) * ROW_STRIDE;
 #pragma unroll
-        for (int i = 0; i < RUNS * 4; i += STATE_VEC) {
-            const int key = (i / 4 * LANES + lane) * 4 + i % 4;
-            const int64_t at = int64_t(head) * (VALUE_SIZE * KEY_SIZE) + (first_row + row) * state_row_stride +
-                               key * state_column_stride;
-            if (row < rows && key < KEY_SIZE) visit(&s[i / 4][i % 4], at);
+        for (int i = 0; i < RUNS * 4 * VALUES; i += STATE_VEC) {
+            const int column = STATE_V_FIRST ? i % (4 * RUNS) : i / VALUES, key = column_of(column, own_lane);
+            const int value = STATE_V_FIRST ? i / (4 * RUNS) : i % VALUES;
+            if (own_row + value < rows && key < KEY_SIZE)
+                visit(&s[i], own + (value * ROW_STRIDE + key * COLUMN_STRIDE));
         }
     };
     const auto store_to = [&](auto* to) {
@@ -144,66 +203,66 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     if (SLOTS) load_state(state);
     else if (initial_state) load_state(initial_state);
     const int64_t checkpoint = CHECKPOINTS ? int64_t(checkpoint_offsets[seq]) : 0;  // tokens before it
-    const DeltaGate gate{HAS_GATE ? expf(to_float(A_log[head])) : 0.0f, lower_bound};
 
+#pragma unroll 1
     for (int64_t token = begin; token < end; token += TOKENS) {
         const int count = int(min(end - token, int64_t(TOKENS)));
         __syncthreads();
-        for (int i = threadIdx.x / WARP_SIZE; i < 2 * count; i += NUM_THREADS / WARP_SIZE) {
-            const int l = i / 2;
-            const int64_t at = key_head * KEY_SIZE;
-            if (i % 2) load_key(queries[l], q + (token + l) * q_stride + at, scale);
-            else load_key(keys[l], k + (token + l) * k_stride + at, 1.0f);
-        }
-        for (int i = threadIdx.x; i < count * ROWS; i += NUM_THREADS) {
-            const int l = i / ROWS, own = i % ROWS;
-            const scalar_t* const from = v + (token + l) * v_stride + int64_t(head) * VALUE_SIZE + first_row;
-            values[l][own] = own < rows ? to_float(from[own]) : 0.0f;
-        }
-        if constexpr (CHANNEL_DECAYS) {
-            for (int i = threadIdx.x; i < count * KEYS; i += NUM_THREADS) {
-                const int l = i / KEYS, key = i % KEYS;
-                const bool exists = key < KEY_SIZE;
-                const float bias = exists && HAS_GATE && dt_bias ? to_float(dt_bias[head * KEY_SIZE + key]) : 0.0f;
-                const float given = exists ? to_float(g[(token + l) * g_stride + head * g_step + key]) : 0.0f;
-                kept[l][key] = expf(gate.log_decay(given, bias));
+        // A warp stages one of four parts of a token, so that the parts of a single token are loaded at the same time.
+#pragma unroll 1
+        for (int i = threadIdx.x / WARP_SIZE; i < 4 * count; i += WARPS) {
+            const int l = i / 4, part = i % 4;
+            const int64_t at = token + l;
+            if (part < 2) {
+                const scalar_t* const from = part ? q + at * q_stride : k + at * k_stride;
+                load_key(part ? queries[l] : keys[l], from + first_key, part ? scale : 1.0f);
             }
-        }
-        if (int(threadIdx.x) < count) {
-            const int64_t at = token + threadIdx.x;
-            if constexpr (!CHANNEL_DECAYS) kept[threadIdx.x][0] = expf(to_float(g[at * g_stride + head * g_step]));
-            strengths[threadIdx.x] = beta ? update_strength(to_float(beta[at * beta_stride + head * beta_step])) : 1.0f;
+            if (part == 2) load_decays(kept[l], g + at * g_stride + head * g_step, head, A_log, dt_bias, lower_bound);
+            if (part != 3) continue;
+            const scalar_t* const from = v + at * v_stride + int64_t(head) * VALUE_SIZE + first_row;
+            for (int own = threadIdx.x % WARP_SIZE; own < ROWS; own += WARP_SIZE) {
+                values[l][own] = own < rows ? to_float(from[own]) : 0.0f;
+            }
+            if (threadIdx.x % WARP_SIZE == 0) {
+                strengths[l] = beta ? update_strength(to_float(beta[at * beta_stride + head * beta_step])) : 1.0f;
+            }
         }
         __syncthreads();
+#pragma unroll 1
         for (int l = 0; l < count; ++l) {
             const float decay = kept[l][0];
-            float predicted = 0.0f, result = 0.0f;
+            float predicted[VALUES] = {}, result[VALUES] = {}, change[VALUES];
 #pragma unroll
             for (int i = 0; i < RUNS; ++i) {
-                const int column = (i * LANES + lane) * 4;
-                const auto key = Vec<float, 4>::load(keys[l] + column);
+                const auto key = Vec<float, 4>::load(keys[l] + column_of(i * 4, lane));
                 float keep[4] = {decay, decay, decay, decay};
-                if constexpr (CHANNEL_DECAYS) Vec<float, 4>::load(kept[l] + column).to_floats(keep);
+                if constexpr (CHANNEL_DECAYS) Vec<float, 4>::load(kept[l] + column_of(i * 4, lane)).to_floats(keep);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    s[i][j] *= keep[j];
-                    predicted = fmaf(s[i][j], key[j], predicted);
+                for (int n = 0; n < 4 * VALUES; ++n) {
+                    float& state = s[place_of(i * 4 + n / VALUES, n % VALUES)];
+                    state *= keep[n / VALUES];
+                    predicted[n % VALUES] = fmaf(state, key[n / VALUES], predicted[n % VALUES]);
                 }
             }
-            predicted = lane_reduce<Sum, LANES>(predicted);
-            const float change = strengths[l] * (values[l][row] - predicted);
+            add_lanes(predicted, partial[0]);
+#pragma unroll
+            for (int n = 0; n < VALUES; ++n) change[n] = strengths[l] * (values[l][row + n] - predicted[n]);
 #pragma unroll
             for (int i = 0; i < RUNS; ++i) {
-                const auto key = Vec<float, 4>::load(keys[l] + (i * LANES + lane) * 4);
-                const auto query = Vec<float, 4>::load(queries[l] + (i * LANES + lane) * 4);
+                const auto key = Vec<float, 4>::load(keys[l] + column_of(i * 4, lane));
+                const auto query = Vec<float, 4>::load(queries[l] + column_of(i * 4, lane));
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    s[i][j] = fmaf(change, key[j], s[i][j]);
-                    result = fmaf(s[i][j], query[j], result);
+                for (int n = 0; n < 4 * VALUES; ++n) {
+                    float& state = s[place_of(i * 4 + n / VALUES, n % VALUES)];
+                    state = fmaf(change[n % VALUES], key[n / VALUES], state);
+                    result[n % VALUES] = fmaf(state, query[n / VALUES], result[n % VALUES]);
                 }
             }
-            result = lane_reduce<Sum, LANES>(result);
-            if (lane == 0) outputs[l][row] = result;
+            add_lanes(result, partial[1]);
+            if (lane == 0) {
+#pragma unroll
+                for (int n = 0; n < VALUES; ++n) outputs[l][row + n] = result[n];
+            }
             if constexpr (PER_TOKEN) {
                 const int64_t slot = slot_at(token - begin + l);
                 if (is_slot(slot)) store_state(slot);
@@ -213,6 +272,7 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
             }
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < count * ROWS; i += NUM_THREADS) {
             const int l = i / ROWS, own = i % ROWS;
             scalar_t* const to = o + (token + l) * o_stride + int64_t(head) * VALUE_SIZE + first_row;

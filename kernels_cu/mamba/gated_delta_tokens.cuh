@@ -25,7 +25,7 @@ struct Prepared {
 // The sum of squares of a token's row. In a warp of 64 lanes, lanes i and i + 32 share the row. With SCALES, the row is
 // first multiplied by DOWN in the tile, and lanes without takes_part skip it.
 template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, bool takes_part) {
-    float sum = 0.0f;
+    float sums[4] = {};  // independent, because one warp adds them and nothing hides its latency
 #pragma unroll 4
     for (int chunk = threadIdx.x % WARP_SIZE / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
         if (SCALES && !takes_part) break;
@@ -35,8 +35,9 @@ template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, boo
             x.store_shared(tile.at(token, chunk));
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+        for (int i = 0; i < 8; ++i) sums[i % 4] = fmaf(x[i], x[i], sums[i % 4]);
     }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
     return sum;
 }
@@ -57,9 +58,10 @@ DEVICE float inverse_norm(const key_tile& tile) {
 }
 
 // rows * columns^T of two tiles by MMA: the blocks of 16 by 16 tokens on the diagonal and below it. Calls
-// visit(row, column, dot product).
-template <typename Visit>
-DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit visit) {
+// store(row, column, element_of(row, column, dot product)), and no `store` before the last `element_of`: the compiler
+// would repeat loads of shared memory that a store may have changed.
+template <typename Element, typename Store>
+DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Element element_of, Store store) {
     constexpr int COUNT = BLOCKS * (BLOCKS + 1) / 2;
     const int lane = threadIdx.x % WARP_SIZE;
     Block products[COUNT] = {};
@@ -75,12 +77,16 @@ DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) products[i].add_product<scalar_t>(a[(i + 1) / 2], b[i / 2]);
     }
+    const auto each = [&](auto visit) {
 #pragma unroll
-    for (int i = 0; i < COUNT * BLOCK_PAIRS * 2; ++i) {
-        const int block = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
-        visit((block + 1) / 2 * 16 + pair_row(pair) + lane_row(lane),
-              block / 2 * 16 + pair_column(pair) + lane_column(lane) + i % 2, products[block].at(pair, i % 2));
-    }
+        for (int i = 0; i < COUNT * BLOCK_PAIRS * 2; ++i) {
+            const int block = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
+            visit((block + 1) / 2 * 16 + pair_row(pair) + lane_row(lane),
+                  block / 2 * 16 + pair_column(pair) + lane_column(lane) + i % 2, products[block].at(pair, i % 2));
+        }
+    };
+    each([&](int l, int m, float& x) { x = element_of(l, m, x); });
+    each([&](int l, int m, float& x) { store(l, m, x); });
 }
 
 // Computes the prefix sums of log decays, the norms of keys and their factors for a tile of `count` tokens. Lane l
@@ -108,10 +114,12 @@ prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, c
 
 // Computes L from the results of prepare_decays.
 DEVICE void relate_keys(Prepared& to, const key_tile& keys) {
-    multiply_tokens(keys, keys, [&](int l, int m, float product) {
-        const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
-        to.columns[m * PITCH + l] = m < l ? element : 0.0f;
-    });
+    multiply_tokens(
+        keys, keys,
+        [&](int l, int m, float product) {
+            return m < l ? to.decay(l, m) * (to.strengths[l] * to.keys[l]) * (to.keys[m] * product) : 0.0f;
+        },
+        [&](int l, int m, float element) { to.columns[m * PITCH + l] = element; });
 }
 
 // The weights of u in o, and the factors of queries (Factors::of_queries).
@@ -119,8 +127,10 @@ DEVICE void weigh(const Prepared& from, const key_tile& queries, const key_tile&
                   Factors& factor) {
     const int lane = threadIdx.x % WARP_SIZE;
     if (lane < TOKENS) factor.of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
-    multiply_tokens(queries, keys, [&](int l, int m, float product) {
-        const float weight = from.decay(l, m) * from.queries[l] * from.keys[m] * product;
-        weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(m <= l ? weight : 0.0f);
-    });
+    multiply_tokens(
+        queries, keys,
+        [&](int l, int m, float product) {
+            return m <= l ? from.decay(l, m) * from.queries[l] * (from.keys[m] * product) : 0.0f;
+        },
+        [&](int l, int m, float weight) { weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(weight); });
 }

@@ -9,7 +9,8 @@
 // anchor between them: exp(a_l - a_anchor) k_l times exp(a_anchor - a_m) k_m. Tokens l and m that differ in the bit of
 // value h and agree in the higher bits have the last token without this bit as their anchor. So one tile of operands
 // for each h of 16, 8, 4, 2 and 1 covers all pairs: a token with the bit is a row there, a token without it a column. No
-// factor exceeds 1 whatever the gates are, unless a decay does.
+// factor exceeds 1 whatever the gates are, unless a decay does. With ONE_ANCHOR, all pairs of 16 tokens have the last
+// token of the first eight as their anchor: a factor is at most the inverse of the decays of eight tokens.
 //
 // Blocks: blockIdx.x counts slots of tiles and value heads. A warp has 16 channels of 32 tokens in registers. A lane has
 // four adjacent channels of every eighth token: the fragments of mma.sync, as rows and as columns alike, with the
@@ -22,6 +23,7 @@
 //     KEY_SIZE       elements of a head of k; a multiple of 32
 //     QK_NORM        q and k are divided by their norms
 //     TOKENS         tokens of a tile: 32
+//     ONE_ANCHOR     as above; the inverse of the decays of 16 tokens has to be finite in T
 //     CHECKPOINTS    of kda_tiles.cuh
 
 #include "delta_gate.cuh"
@@ -194,32 +196,34 @@ kda_prepare(scalar_t* prepared,                  // [slots, value_heads, Prepare
     }
 
     // Operands of MMAs for pairs of tokens that differ in the bit of value `bit`: two words for each token. anchor(i, j)
-    // is the sum of logarithms of the anchor of token 8 * i + row.
-    uint32_t words[2][GROUPS][2];
+    // is the sum of logarithms of the anchor of token 8 * i + row. With a bit of 0 every token is a row and also, in the
+    // third operand, a column.
+    uint32_t words[3][GROUPS][2];
     const auto make_operands = [&](int bit, auto anchor) {
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            float scaled[2][4];
+            float scaled[3][4];
             unpack(scaled[0], 0, i);
             unpack(scaled[1], 1, i);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float difference = a[i][j] - anchor(i, j);
-                const float factor = estimate_exp2((i * 8 + row) & bit ? difference : -difference);
+                const float factor = estimate_exp2(bit == 0 || (i * 8 + row) & bit ? difference : -difference);
+                scaled[2][j] = bit == 0 ? scaled[0][j] * estimate_exp2(-difference) : 0.0f;
                 scaled[0][j] *= factor;
                 scaled[1][j] *= factor;
             }
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
+            for (int w = 0; w < (bit == 0 ? 6 : 4); ++w) {
                 words[w / 2][i][w % 2] = pack_pair<scalar_t>(scaled[w / 2][w % 2 * 2], scaled[w / 2][w % 2 * 2 + 1]);
             }
         }
     };
     // d += the dot products of 16 tokens as rows, from group 2 * rows on, and of the keys of a group as columns.
-    const auto multiply = [&](float (&d)[4], int of, int rows, int group) {
+    const auto multiply = [&](float (&d)[4], int of, int rows, int group, int columns = 0) {
         const uint32_t a_words[4] = {words[of][2 * rows][0], words[of][2 * rows + 1][0], words[of][2 * rows][1],
                                      words[of][2 * rows + 1][1]};
-        mma_m16n8k16<scalar_t>(d, a_words, words[0][group]);
+        mma_m16n8k16<scalar_t>(d, a_words, words[columns][group]);
     };
     const auto store = [&](int of, int entry, float value) { partial[warp][of][entry][lane] = value; };
 
@@ -231,42 +235,60 @@ kda_prepare(scalar_t* prepared,                  // [slots, value_heads, Prepare
 #pragma unroll
         for (int j = 0; j < 4; ++j) store(i / 2, IN_GROUP + IN_SIXTEEN + i % 2 * 4 + j, d[j]);
     }
-    make_operands(8, [&](int i, int j) { return shfl<32>(a[i / 2 * 2][j], 28 + quad); });
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float d[4] = {};
-        multiply(d, i / 2, i % 2, i % 2 * 2);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) store(i / 2, IN_GROUP + i % 2 * 2 + j, d[2 + j]);
-    }
-#pragma unroll 1
-    for (int bit = 4; bit > 0; bit /= 2) {
-        const int lane_of_anchor = ((row & ~(2 * bit - 1)) + bit - 1) * 4 + quad;
-        make_operands(bit, [&](int i, int j) { return shfl<32>(a[i][j], lane_of_anchor); });
+    const auto middle = [&](int i, int j) { return shfl<32>(a[i / 2 * 2][j], 28 + quad); };
+    if constexpr (ONE_ANCHOR) {
+        make_operands(0, middle);
 #pragma unroll
         for (int i = 0; i < 2 * GROUPS; ++i) {
+            const int of = i / GROUPS, group = i % GROUPS;
             float d[4] = {};
-            multiply(d, i / GROUPS, i % GROUPS / 2, i % GROUPS);
+            multiply(d, of, group / 2, group, 2);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const bool is_pair = (row & bit) && ((row ^ (quad * 2 + j)) & ~(bit - 1)) == bit;
-                if (is_pair) store(i / GROUPS, i % GROUPS * 2 + j, d[i % 2 * 2 + j]);
+                store(of, group * 2 + j, d[group % 2 * 2 + j]);
+                if (group % 2 == 0) store(of, IN_GROUP + group + j, d[2 + j]);
+            }
+        }
+    } else {
+        make_operands(8, middle);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float d[4] = {};
+            multiply(d, i / 2, i % 2, i % 2 * 2);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) store(i / 2, IN_GROUP + i % 2 * 2 + j, d[2 + j]);
+        }
+#pragma unroll 1
+        for (int bit = 4; bit > 0; bit /= 2) {
+            const int lane_of_anchor = ((row & ~(2 * bit - 1)) + bit - 1) * 4 + quad;
+            make_operands(bit, [&](int i, int j) { return shfl<32>(a[i][j], lane_of_anchor); });
+#pragma unroll
+            for (int i = 0; i < 2 * GROUPS; ++i) {
+                float d[4] = {};
+                multiply(d, i / GROUPS, i % GROUPS / 2, i % GROUPS);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const bool is_pair = (row & bit) && ((row ^ (quad * 2 + j)) & ~(bit - 1)) == bit;
+                    if (is_pair) store(i / GROUPS, i % GROUPS * 2 + j, d[i % 2 * 2 + j]);
+                }
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-        float keys[4], queries[4], product = 0.0f;
+        float keys[4], queries[4], changes[4];
         unpack(keys, 0, i);
         unpack(queries, 1, i);
+        if constexpr (!ONE_ANCHOR) {  // a query and the key of the same token
+            float product = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) product = fmaf(keys[j], queries[j], product);
-        product = lane_reduce<Sum, 4>(product);
+            for (int j = 0; j < 4; ++j) product = fmaf(keys[j], queries[j], product);
+            product = lane_reduce<Sum, 4>(product);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            if (row == quad * 2 + j) store(1, i * 2 + j, product);
+            for (int j = 0; j < 2; ++j) {
+                if (row == quad * 2 + j) store(1, i * 2 + j, product);
+            }
         }
-        float changes[4];
         const float of_keys = norm(0, i * 8 + row), of_queries = norm(1, i * 8 + row);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

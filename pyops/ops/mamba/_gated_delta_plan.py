@@ -15,7 +15,11 @@ from ._gated_delta_problem import DeltaProblem, token_stride
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
-_MAX_KEYS = 32  # most columns of the state in registers of a thread
+# Rows of the state in a block of gated_delta_recurrent.cu, and in a thread. Float32 states with contiguous rows then
+# have whole lines of 128 bytes in a block.
+_ROWS, _THREAD_ROWS = 32, 4
+# Registers of an SM, and of a thread besides those of the state: in all decode steps, and for a state for each token.
+_SM_REGISTERS, _OTHER_REGISTERS, _DRAFT_REGISTERS = 65536, 64, 32
 # Measured on an H200 with heads of 128. 8 sequences of 1024 tokens take 266 us with 8 warps and 481 us with 4, because
 # the producer warps then prepare tiles for more rows. One sequence of 8192 tokens has few blocks: 908 us with 4 warps,
 # 923 with 2 and 987 with 8.
@@ -74,13 +78,23 @@ class GatedDeltaConfig:
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
     """Smaller blocks, with fewer rows of the state, where larger ones would leave SMs idle."""
     if not problem.uses_products:
-        return GatedDeltaConfig(_WARPS, 1)
+        return choose_recurrent(problem)
     _, _, value_heads, value_size = problem.tokens.v.shape
     num_blocks = tuning.pinned(problem.num_seqs) * value_heads * value_size // (16 * _WARPS)
     large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
     if large and tiles(device, problem.tokens.q.shape[3], _LARGE_WARPS) is not None:
         return GatedDeltaConfig(_LARGE_WARPS, 1)
     return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.num_sms else _WARPS, 1)
+
+
+def choose_recurrent(problem: DeltaProblem) -> GatedDeltaConfig:
+    """For a decode step, as many resident blocks as have registers: their states are the bytes in flight."""
+    if problem.slots is None:
+        return GatedDeltaConfig(_WARPS, 1)
+    indices, threads = problem.slots.ssm_state_indices, 32 * _WARPS
+    held = -(-problem.tokens.q.shape[3] * _ROWS // (4 * _THREAD_ROWS * threads)) * 4 * _THREAD_ROWS
+    others = _OTHER_REGISTERS + (_DRAFT_REGISTERS if indices is not None and len(indices.shape) == 2 else 0)
+    return GatedDeltaConfig(_WARPS, max(1, _SM_REGISTERS // (threads * (held + others))))
 
 
 class Tiles(NamedTuple):
@@ -199,17 +213,16 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
     indices, accepted = (slots.ssm_state_indices, slots.num_accepted_tokens) if slots else (None, None)
     (_, _, _, key_size), (_, _, value_heads, value_size) = problem.tokens.q.shape, problem.tokens.v.shape
     arguments = arguments_of(problem, _recurrent)
-    lanes = min(32, tuning.power_of_two(-(-key_size // _MAX_KEYS)))
-    rows = 32 * config.warps // lanes
-    columns_together = problem.tokens.state_v_first and (key_size | arguments["state_stride"]) % 4 == 0
-    wide = columns_together and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in problem.states)
+    size = (key_size if problem.tokens.state_v_first else value_size) | arguments["state_stride"]
+    wide = size % 4 == 0 and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in problem.states)
     kernel = _recurrent(
         **constants_of(problem),
         **gates_of(problem),
         index_t=int32 if indices is None else indices.dtype,
         accepted_t=int32 if accepted is None else accepted.dtype,
-        LANES=lanes,
-        ROWS=rows,
+        STATE_V_FIRST=problem.tokens.state_v_first,
+        LANES=32 * config.warps * _THREAD_ROWS // _ROWS,
+        ROWS=_ROWS,
         STATE_VEC=4 if wide else 1,
         SLOTS=slots is not None,
         PER_TOKEN=indices is not None and len(indices.shape) == 2,
@@ -217,7 +230,7 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
         MIN_BLOCKS=config.min_blocks,
     )
     return kernel.launch(
-        problem.num_seqs * value_heads * -(-value_size // rows),
+        problem.num_seqs * value_heads * -(-value_size // _ROWS),
         32 * config.warps,
         **({} if slots else {"state": 0}),
         **({} if indices else {"ssm_state_indices": 0}),

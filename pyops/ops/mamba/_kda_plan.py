@@ -8,8 +8,16 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16
 from .._shared.products import multiplies
-from ._gated_delta_plan import GatedDeltaConfig, arguments_of, constants_of, gates_of, launch_recurrent
+from ._gated_delta_plan import (
+    GatedDeltaConfig,
+    arguments_of,
+    choose_recurrent,
+    constants_of,
+    gates_of,
+    launch_recurrent,
+)
 from ._gated_delta_problem import DeltaProblem, check_rule, token_stride
 
 _prepare = Kernel("mamba/kda_prepare.cu")
@@ -18,6 +26,9 @@ _chunk = Kernel("mamba/kda_chunk.cu")
 _TOKENS = 32  # tokens of a tile
 _MAX_KEY_SIZE = 128  # largest key size of kda_chunk.cu: a thread holds that many elements of half a state row
 _MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles are mostly empty
+# Least logarithm of a decay for which kda_prepare.cu takes one anchor for 16 tokens: exp(16 * 5.5) is finite in
+# bfloat16.
+_LEAST_BOUND = -5.5
 _PREPARE_BLOCKS = 2  # resident blocks of kda_prepare.cu per SM
 _WARPS = (8, 4, 2)  # warps of a block of kda_chunk.cu; every block loads all prepared tiles of a head
 # (resident blocks per SM, tiles in shared memory), best first: two blocks hide each other's barriers.
@@ -58,7 +69,7 @@ class KdaProblem(DeltaProblem):
 def choose(problem: KdaProblem, device: Device) -> GatedDeltaConfig:
     """Blocks by which the busiest SM has the fewest warps, and of these the largest, which load the fewest tiles."""
     if not problem.uses_products:
-        return GatedDeltaConfig(4, 1)
+        return choose_recurrent(problem)
     _, _, value_heads, value_size = problem.tokens.v.shape
     heads = tuning.pinned(problem.num_seqs) * value_heads
     fitting = (w for w in _WARPS if value_size % (16 * w) == 0)
@@ -80,9 +91,12 @@ def _launches(problem: KdaProblem, config: GatedDeltaConfig) -> list[Launch]:
     slots = batch * num_tokens // _TOKENS + problem.num_seqs * (2 if constants["CHECKPOINTS"] else 1)
     tile_bytes = _TOKENS * (3 * key_size + 2 * _TOKENS) * q.dtype.itemsize + 4 * key_size
     prepared = Scratch(slots * value_heads * tile_bytes)
-    prepare = _prepare(
-        **{name: constants[name] for name in _OF_PREPARE}, TOKENS=_TOKENS, MIN_BLOCKS=_PREPARE_BLOCKS
-    ).launch(slots * value_heads, 2 * key_size, prepared=prepared, **arguments_of(problem, _prepare))
+    lower_bound = problem.gates.lower_bound if problem.gates else None
+    one_anchor = q.dtype == bfloat16 and lower_bound is not None and lower_bound >= _LEAST_BOUND
+    of_prepare = {name: constants[name] for name in _OF_PREPARE} | {"ONE_ANCHOR": one_anchor}
+    prepare = _prepare(**of_prepare, TOKENS=_TOKENS, MIN_BLOCKS=_PREPARE_BLOCKS).launch(
+        slots * value_heads, 2 * key_size, prepared=prepared, **arguments_of(problem, _prepare)
+    )
     stages, shared = _stages(q.device, key_size, config.warps)
     of_chunk = {name: constants[name] for name in _OF_CHUNK}
     chunk = _chunk(**of_chunk, TOKENS=_TOKENS, STAGES=stages, WARPS=config.warps, MIN_BLOCKS=config.min_blocks).launch(

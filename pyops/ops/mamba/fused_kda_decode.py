@@ -22,7 +22,8 @@ __all__ = ["fused_kda_decode"]
 
 _kernel = Kernel("mamba/fused_kda_decode.cu")
 
-_NUM_THREADS = 256  # threads of a block; a head of 128 elements then has 64 elements of the state in a thread
+# Threads of a block, and blocks of an SM: a head of 128 elements has 64 elements of the state in a thread.
+_NUM_THREADS, _MIN_BLOCKS = 256, 2
 _MAX_KEYS = 16  # most columns of a row of the state in registers of a thread
 _MAX_SIZE = 128  # largest head: with more, the state of a head exceeds the registers of a block
 _MAX_WIDTH = 8  # most taps of the convolution
@@ -180,7 +181,7 @@ def plan_fused_kda_decode(
         BOUNDED=lower_bound is not None,
         BETA_SIGMOID=True,
         NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=1,
+        MIN_BLOCKS=_MIN_BLOCKS,
     )
     optional = {"bias": bias, "output_gate": output_gate, "norm_weight": norm_weight, "lower_bound": lower_bound}
     return kernel.launch(
