@@ -60,9 +60,12 @@ _WAVES_WITHOUT_SPLITS = 4
 # for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
+_PIECE_BYTES = 128  # bytes of a piece of a key or value: a chunk of 16 bytes for each lane that shares a value
+
 # AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_BLOCKS = 2
-# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, and the row sums of warps.
+# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, or of 8 heads of 512, and the row
+# sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.
@@ -228,7 +231,10 @@ def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
 
     With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
-    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
+    head_bytes = problem.head_size * problem.layout.dtype.itemsize
+    if not problem.uses_mma or device.supports("mma"):
+        return -(-head_bytes // _PIECE_BYTES) if problem.uses_mma and problem.head_size > 256 else 1
+    if device.warp_size == 64:
         return 1
     if problem.head_size > 128:
         return 4
