@@ -39,6 +39,7 @@
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        CTAs of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
+//     AHEAD          a warp asks for all keys and values of its next step before the softmax of this one
 //     PIECES         the keys, and the values, of a step are loaded in PIECES pieces; 1 unless ONE_AT_A_TIME
 //     MIN_BLOCKS     occupancy that bounds the registers: CTAs of 4 warps per SM
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
@@ -96,17 +97,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         planned_splits = balance.splits_of(seq);
     }
 
-    // The number of the cache block that holds a token; -1 if the table has no valid number.
-    const auto block_of = [&](int token) {
-        const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
-        return number >= 0 && number < num_blocks ? int(number) : -1;
-    };
+    const auto entry_of = [&](int token) { return block_tables[seq * table_stride + token / BLOCK_SIZE * table_step]; };
     const length_t seq_len = seq_lens[seq * length_step];
-    // In a cluster, a warp's first token is known before the length, unless there is a window: its block numbers are
+    // In a cluster, a warp's first token is known before the length, unless there is a window: its table entries are
     // loaded together with the length.
-    BlockNumbers numbers;
+    TableEntries entries;
     if constexpr (CLUSTER > 1) {
-        numbers = find_blocks(turn * STEP, lane, [&](int token) { return block_of(min(token, int(max_tokens) - 1)); });
+        entries = load_entries(turn * STEP, lane, [&](int token) { return entry_of(min(token, int(max_tokens) - 1)); });
     }
 
     const Splits splits(seq_len, max_tokens, sliding_window, PARTITION, planned_splits, int(min_split));
@@ -119,7 +116,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     const int begin = splits.begin(split);
     const int end = num_blocks > 0 ? splits.end(split) : begin;  // an empty cache has nothing to load
-    const auto block_before_end = [&](int token) { return token < end ? block_of(token) : -1; };
+    const auto entry_before_end = [&](int token) { return token < end ? entry_of(token) : table_t(-1); };
     const StepLoader loader{key_cache + kv_head * key_head_stride,
                             value_cache + kv_head * value_head_stride,
                             key_block_stride,
@@ -133,14 +130,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     // The loads of the first keys and values are in flight while the queries are prepared.
     int start = begin + turn * STEP;
-    if (CLUSTER == 1 || begin > 0) numbers = find_blocks(start, lane, block_before_end);
+    if (CLUSTER == 1 || begin > 0) entries = load_entries(start, lane, entry_before_end);
+    BlockNumbers numbers = numbers_of(entries, num_blocks);
     Keys keys;
     Values values;
     if (start < end) {
         loader.load_keys(keys, start, numbers);
         if (!ONE_AT_A_TIME) loader.load_values(values, start, numbers);
     }
-    BlockNumbers next_numbers = find_blocks(start + round, lane, block_before_end);
+    entries = load_entries(start + round, lane, entry_before_end);
 
     // The results of the warps. A warp that the launch does not have is treated as one without tokens.
     __shared__ float warp_max[MAX_WARPS * HEADS];
@@ -205,12 +203,26 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             }
             multiply_keys(s, keys, queries, lane, piece);
         }
+        // The assembler gives one scoreboard to all loads that cross the back edge of the loop. If the next values are
+        // asked for after P V, the next step waits for them before it multiplies its keys. AHEAD asks for them here, so
+        // that nothing is awaited before P V has ended, and holds the values of two steps.
+        const BlockNumbers next_numbers = numbers_of(entries, num_blocks);
+        Values held;
         if constexpr (ONE_AT_A_TIME) {
             sync_warp();
             loader.load_values(values, start, numbers);
-        } else if (next < end) {
-            loader.load_keys(keys, next, next_numbers);
+        } else if constexpr (AHEAD) {
+            held = values;
+            if (!whole) loader.clear_unattended(held, start, numbers);
         }
+        if (!ONE_AT_A_TIME && next < end) {
+            loader.load_keys(keys, next, next_numbers);
+            if (AHEAD) {
+                loader.load_values(values, next, next_numbers);
+                entries = load_entries(next + round, lane, entry_before_end);
+            }
+        }
+        Values& current = AHEAD ? held : values;
 
         // The online softmax.
         probabilities_t p_hi, p_lo;
@@ -239,13 +251,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 order_loads();
                 loader.load_values(values, start, numbers, piece);
             }
-            if (tile == 0 && !whole) loader.clear_unattended(values, start, numbers);
+            if (!AHEAD && tile == 0 && !whole) loader.clear_unattended(values, start, numbers);
             if constexpr (PACKED) {
 #pragma unroll
                 for (int m = 0; m < PIECE_ROWS; ++m) {
                     uint32_t a[SHORT_WORDS];
                     operand_of_rows<RUN_WORDS>(a, [&](int row, int word) {
-                        return values.runs[m][row][tile * (RUN_TOKENS / WORD_ELEMENTS) + word];
+                        return current.runs[m][row][tile * (RUN_TOKENS / WORD_ELEMENTS) + word];
                     });
                     accumulate(tile, piece * PIECE_ROWS + m, a);
                 }
@@ -255,19 +267,19 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                     uint32_t a[OPERANDS][SHORT_WORDS];
                     order_loads();
                     operands_of_tokens(
-                        a, [&](int token) { return values.rows[tile][token][w / VALUE_WORDS][w % VALUE_WORDS]; });
+                        a, [&](int token) { return current.rows[tile][token][w / VALUE_WORDS][w % VALUE_WORDS]; });
 #pragma unroll
                     for (int k = 0; k < OPERANDS; ++k) accumulate(tile, piece * PIECE_ROWS + w * OPERANDS + k, a[k]);
                 }
             }
         }
         if constexpr (ONE_AT_A_TIME) sync_warp();
-        if (next < end) {
+        if (!AHEAD && next < end) {
             if constexpr (ONE_AT_A_TIME) loader.load_keys(keys, next, next_numbers);
             else loader.load_values(values, next, next_numbers);
         }
         numbers = next_numbers;
-        next_numbers = find_blocks(next + round, lane, block_before_end);
+        if (!AHEAD) entries = load_entries(next + round, lane, entry_before_end);
     }
 
     // Every warp writes its results to shared memory.

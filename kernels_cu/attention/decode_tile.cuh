@@ -41,6 +41,7 @@ constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: adjacent tokens of a lane
 // Tiles of 16 head dimensions: of a piece, and of the head.
 constexpr int PIECE_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PIECES) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
 constexpr int ROWS = PIECE_ROWS * PIECES;
+static_assert(!ONE_AT_A_TIME || !AHEAD);
 static_assert(PIECES == 1 || ONE_AT_A_TIME);
 
 // The row of a query in shared memory is padded with zeros. Its stride avoids bank conflicts.
@@ -58,12 +59,25 @@ static_assert(UNIT > 1 || STEP <= 32);
 // has the number of token i only.
 struct BlockNumbers { int of[UNITS]; };
 
-// The block numbers of the step that begins at `start`; block_of(token) is the block number of one token.
+// The entries of the block table of a step, as loaded: a comparison with num_blocks would wait for the load.
+struct TableEntries { table_t of[UNITS]; };
+
+// The entries of the step that begins at `start`; entry_of(token) is the entry of one token.
 template <typename F>
-DEVICE BlockNumbers find_blocks(int start, int lane, F block_of) {
+DEVICE TableEntries load_entries(int start, int lane, F entry_of) {
+    TableEntries entries;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) entries.of[u] = entry_of(UNIT == 1 ? start + lane % STEP : start + u * UNIT);
+    return entries;
+}
+
+DEVICE BlockNumbers numbers_of(const TableEntries& entries, int64_t num_blocks) {
     BlockNumbers numbers;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) numbers.of[u] = block_of(UNIT == 1 ? start + lane % STEP : start + u * UNIT);
+    for (int u = 0; u < UNITS; ++u) {
+        const int64_t number = entries.of[u];
+        numbers.of[u] = number >= 0 && number < num_blocks ? int(number) : -1;
+    }
     return numbers;
 }
 

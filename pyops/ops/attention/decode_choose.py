@@ -60,9 +60,16 @@ _WAVES_WITHOUT_SPLITS = 4
 # for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
+# Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
+# ptxas counts them for sm_90.
+_REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 80
+
+_PIECE_BYTES = 128  # bytes of a piece of a key or value: a chunk of 16 bytes for each lane that shares a value
+
 # AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_BLOCKS = 2
-# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, and the row sums of warps.
+# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, or of 8 heads of 512, and the row
+# sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.
@@ -87,6 +94,8 @@ class DecodeConfig:
         min_split: fewest tokens of a split.
         combine: the kernel that combines the splits; None: the last block of a row combines its splits.
         pieces: parts of the keys or values, one in registers at a time; 1 unless one_at_a_time.
+        ahead: a warp loads all keys and values of its next step before the softmax of this one, and holds the values
+            of two steps.
     """
 
     num_warps: int
@@ -99,6 +108,7 @@ class DecodeConfig:
     min_split: int
     combine: CombineConfig | None
     pieces: int = 1
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
@@ -126,7 +136,8 @@ class DecodeConfig:
             else (),
             tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
-            one_at_a_time=(not self.one_at_a_time,) if self.pieces == 1 else (),
+            one_at_a_time=(not self.one_at_a_time,) if self.pieces == 1 and not self.ahead else (),
+            ahead=(not self.ahead,) if device.supports("mma") and not self.one_at_a_time else (),
         )
         if not problem.partials:
             for size in tuning.beside(self.cluster_size, 1, device.cluster):
@@ -174,6 +185,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         PINNED_SPLIT if is_pinned else _MIN_SPLIT,
         _choose_combine(problem, max_splits, device),
         pieces,
+        _is_ahead(problem, device, heads, tiles, min_blocks),
     )
 
 
@@ -202,7 +214,8 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
         return problem.cta_heads, 2 if has_registers else 1, min_blocks
     heads = problem.cta_heads
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
-    tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
+    has_registers_for_four = heads <= 8 or device.arch == "sm_90"  # 220 to 300 bytes spilled on sm_80
+    tiles = 1 if is_16_bit or is_large else 4 if is_small and has_registers_for_four else 2
     needs_registers = (
         is_large
         or heads > 8
@@ -223,12 +236,29 @@ def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
     return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8 and device.warp_size == 32
 
 
+def _is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
+    """Whether registers hold the values of two steps, next to keys and accumulators.
+
+    "One scoreboard for all loads of the next step": otherwise a warp waits for a whole memory latency in each step.
+    """
+    if not device.supports("mma") or not problem.uses_mma:  # AMD's counters tell older loads from newer ones
+        return False
+    head_bytes = problem.head_size * problem.layout.dtype.itemsize
+    keys = tiles * 2 * -(-head_bytes // 64) * 4
+    values = tiles * 4 * -(-head_bytes // 128) * 4
+    accumulators = heads * -(-problem.head_size // 16) // 2
+    return keys + 2 * values + accumulators + _OTHER_REGISTERS <= _REGISTERS_OF_TWO_BLOCKS * 2 // max(2, min_blocks)
+
+
 def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
     """Parts in which keys and values are loaded, so that one part fits into registers.
 
     With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
-    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
+    head_bytes = problem.head_size * problem.layout.dtype.itemsize
+    if not problem.uses_mma or device.supports("mma"):
+        return -(-head_bytes // _PIECE_BYTES) if problem.uses_mma and problem.head_size > 256 else 1
+    if device.warp_size == 64:
         return 1
     if problem.head_size > 128:
         return 4

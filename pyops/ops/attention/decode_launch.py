@@ -97,6 +97,7 @@ def _launch_mma(
         HEADS=config.heads_per_block,
         TILES=config.tiles_per_step,
         ONE_AT_A_TIME=config.one_at_a_time,
+        AHEAD=config.ahead,
         PIECES=config.pieces,
         MIN_BLOCKS=config.min_blocks,
     )

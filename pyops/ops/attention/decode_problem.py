@@ -75,6 +75,14 @@ class DecodeProblem:
         return min(tokens, self.num_partitions * self.partition) if self.partials else tokens
 
     @property
+    def max_head_size(self) -> int:
+        """Largest head size of attention_decode.cu: larger heads spill registers."""
+        device = self.query.device
+        if device.supports("mma"):  # with a soft cap, 512 elements spill 8 bytes on sm_100
+            return 256 if self.options.logits_soft_cap and device.arch.startswith("sm_10") else 512
+        return 128 if device.arch.startswith("gfx11") else 256
+
+    @property
     def uses_mma(self) -> bool:
         """Whether attention_decode.cu, with MMAs, supports the call.
 
@@ -87,7 +95,7 @@ class DecodeProblem:
         return (
             multiplies(self.query.dtype, device)
             and layout.aligned
-            and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # larger heads spill registers
+            and self.head_size <= self.max_head_size
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
             and (not layout.packed or layout.block_size % packed_run == 0)
