@@ -60,29 +60,37 @@ mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             }
             const MlaPieces own = pieces[seq];
             const auto row = [&](int piece) { return own.slot(piece) * num_heads + head; };
-            float max_logit = minus_infinity(), exp_sum = 0.0f;
-            for (int i = lane; i < own.count; i += 32) max_logit = fmaxf(max_logit, max_logits[row(i)]);
-            max_logit = lane_reduce<Max, 32>(max_logit);
-            for (int i = lane; i < own.count; i += 32) {
-                exp_sum += exp_sums[row(i)] * relative_exp2(max_logits[row(i)], max_logit);
-            }
-            exp_sum = lane_reduce<Sum, 32>(exp_sum);
-            const float scale = 1.0f / (exp_sum + 1e-6f);
-            for (int first = member; first < own.count; first += sharers * BATCH) {
-                float factor[BATCH], x[BATCH][VEC_SIZE] = {};
+            using vec_t = Vec<float, VEC_SIZE>;
+            const auto load = [&](int first, vec_t(&x)[BATCH]) {
 #pragma unroll
                 for (int i = 0; i < BATCH; ++i) {
                     const int piece = first + i * sharers;
-                    factor[i] = 0.0f;
+                    x[i] = vec_t::full(0.0f);
+                    if (piece < own.count) x[i] = vec_t::load(tmp_out + row(piece) * LATENT_SIZE + column);
+                }
+            };
+            vec_t x[BATCH];
+            load(member, x);  // in flight while the row max is found
+            float own_max = minus_infinity(), own_sum = 0.0f;
+            for (int i = lane; i < own.count; i += 32) {
+                const float of_piece = max_logits[row(i)], larger = fmaxf(own_max, of_piece);
+                own_sum = own_sum * relative_exp2(own_max, larger) + exp_sums[row(i)] * relative_exp2(of_piece, larger);
+                own_max = larger;
+            }
+            const float max_logit = lane_reduce<Max, 32>(own_max);
+            const float exp_sum = lane_reduce<Sum, 32>(own_sum * relative_exp2(own_max, max_logit));
+            const float scale = 1.0f / (exp_sum + 1e-6f);
+            for (int first = member; first < own.count; first += sharers * BATCH) {
+                if (first > member) load(first, x);
+#pragma unroll
+                for (int i = 0; i < BATCH; ++i) {
+                    const int piece = first + i * sharers;
                     if (piece >= own.count) continue;
                     // At most 1, so that its product with a value does not overflow.
-                    factor[i] = exp_sums[row(piece)] * scale * relative_exp2(max_logits[row(piece)], max_logit);
-                    Vec<float, VEC_SIZE>::load(tmp_out + row(piece) * LATENT_SIZE + column).to_floats(x[i]);
-                }
+                    const float factor =
+                        exp_sums[row(piece)] * scale * relative_exp2(max_logits[row(piece)], max_logit);
 #pragma unroll
-                for (int i = 0; i < BATCH * VEC_SIZE; ++i) {
-                    total[i % VEC_SIZE] =
-                        fmaf(factor[i / VEC_SIZE], x[i / VEC_SIZE][i % VEC_SIZE], total[i % VEC_SIZE]);
+                    for (int j = 0; j < VEC_SIZE; ++j) total[j] = fmaf(factor, x[i][j], total[j]);
                 }
             }
             if (HAS_LSE && member == 0 && column == 0) lse[seq * num_heads + head] = log_sum_exp(max_logit, exp_sum);

@@ -35,10 +35,11 @@
 //     HALF_BOXES     a box has the four panels of a half (rotated keys: one panel); else one panel
 //     CLUSTER        CTAs of a cluster: 1, or, with IS_DS_MLA, 2
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
+//     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 
 #include "attention.cuh"
 #include "mla_code_loader.cuh"
-#include "mla_schedule.cuh"
+#include "mla_tree_combine.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
@@ -58,10 +59,11 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
     float* lse,                                   // [num_seqs, num_heads]
     const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; fp8 cache: loaded without a tensor map
-    float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
+    float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
     float* max_logits,                   // [slots, num_heads], in units of log 2
     float* exp_sums,                     // [slots, num_heads]
     MlaPieces* pieces,                   // [num_seqs]
+    uint32_t* nodes,                     // [shares, head groups, 8], if COMBINES
     const length_t* seq_lens,            // [num_seqs]
     const table_t* page_table,           // [num_seqs, max_pages]
     int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
@@ -335,14 +337,24 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         schedule.next();
         first_pair = end_pair % 2;
         load_item_queries();
-        const bool direct = item.is_whole();
-        if (threadIdx.x == 0 && pieces && item.begin == 0 && first_head == 0)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            exp_sum[half] = own_sums[row + 8 * half] + own_sums[HEADS + row + 8 * half];
+        bool direct = item.is_whole();
+        if constexpr (COMBINES) {
+            const int groups = gridDim.x * CLUSTER, warp = threadIdx.x / 32;
+            const TreeCombine<LATENT_SIZE / 4, 2> tree{reinterpret_cast<float4*>(tmp_out), nodes, groups * 8,
+                                                       first_head / HEADS * 8 + warp};
+            direct = tree.combine(item, max_logit, exp_sum, o);
+        } else if (threadIdx.x == 0 && pieces && item.begin == 0 && first_head == 0) {
             pieces[item.seq] = {item.slot, item.pieces};
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            if (COMBINES && !direct) continue;
             const int head = row + 8 * half;
             const bool is_head = first_head + head < num_heads;
-            const float sum = (own_sums[head] + own_sums[HEADS + head]) * FULL_SCALE<product_t>;
+            const float sum = exp_sum[half] * FULL_SCALE<product_t>;
             const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
             const int64_t at = int64_t(item.seq) * num_heads + first_head + head;
             const int64_t part = int64_t(item.slot) * num_heads + first_head + head;

@@ -31,12 +31,13 @@
 //     GROUPS         groups of warps of a CTA: 2 or 4
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
+//     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 
 #include "attention.cuh"
 #include "barrier.cuh"
 #include "mla_operands.cuh"
-#include "mla_schedule.cuh"
 #include "mla_tokens.cuh"
+#include "mla_tree_combine.cuh"
 #include "tma.cuh"
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
@@ -52,14 +53,15 @@ static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
-mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
-                   float* lse,                          // [num_seqs, num_heads]
-                   float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
-                   float* max_logits,                   // [slots, num_heads], in units of log 2
-                   float* exp_sums,                     // [slots, num_heads]
-                   MlaPieces* pieces,                   // [num_seqs]
-                   const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
-                   const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
+mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
+                   float* lse,             // [num_seqs, num_heads]
+                   float* tmp_out,         // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
+                   float* max_logits,      // [slots, num_heads], in units of log 2
+                   float* exp_sums,        // [slots, num_heads]
+                   MlaPieces* pieces,      // [num_seqs]
+                   uint32_t* nodes,        // [shares, HEADS / 2], if COMBINES
+                   const query_t* q_nope,  // [num_seqs, num_heads, LATENT_SIZE]
+                   const query_t* q_pe,    // [num_seqs, num_heads, ROPE_SIZE]
                    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                    const length_t* seq_lens,            // [num_seqs]
                    const table_t* page_table,           // [num_seqs, max_pages]
@@ -92,7 +94,6 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
-        const bool direct = item.is_whole();
         if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // In the warp that copies a group's entries, lane i has the page number of entry i.
@@ -274,45 +275,66 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             }
         }
         __syncthreads();
-        // Each warp writes one head at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
+        // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
         // only guards against 0 / 0.
-        for (int head = warp; head < min(HEADS, int(num_heads)); head += NUM_WARPS) {
-            float larger = minus_infinity(), sum = 0.0f;
+        for (int pair = warp; 2 * pair < min(HEADS, int(num_heads)); pair += NUM_WARPS) {
+            constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
+            float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
+            for (int i = 0; i < 2; ++i) {
+                const int head = 2 * pair + i;
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i) sum += group_sums[i][head] * relative_exp2(group_max[i][head], larger);
-            sum *= FULL_SCALE<query_t>;
-            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
-            const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
-            if (lane == 0) {
-                if (!direct) {
-                    max_logits[at] = larger;
-                    exp_sums[at] = sum;
-                } else if (HAS_LSE) {
-                    lse[row] = log_sum_exp(larger, sum);
+                for (int j = 0; j < GROUPS; ++j) larger[i] = fmaxf(larger[i], group_max[j][head]);
+#pragma unroll
+                for (int j = 0; j < GROUPS; ++j) {
+                    sum[i] += group_sums[j][head] * relative_exp2(group_max[j][head], larger[i]);
+                    const float* const from = results + (j * HEADS + head) * RESULT_PITCH + lane * 4;
+#pragma unroll
+                    for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                        const float4 x = *reinterpret_cast<const float4*>(from + k * 32);
+                        float* const to = of_groups + i * LANE_ELEMENTS + k;
+                        to[0] += x.x;
+                        to[1] += x.y;
+                        to[2] += x.z;
+                        to[3] += x.w;
+                    }
                 }
             }
+            bool direct = item.is_whole();
+            if constexpr (COMBINES) {
+                const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{reinterpret_cast<float4*>(tmp_out), nodes,
+                                                                         HEADS / 2, pair};
+                direct = tree.combine(item, larger, sum, of_groups);
+                if (!direct) continue;
+            }
 #pragma unroll
-            for (int place = lane * 4; place < LATENT_SIZE; place += 128) {
-                const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
-                float four[4] = {};
-#pragma unroll
-                for (int i = 0; i < GROUPS; ++i) {
-                    const float4 x =
-                        *reinterpret_cast<const float4*>(results + (i * HEADS + head) * RESULT_PITCH + place);
-                    four[0] += x.x;
-                    four[1] += x.y;
-                    four[2] += x.z;
-                    four[3] += x.w;
+            for (int i = 0; i < 2; ++i) {
+                const int head = 2 * pair + i;
+                if (head >= num_heads) continue;
+                const float exp_sum = sum[i] * FULL_SCALE<query_t>;
+                const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
+                const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
+                if (lane == 0) {
+                    if (!direct) {
+                        max_logits[at] = larger[i];
+                        exp_sums[at] = exp_sum;
+                    } else if (HAS_LSE) {
+                        lse[row] = log_sum_exp(larger[i], exp_sum);
+                    }
                 }
 #pragma unroll
-                for (float& x : four) x *= factor;
-                if (direct) {
-                    Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
-                                                           element);
-                } else {
-                    Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+                for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                    const int place = lane * 4 + k * 32;
+                    const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
+                    float four[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) four[j] = of_groups[i * LANE_ELEMENTS + k + j] * factor;
+                    if (direct) {
+                        Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                               element);
+                    } else {
+                        Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+                    }
                 }
             }
         }

@@ -29,12 +29,13 @@
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     IS_DS_MLA      false (mla_entry.cuh)
+//     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 
 #include "async.cuh"
 #include "attention.cuh"
 #include "mla_entry.cuh"
-#include "mla_schedule.cuh"
 #include "mla_tokens.cuh"
+#include "mla_tree_combine.cuh"
 #include "mma.cuh"
 
 constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM_WARPS, STAGES = 2;
@@ -61,14 +62,15 @@ DEVICE void split_words(uint4 x, uint32_t (&words)[4]) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
-mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
-                       float* lse,                          // [num_seqs, num_heads]
-                       float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]
-                       float* max_logits,                   // [slots, num_heads], in units of log 2
-                       float* exp_sums,                     // [slots, num_heads]
-                       MlaPieces* pieces,                   // [num_seqs]
-                       const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
-                       const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
+mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
+                       float* lse,             // [num_seqs, num_heads]
+                       float* tmp_out,         // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
+                       float* max_logits,      // [slots, num_heads], in units of log 2
+                       float* exp_sums,        // [slots, num_heads]
+                       MlaPieces* pieces,      // [num_seqs]
+                       uint32_t* nodes,        // [shares, NUM_WARPS], if COMBINES
+                       const query_t* q_nope,  // [num_seqs, num_heads, LATENT_SIZE]
+                       const query_t* q_pe,    // [num_seqs, num_heads, ROPE_SIZE]
                        const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                        const length_t* seq_lens,            // [num_seqs]
                        const table_t* page_table,           // [num_seqs, max_pages]
@@ -91,7 +93,6 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
-        const bool direct = item.is_whole();
         if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
@@ -281,12 +282,20 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
         __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int head = g + 8 * half;
-            float sum = 0.0f;
+            exp_sum[half] = 0.0f;
 #pragma unroll
-            for (int w = 0; w < NUM_WARPS; ++w) sum += warp_sums[w][head];
-            sum *= FULL_SCALE<product_t>;
-            if (head >= num_heads) continue;
+            for (int w = 0; w < NUM_WARPS; ++w) exp_sum[half] += warp_sums[w][g + 8 * half];
+        }
+        bool direct = item.is_whole();
+        if constexpr (COMBINES) {
+            const TreeCombine<WARP_DIMS / 2, 2> tree{reinterpret_cast<float4*>(tmp_out), nodes, NUM_WARPS, warp};
+            direct = tree.combine(item, max_logit, exp_sum, reinterpret_cast<float (&)[WARP_DIMS / 2]>(o));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = g + 8 * half;
+            const float sum = exp_sum[half] * FULL_SCALE<product_t>;
+            if (head >= num_heads || (COMBINES && !direct)) continue;
             const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
             const int64_t row = int64_t(seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;
             if (warp == 0 && t == 0) {

@@ -17,6 +17,8 @@ struct MlaItem {
     int seq, begin, end;  // tokens begin to end - 1
     int slot;             // of the partial results
     int pieces;           // pieces of the sequence: the item is the whole sequence if there is one
+    int first_share;      // the share that has the first piece; the next shares have the others
+    int piece;            // which piece the item is
 
     DEVICE bool is_whole() const { return pieces == 1; }
 };
@@ -60,9 +62,10 @@ struct MlaSchedule {
         }
         const int total = lane_reduce<Sum, WARP_SIZE>(all), longest = lane_reduce<Max, WARP_SIZE>(most);
         // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share.
-        const int least = int((longest + max_splits - 3) / (max_splits - 1));
-        const int equal = max(ceil_div(total, num_shares), least);
-        const float combine_units = join_units + piece_units * float(ceil_div(total, equal));
+        const uint32_t cuts_of_one = uint32_t(max_splits) - 1;
+        const int least = int((longest + cuts_of_one - 2) / cuts_of_one);
+        const int equal = max(ceil_div(total, num_shares), least), cuts = ceil_div(total, equal) - 1;
+        const float combine_units = join_units + piece_units * float(cuts + min(cuts, int(num_seqs)));
         const float whole = float(ceil_div(int(num_seqs), num_shares)) * float(longest);
         if (whole <= float(equal) + combine_units) return;
 
@@ -95,11 +98,12 @@ struct MlaSchedule {
     DEVICE bool has_item() const { return share ? start < end : seq < num_seqs; }
     DEVICE MlaItem item() const {
         const int length = length_of(seq);
-        if (!share) return {seq, 0, length, 0, 1};
+        if (!share) return {seq, 0, length, 0, 1, rank, 0};
         const int units = units_of(length), share_begin = rank * share;
         const int from = max(share_begin - start, 0), to = min(end - start, units);
-        const int pieces = (start + units - 1) / share - start / share + 1;
-        return {seq, from * UNIT, to < units ? to * UNIT : length, 2 * rank + (start > share_begin), pieces};
+        const int first_share = start / share, pieces = (start + units - 1) / share - first_share + 1;
+        const int slot = 2 * rank + (start > share_begin);
+        return {seq, from * UNIT, to < units ? to * UNIT : length, slot, pieces, first_share, rank - first_share};
     }
     DEVICE void next() {
         if (share) start += units_of(length_of(seq++));

@@ -113,6 +113,32 @@ DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
 #endif
 }
 
+// Words by which blocks of a launch pass values to each other. What a thread has written, and what others have written
+// before a barrier with it, can be read with load_fresh by a block that finds its word: by the thread that finds it, and
+// by others after a barrier with that one.
+DEVICE uint32_t exchange_acq_rel(uint32_t* address, uint32_t value) {
+#if PYOPS_CUDA
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+#else
+    __threadfence();
+    const uint32_t before = atomicExch(address, value);
+    __threadfence();
+#endif
+    return before;
+}
+
+DEVICE uint32_t load_acquire(uint32_t* address) {
+#if PYOPS_CUDA
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+#else
+    const uint32_t value = atomicAdd(address, 0u);
+    __threadfence();
+#endif
+    return value;
+}
+
 // Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read with
 // load_fresh what the other blocks wrote before they arrived. Every thread calls. `counter` is 0 before the first block
 // arrives and after the last; `is_last` is in shared memory.

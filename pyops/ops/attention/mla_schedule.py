@@ -14,10 +14,13 @@ from .mla_problem import LATENT_SIZE, MlaProblem
 _combine = Kernel("attention/mla_combine.cu")
 
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
-_NUM_THREADS, _BLOCKS = 256, 8  # threads of a block of mla_combine.cu, blocks per SM
+_NUM_THREADS, _BLOCKS = 256, 4  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
-# The cost model: us per combine kernel, and bytes per us of partial results.
+# The cost model: us per combine kernel, and bytes per us of partial results that blocks write and it reads.
 _JOIN_US, _BYTES_PER_US = 3.0, 4.3e6
+# The cost model of mla_tree_combine.cuh: us of a node without its bytes (the node, a store, two loads, one after
+# another), and bytes per us between an SM and L2: 64 per cycle.
+_NODE_US, _SM_BYTES_PER_US = 1.5, 1.1e5
 _MAX_UNITS = 2**30  # most units of all sequences: the kernels count them in ints
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
@@ -28,13 +31,25 @@ class SharesConfig(Protocol):
 
     Attributes:
         num_shares: shares of the tokens of all sequences; a block for each, and for each group of heads.
+        combines: whether blocks combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does.
         UNIT: tokens; sequences are cut at multiples of it.
+        WARPS, ACCUMULATORS: warps of a block with results, and float32 results of a lane, for mla_tree_combine.cuh.
     """
 
     @property
     def num_shares(self) -> int: ...
     @property
+    def combines(self) -> bool: ...
+    @property
     def UNIT(self) -> int: ...
+    @property
+    def WARPS(self) -> int: ...
+    @property
+    def ACCUMULATORS(self) -> int: ...
+
+    def head_groups(self, problem: MlaProblem) -> int:
+        """Groups of heads; each has its own blocks."""
+        ...
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a unit, in us."""
@@ -43,33 +58,43 @@ class SharesConfig(Protocol):
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch: ...
 
 
-def choose_shares(problem: MlaProblem, config: SharesConfig, blocks: int) -> int:
-    """The number of shares: one for each of the `blocks` that run at once, or one per sequence if none is cut."""
+def choose_shares(problem: MlaProblem, config: SharesConfig, blocks: int) -> tuple[int, bool]:
+    """The number of shares: one for each of the `blocks` that run at once, or one per sequence if none is cut. And
+    whether the blocks combine the pieces, by the cost model for sequences of equal lengths."""
+    num_seqs = problem.num_seqs
     if not _may_cut(problem, config):
-        return min(problem.num_seqs, MAX_SHARES)
-    return max(1, min(blocks, problem.num_seqs * _units(problem, config)))
+        return min(num_seqs, MAX_SHARES), False
+    shares = max(1, min(blocks, num_seqs * _units(problem, config)))
+    return shares, _tree_us(config, 1 + -(-shares // num_seqs)) < _kernel_us(problem, shares + min(shares, num_seqs))
 
 
 def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
-    """The kernel that computes the shares, and the combine if sequences may be cut."""
-    device, num_seqs, num_heads = problem.cache.device, problem.num_seqs, problem.num_heads
-    join_units, piece_units = _combine_units(problem, config)
+    """The kernel that computes the shares, and the combine if sequences may be cut and its blocks do not combine."""
+    device, num_seqs, num_heads, shares = problem.cache.device, problem.num_seqs, problem.num_heads, config.num_shares
     is_cut = _may_cut(problem, config)
+    in_tree, by_kernel = is_cut and config.combines, is_cut and not config.combines
+    unit_us = config.unit_us(problem, device)
+    join_us = _tree_us(config, 1 + -(-shares // num_seqs)) if in_tree else _kernel_us(problem, 0)
     shared = {
         **absent(lse=problem.lse),
-        **workspace(_SLOTS * config.num_shares * num_heads if is_cut else 0, LATENT_SIZE),
-        "pieces": Scratch(num_seqs * _PIECES_BYTES) if is_cut else 0,
+        **workspace(_SLOTS * shares * num_heads if by_kernel else 0, LATENT_SIZE),
+        "pieces": Scratch(num_seqs * _PIECES_BYTES) if by_kernel else 0,
         "num_seqs": num_seqs,
         "num_heads": num_heads,
         "out_stride": heads_stride(problem.out),
     }
-    arguments = {
+    arguments: dict[str, Any] = {
         "max_splits": 1 if not is_cut else problem.num_kv_splits if problem.num_kv_splits > 0 else _ANY_SPLITS,
-        "join_units": join_units,
-        "piece_units": piece_units,
+        "join_units": join_us / unit_us,
+        "piece_units": _piece_us(problem) / unit_us if by_kernel else 0.0,
+        "nodes": 0,
     }
+    if in_tree:
+        groups = config.head_groups(problem)
+        arguments["tmp_out"] = Scratch(_SLOTS * shares * groups * _partial_bytes(config))
+        arguments["nodes"] = Scratch(shares * groups * config.WARPS * 4, zeroed=True)
     launches = [config.launch(problem, shared | arguments)]
-    if is_cut:
+    if by_kernel:
         kernel = _combine(out_t=problem.out.dtype, HAS_LSE=problem.lse is not None)
         grid = min(num_seqs * num_heads * _PARTS, _BLOCKS * device.num_sms)
         launches.append(kernel.launch(grid, _NUM_THREADS, **shared))
@@ -81,14 +106,28 @@ def _units(problem: MlaProblem, config: SharesConfig) -> int:
     return max(1, -(-problem.max_tokens // config.UNIT))
 
 
-def _combine_units(problem: MlaProblem, config: SharesConfig) -> tuple[float, float]:
-    """The times of the combine kernel, and of writing and reading a partial result, in units."""
-    unit_us, piece_bytes = config.unit_us(problem, problem.cache.device), 2 * 4 * problem.num_heads * LATENT_SIZE
-    return _JOIN_US / unit_us, piece_bytes / _BYTES_PER_US / unit_us
+def _partial_bytes(config: SharesConfig) -> int:
+    """Bytes of a block's partial result as TreeCombine stores it: with row maxima and row sums, 16 bytes of a lane."""
+    return config.WARPS * 32 * (4 * config.ACCUMULATORS + 16)
+
+
+def _tree_us(config: SharesConfig, pieces: int) -> float:
+    """The time until the blocks have combined the pieces of a sequence: those of one path to the root."""
+    return (pieces - 1).bit_length() * (_NODE_US + 2 * _partial_bytes(config) / _SM_BYTES_PER_US)
+
+
+def _piece_us(problem: MlaProblem) -> float:
+    """The time of writing and reading a partial result, if all SMs do."""
+    return 2 * 4 * problem.num_heads * LATENT_SIZE / _BYTES_PER_US
+
+
+def _kernel_us(problem: MlaProblem, pieces: int) -> float:
+    """The time of mla_combine.cu for some partial results, and of writing them."""
+    return _JOIN_US + pieces * _piece_us(problem)
 
 
 def _may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be long enough to be cut: a combine takes the time of some units."""
-    units = _units(problem, config)
-    is_long = units > 1 + sum(_combine_units(problem, config))
+    units, two_us = _units(problem, config), min(_tree_us(config, 2), _kernel_us(problem, 2))
+    is_long = units > 1 + two_us / config.unit_us(problem, problem.cache.device)
     return is_long and problem.num_kv_splits != 1 and problem.num_seqs * units <= _MAX_UNITS

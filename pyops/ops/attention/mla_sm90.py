@@ -31,18 +31,26 @@ class MlaSm90Config:
     Attributes:
         cluster: CTAs that share the dequantization of a KV tile: 1, or 2 for an "fp8_ds_mla" cache.
         num_shares: shares of the tokens of all sequences; a block for each, and for each 64 heads.
+        combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
     """
 
     cluster: int
     num_shares: int
+    combines: bool
 
     UNIT = 2 * _TOKENS
+    WARPS, ACCUMULATORS = 8, LATENT_SIZE // 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
         """Other clusters and numbers of shares."""
         del device
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
+        found += tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def head_groups(self, problem: MlaProblem) -> int:
+        """Blocks that share the heads of a sequence."""
+        return _groups(problem)
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a pair of KV tiles, in us."""
@@ -61,6 +69,7 @@ class MlaSm90Config:
             BOX_TOKENS=box_tokens,
             CLUSTER=self.cluster,
             HALF_BOXES=has_half_boxes,
+            COMBINES=self.combines,
         )
         grid = (_groups(problem) // self.cluster, self.num_shares * self.cluster)
         return kernel.launch(
@@ -105,5 +114,6 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     """A block on every SM; clusters where two CTAs may share dequantization."""
-    config = MlaSm90Config(2 if _may_share(problem) else 1, 1)
-    return replace(config, num_shares=choose_shares(problem, config, device.num_sms // _groups(problem)))
+    config = MlaSm90Config(2 if _may_share(problem) else 1, 1, combines=False)
+    num_shares, combines = choose_shares(problem, config, device.num_sms // _groups(problem))
+    return replace(config, num_shares=num_shares, combines=combines)

@@ -9,7 +9,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of, query_strides
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
 from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
@@ -28,18 +28,26 @@ class FewHeadsConfig:
     Attributes:
         groups: groups of two warps of a block.
         num_shares: shares of the tokens of all sequences; a block for each.
+        combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
     """
 
     groups: int
     num_shares: int
+    combines: bool
 
     UNIT = 64
+    WARPS, ACCUMULATORS = _HEADS // 2, 2 * LATENT_SIZE // 32
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
         """Other blocks and numbers of shares."""
         del problem, device
-        found = tuning.varied(self, groups=_GROUPS)
+        found = tuning.varied(self, groups=_GROUPS, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def head_groups(self, problem: MlaProblem) -> int:
+        """All heads have one block."""
+        del problem
+        return 1
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 64 tokens, in us, if all SMs are busy."""
@@ -51,6 +59,7 @@ class FewHeadsConfig:
         kernel = _decode(
             **constants_of(problem),
             GROUPS=self.groups,
+            COMBINES=self.combines,
             COPY_TOKENS=_copy_tokens(problem),
         )
         return kernel.launch(
@@ -84,5 +93,6 @@ def _copy_tokens(problem: MlaProblem) -> int:
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """A block of four groups on every SM: two blocks of two groups would have twice the partial results."""
-    config = FewHeadsConfig(_GROUPS[0], 1)
-    return replace(config, num_shares=choose_shares(problem, config, device.num_sms))
+    config = FewHeadsConfig(_GROUPS[0], 1, combines=False)
+    num_shares, combines = choose_shares(problem, config, device.num_sms)
+    return replace(config, num_shares=num_shares, combines=combines)

@@ -8,7 +8,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from .mla_problem import ENTRY_SIZE, MlaProblem, arguments_of, constants_of, query_strides
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
 from .mla_schedule import MAX_SHARES, choose_shares
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
@@ -25,16 +25,25 @@ class CodesConfig:
 
     Attributes:
         num_shares: shares of the tokens of all sequences; a block for each.
+        combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
     """
 
     num_shares: int
+    combines: bool
 
     UNIT = _TOKENS
+    WARPS, ACCUMULATORS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
-        """Other numbers of shares."""
+        """Other numbers of shares, and the other combine."""
         del problem, device
-        return tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+        found = tuning.varied(self, combines=(False, True))
+        return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def head_groups(self, problem: MlaProblem) -> int:
+        """All heads have one block."""
+        del problem
+        return 1
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a KV tile, in us."""
@@ -43,7 +52,7 @@ class CodesConfig:
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share."""
-        return _decode(**constants_of(problem)).launch(
+        return _decode(**constants_of(problem), COMBINES=self.combines).launch(
             self.num_shares,
             _NUM_THREADS,
             SHARED_MEMORY,
@@ -55,4 +64,5 @@ class CodesConfig:
 
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     """Two blocks on every SM."""
-    return CodesConfig(choose_shares(problem, CodesConfig(1), _BLOCKS * device.num_sms))
+    config = CodesConfig(1, combines=False)
+    return CodesConfig(*choose_shares(problem, config, _BLOCKS * device.num_sms))

@@ -617,18 +617,25 @@ def test_mla_decode_fp8(
         3,
     ),
 )
-@pytest.mark.parametrize("num_shares", [2, 3, 7])
+@pytest.mark.parametrize(("num_shares", "combines"), [(3, False), (2, True), (3, True), (16, True)])
 def test_mla_shares_of_mixed_lengths(
-    on: str, num_heads: int, page_size: int, dtype: torch.dtype, kind: torch.dtype | None, num_shares: int
+    on: str,
+    num_heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+    num_shares: int,
+    combines: bool,
 ) -> None:
-    """Shares with several sequences, sequences of several shares, empty sequences at the ends of a share."""
+    """Shares with several sequences, sequences of several shares, empty sequences at the ends of a share. Pieces are
+    combined by another kernel, or by the kernel itself in any order of its blocks."""
     lengths = [0, 1, 300, 64, 129, 0, 520, 64, 0]
     call = mla_call(lengths, num_heads, page_size, dtype=dtype, kind=kind, device=on)
     MLA.forget()
     MLA.wrapper(**{name: value for name, value in call.items() if name != "plain"})
-    forced = replace(tuning.last[MLA.name], num_shares=num_shares)
+    forced = replace(tuning.last[MLA.name], num_shares=num_shares, combines=combines)
     first: Any = None
-    for schedule in _schedules(on, SCHEDULES if num_shares == 3 else SCHEDULES[:1]):
+    for schedule in _schedules(on, SCHEDULES if num_shares == 3 and combines else SCHEDULES[:1]):
         for name in ("out", "lse"):
             call[name].fill_(torch.nan)
         MLA.forget()
@@ -739,27 +746,29 @@ def test_mla_cuts_where_a_combine_pays(join_units: float, is_cut: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    ("num_seqs", "num_heads", "tokens", "page_size", "grid", "combines"),
     [
-        (64, 128, 4096, 64, (2, 66, 1)),
-        (64, 24, 4096, 16, (1, 132, 1)),
-        (1, 128, 4096, 64, (2, 32, 1)),
-        (1, 128, 32768, 64, (2, 66, 1)),
-        (1, 24, 32768, 8, (1, 132, 1)),
-        (300, 128, 128, 64, (2, 300, 1)),
+        (64, 128, 4096, 64, (2, 66, 1), True),
+        (64, 24, 4096, 16, (1, 132, 1), False),
+        (1, 128, 4096, 64, (2, 32, 1), False),
+        (1, 128, 32768, 64, (2, 66, 1), False),
+        (1, 24, 32768, 8, (1, 132, 1), False),
+        (300, 128, 128, 64, (2, 300, 1), False),
     ],
 )
 def test_mla_choice_of_shares(
-    num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]
+    num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int], combines: bool
 ) -> None:
-    """A block on each SM, but no shares of less than a pair of tiles; a block per sequence if none may be cut."""
+    """A block on each SM, but no shares of less than a pair of tiles; a block per sequence if none may be cut. Blocks
+    combine few large pieces of each sequence, mla_combine.cu many pieces, or small ones."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")
     indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
     first, *combine = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
     assert first.grid == grid
-    assert len(combine) == (num_seqs < 300)
+    assert len(combine) == (num_seqs < 300 and not combines)
+    assert first.specialisation.constants["COMBINES"] == combines
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
@@ -806,6 +815,7 @@ def test_mla_compiles_without_spills_and_advice(
         CLUSTER=cluster,
         HALF_BOXES=half_boxes,
         HAS_LSE=True,
+        COMBINES=True,
         IS_DS_MLA=is_ds_mla,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
@@ -836,6 +846,7 @@ def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DTy
         LISTS_SLOTS=False,
         HAS_LENGTHS=True,
         HAS_LSE=True,
+        COMBINES=True,
         IS_DS_MLA=is_ds_mla,
         **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )

@@ -1,0 +1,90 @@
+// mla_tree_combine.cuh: the combine of the pieces of a sequence (mla_schedule.cuh) inside an MLA decode kernel on Hopper,
+// without another launch.
+//
+//     out = (w_l o_l + w_r o_r) / (w_l z_l + w_r z_r + 1e-6),   w_p = exp2(m_p - m),   m = max(m_l, m_r)
+//
+// The pieces of a sequence are the leaves of a binary tree. Two warps meet at a node: one has the pieces on its left, the
+// other the pieces on its right, both for the same rows and columns. The first stores its accumulators o, row max m and
+// row sum z, and is done with the sequence. The second adds both and goes on to the next node; no warp waits. The warp
+// that has passed the root has the result of the sequence. The sum of two rounded products does not depend on their
+// order, and so not on which warp comes first.
+//
+// A node is known by the share that its right pieces begin in. Each piece but the first of a sequence begins a share,
+// and the right pieces of exactly one node begin with it.
+#pragma once
+#include "arith.cuh"
+#include "attention.cuh"
+#include "mla_schedule.cuh"
+
+// NUM_ACCUMULATORS: accumulators of a lane, which belong to two rows: accumulator i to row i / RUN % 2.
+template <int NUM_ACCUMULATORS, int RUN>
+struct TreeCombine {
+    static constexpr int VECS = NUM_ACCUMULATORS / 4 + 1;  // float4 of a lane: accumulators; row maxima and row sums
+    float4* partials;                                      // [slots][warps][VECS][WARP_SIZE]
+    uint32_t* nodes;  // [shares][warps]: 0, or 1 + the slot of the partial result that waits at the node
+    int warps, warp;  // warps with the rows and columns of a sequence, over all CTAs; the rank of this warp
+
+    // Adds the results of other pieces. Returns whether the warp has the result of the whole sequence. All lanes call.
+    DEVICE bool
+    combine(const MlaItem& item, float (&max_logit)[2], float (&exp_sum)[2], float (&o)[NUM_ACCUMULATORS]) const {
+        for (int span = 1; span < item.pieces; span *= 2) {
+            const int right = item.piece / (2 * span) * (2 * span) + span;
+            if (right >= item.pieces) continue;
+            uint32_t* const node = nodes + int64_t(item.first_share + right) * warps + warp;
+            uint32_t waiting = from_first_lane([&] { return load_acquire(node); });
+            if (!waiting) {
+                store(item.slot, max_logit, exp_sum, o);
+                sync_warp();
+                waiting = from_first_lane([&] { return exchange_acq_rel(node, item.slot + 1); });
+                if (!waiting) return false;
+            }
+            if (lane() == 0) store_relaxed(node, 0);  // for the next launch
+            add(waiting - 1, max_logit, exp_sum, o);
+        }
+        return true;
+    }
+
+private:
+    static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
+    template <typename F>
+    static DEVICE uint32_t from_first_lane(F value) {
+        return shfl<WARP_SIZE>(lane() == 0 ? value() : 0u, 0);
+    }
+    DEVICE float4* partial(int slot) const {
+        return partials + (int64_t(slot) * warps + warp) * VECS * WARP_SIZE + lane();
+    }
+    DEVICE void
+    store(int slot, const float (&max_logit)[2], const float (&exp_sum)[2], const float (&o)[NUM_ACCUMULATORS]) const {
+        float4* const to = partial(slot);
+#pragma unroll
+        for (int i = 0; i < VECS - 1; ++i) to[i * WARP_SIZE] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+        to[(VECS - 1) * WARP_SIZE] = {max_logit[0], max_logit[1], exp_sum[0], exp_sum[1]};
+    }
+    DEVICE void add(int slot, float (&max_logit)[2], float (&exp_sum)[2], float (&o)[NUM_ACCUMULATORS]) const {
+        sync_warp();  // the first lane has acquired it for all
+        const float4* const from = partial(slot);
+        const float4 rows = load_fresh(from + (VECS - 1) * WARP_SIZE);
+        const float other_max[2] = {rows.x, rows.y}, other_sum[2] = {rows.z, rows.w};
+        float factor[2], other_factor[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float larger = fmaxf(max_logit[row], other_max[row]);
+            factor[row] = relative_exp2(max_logit[row], larger);
+            other_factor[row] = relative_exp2(other_max[row], larger);
+            max_logit[row] = larger;
+            exp_sum[row] = ieee_multiply(exp_sum[row], factor[row]) + ieee_multiply(other_sum[row], other_factor[row]);
+        }
+        // The branch keeps the products out of registers of their own, which would spill.
+        if (any_lane(factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < NUM_ACCUMULATORS; ++i) o[i] = ieee_multiply(o[i], factor[i / RUN % 2]);
+        }
+#pragma unroll
+        for (int i = 0; i < NUM_ACCUMULATORS; i += 4) {
+            const float4 x = load_fresh(from + i / 4 * WARP_SIZE);
+            const float other[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) o[i + j] += ieee_multiply(other[j], other_factor[(i + j) / RUN % 2]);
+        }
+    }
+};
