@@ -46,8 +46,8 @@ struct Results {
             row_sum += shfl_xor(row_sum, 2);
             row_sum *= FULL_SCALE<product_t>;
             const int row = own_row + half * 8;
-            const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
-            const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
+            const bool exists = row < USED_ROWS && row / PACKED_HEADS < work.tokens;
+            const int64_t token = int64_t(work.token) + row / PACKED_HEADS, head = work.head + row % PACKED_HEADS;
             if (HAS_SPLITS && work.splits > 1) {
                 // The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
                 const float mean = unit / (row_sum + 1e-20f);

@@ -136,7 +136,7 @@ struct Finder {
         for (; number < num_items; take()) {
             if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
         }
-        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};
+        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 0, 1};
         origin = length = 0;
         return false;
     }
@@ -241,7 +241,7 @@ private:
             mbarrier_arrive_expect_tx(ring.full(), QUERY_BOX_BYTES);
             for (int panel = 0; panel < PANELS; ++panel) {
                 tma_load(tiles.queries + ring.stage * QUERY_BYTES + panel * QUERY_PANEL, query_map, ring.full(),
-                         panel * PANEL_SIZE, work.kv_head * GROUP, work.token);
+                         panel * PANEL_SIZE, work.head, work.token);
             }
         }
         ring.advance();

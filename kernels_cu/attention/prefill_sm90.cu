@@ -30,7 +30,8 @@
 //     RAGGED         keys and values are ragged tensors (ragged.cuh), read as blocks of one slot; else a paged cache
 //     BOX_TOKENS     tokens of a TMA box: a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
 //     WHOLE_HEADS    a box has all panels of its tokens, else one panel; fp8 cache: false, and a box has whole heads
-//     GROUP          query heads per KV head, at most ITEM_ROWS
+//     GROUP          query heads per KV head
+//     PACKED_HEADS   query heads of a work item: a divisor of GROUP, at most ITEM_ROWS
 //     TOKENS         keys of a KV tile; a multiple of 16
 //     STAGES         stages of the key ring, and of the value ring
 //     QUERY_STAGES   stages of the query ring: work items with queries in shared memory
@@ -80,7 +81,7 @@ static_assert(!P_HI_LO || (HAS_SPLITS && !IS_FP8));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
-                                                           // ITEM_TOKENS x GROUP x a panel
+                                                           // ITEM_TOKENS x PACKED_HEADS x a panel
              const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
                                                            // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
                                                            // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,

@@ -109,7 +109,7 @@ struct Softmax {
         limits[1] = work.limit_of(own_row + 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int head = work.kv_head * GROUP + (own_row + half * 8) % GROUP;
+            const int head = work.head + (own_row + half * 8) % PACKED_HEADS;
             slopes[half] = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
             row_max[half] = minus_infinity();
             exp_sum[half] = 0.0f;

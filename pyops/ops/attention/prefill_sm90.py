@@ -25,6 +25,7 @@ _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
 MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
 _MAX_SPLITS = 32  # most splits of a work item
+_LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
 # heads".
@@ -79,7 +80,8 @@ class PrefillSm90Config:
         combines the splits."""
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, _ = query.shape
-        group, item_tokens = problem.group, 64 * self.consumers // problem.group
+        heads = packed_heads(problem, 64 * self.consumers, self.tokens)
+        item_tokens = 64 * self.consumers // heads
         stages, query_stages, code_stages, shared = self._stages(problem, device)
         box_tokens = problem.box_tokens(self.tokens)
         caches = problem.keys_and_values
@@ -88,20 +90,21 @@ class PrefillSm90Config:
         map_cache = _map_of_codes if is_fp8 else map_of_cache
         kernel = _hopper.for_arch(device.arch_feature)
         num_tiles = count_tiles(problem, item_tokens)
-        num_items = num_tiles * layout.num_kv_heads
+        num_items = num_tiles * (num_heads // heads)
         has_splits = self.max_splits > 1
         shared_constants = {
             "HAS_SPLITS": has_splits or problem.p_hi_lo,
             "HAS_STARTS": problem.cu_seqlens_q is not None,
             "TOKENS": self.tokens,
             "CONSUMERS": self.consumers,
+            "PACKED_HEADS": heads,
         }
         arguments = arguments | {
             **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, problem.value_size),
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
-            "section_heads": section_heads(problem, device, num_tiles),
+            "section_heads": section_heads(problem, device, num_tiles) * problem.group // heads,
             "sliding_window": window_of(problem),
         }
         attend = kernel(
@@ -119,7 +122,7 @@ class PrefillSm90Config:
             128 * (self.consumers + 1),
             shared,
             **taken(kernel, arguments),
-            query_map=map_of_queries(query, group, item_tokens),
+            query_map=map_of_queries(query, heads, item_tokens),
             key_map=map_cache(caches[0], box_tokens, whole_heads=whole_heads),
             value_map=map_cache(caches[1], box_tokens, whole_heads=whole_heads),
             key_head_panels=head_panels(caches[0]),
@@ -131,7 +134,7 @@ class PrefillSm90Config:
             return [attend]
         names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
         combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
-        grid = (num_items, -(-item_tokens * group // _JOIN_WARPS))
+        grid = (num_items, -(-item_tokens * heads // _JOIN_WARPS))
         return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken(_combine, arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
@@ -196,9 +199,9 @@ def _panel_size(arg: TensorArg) -> int:
     return ROW_BYTES // arg.dtype.itemsize
 
 
-def map_of_queries(query: TensorArg, group: int, item_tokens: int) -> TensorMap:
+def map_of_queries(query: TensorArg, heads: int, item_tokens: int) -> TensorMap:
     """The tensor map of queries; a box is one panel of the query heads of a work item."""
-    return _map(query, query.shape[::-1], (_panel_size(query), group, item_tokens))
+    return _map(query, query.shape[::-1], (_panel_size(query), heads, item_tokens))
 
 
 def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
@@ -297,6 +300,28 @@ def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> in
     return max(1, min(layout.num_kv_heads, heads))
 
 
+def packed_heads(problem: PrefillProblem, item_rows: int, tile_tokens: int) -> int:
+    """Query heads of a work item: the divisor of the heads of a KV head with the least time by the cost model.
+
+    All heads share the keys of few tokens, but may leave rows of a work item unused: 2 tokens of 71 heads are 142 of
+    192 rows. Fewer heads mean more tokens, and more masked keys beyond the diagonal.
+    """
+    group, num_tokens = problem.group, problem.query.shape[0]
+    if problem.few_rows or problem.p_hi_lo:
+        return group
+    # The lengths are on the device. If results may not depend on the other sequences, each counts as long.
+    tokens = _LONG_PROMPT if tuning.batch_invariant() else num_tokens / max(1, problem.num_seqs)
+
+    def time(heads: int) -> float:
+        item_tokens = item_rows // heads
+        items = group // heads * (tokens / item_tokens + 0.5)  # the last item of a sequence is half full on average
+        keys = (tokens + item_tokens) / 2 if problem.causal else tokens
+        return items * (keys / tile_tokens + _ITEM_TILES)
+
+    divisors = [heads for heads in range(group, 0, -1) if group % heads == 0 and heads <= item_rows]
+    return min(divisors, key=time)
+
+
 def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
     """Numbers of tiles of query tokens in prefill_scheduler.cuh. Each sequence may add one without tokens."""
     return problem.num_seqs + (problem.query.shape[0] // item_tokens if problem.cu_seqlens_q else 0)
@@ -311,14 +336,14 @@ def choose_splits(
     """
     if tuning.batch_invariant():
         return 1
-    item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
-    num_kv_heads, slots = problem.layout.num_kv_heads, min_blocks * device.num_sms
+    heads, (num_tokens, num_heads, _) = packed_heads(problem, item_rows, tile_tokens), problem.query.shape
+    item_tokens, num_groups, slots = item_rows // heads, num_heads // heads, min_blocks * device.num_sms
     if problem.single_rows:
         num_tokens = max(0, num_tokens - problem.num_seqs)
-    items, empty_items = -(-num_tokens // item_tokens) * num_kv_heads, problem.num_seqs * num_kv_heads
+    items, empty_items = -(-num_tokens // item_tokens) * num_groups, problem.num_seqs * num_groups
     if problem.tokens_of_each and not problem.single_rows:
-        items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_kv_heads
-        empty_items = max(0, count_tiles(problem, item_tokens) * num_kv_heads - items)
+        items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_groups
+        empty_items = max(0, count_tiles(problem, item_tokens) * num_groups - items)
     if min_blocks == 1 and items >= slots:
         return 1
     return fastest_splits(items, empty_items, count_kv_tiles(problem, item_tokens, tile_tokens), slots)

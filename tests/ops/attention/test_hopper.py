@@ -165,6 +165,19 @@ def test_sections_of_heads(on: str, section: int, monkeypatch: pytest.MonkeyPatc
     _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
+@pytest.mark.parametrize("max_splits", [1, 3])
+def test_items_of_some_heads(on: str, max_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work items of two of the six query heads that share a KV head, in sections of a KV head, and what depends on the
+    head.
+    """
+    monkeypatch.setattr(prefill_sm90, "packed_heads", lambda *_: 2)
+    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: 1)
+    call = varlen_call([65, 9, 129], [560, 9, 129], (12, 2), dtype=torch.bfloat16, head_size=32, on=on)
+    slopes = torch.linspace(0.01, 0.2, 12, device=on)
+    config = PrefillSm90Config(64, 2, max_splits)
+    _varlen(config, SCHEDULES[:2], slopes.double().cpu(), **call | {"alibi_slopes": slopes})
+
+
 # Sequences with one tile per split, one tile too few for two splits, and the maximum of splits.
 SPLITS = [
     ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3)),
