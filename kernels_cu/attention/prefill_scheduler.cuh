@@ -19,7 +19,8 @@
 #include "tile_splits.cuh"
 #include "vec.cuh"
 
-constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / PACKED_HEADS, USED_ROWS = ITEM_TOKENS * PACKED_HEADS;
+constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / PACKED_HEADS,
+              USED_ROWS = ITEM_TOKENS * PACKED_HEADS;
 static_assert(PACKED_HEADS <= ITEM_ROWS && GROUP % PACKED_HEADS == 0);
 
 // A work item, or the end of all work.
