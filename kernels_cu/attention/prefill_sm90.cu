@@ -275,10 +275,8 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                 }
                 end_output();
                 if (softmax.needs_rescale) {
-#pragma unroll
-                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.correction[i / 2];
+                    softmax.rescale(o);
+                    softmax.rescale(row_sums);
                 }
                 // Rounding overlaps with the exponentials after the wait.
                 become_probabilities(BEFORE_WAIT, TOKENS / 2);

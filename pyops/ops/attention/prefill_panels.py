@@ -73,7 +73,7 @@ class Panels:
         """The tensor map with boxes of all panels of some tokens of a head. A box in shared memory is [tokens / 8,
         panels, 8 tokens, elements of a panel].
 
-        Panels that overlap are so few bytes apart, so the elements of all heads are one dimension.
+        The stride of panels that overlap does not divide that of heads, so the elements of all heads are one dimension.
         """
         num_blocks, block_size, heads, head_size = cache.shape
         size, itemsize = self.size(cache), cache.dtype.itemsize

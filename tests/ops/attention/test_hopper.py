@@ -168,12 +168,12 @@ WHOLE_HEADS = [
 
 @pytest.mark.parametrize(("one", "sizes"), few(WHOLE_HEADS, 2), ids=str)
 def test_panels_of_whole_heads(on: str, one: PrefillSm90Config, sizes: tuple[int, int]) -> None:
-    """Heads lie apart. Slots without a token, and elements between heads, hold NaN."""
+    """Heads have a stride. Slots without a token, and elements between heads, hold NaN."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "head_size": sizes[0], "value_size": sizes[1]}
     call = varlen_call([65, 9], [600, 9], (4, 2), on=on, **options) | {"sliding_window": 500}
-    heads_apart = [torch.full_like(call[name], torch.nan).repeat(1, 1, 1, 2) for name in ("key_cache", "value_cache")]
-    for name, apart in zip(("key_cache", "value_cache"), heads_apart, strict=True):
-        call[name] = apart[..., : call[name].shape[3]].copy_(call[name])
+    strided = [torch.full_like(call[name], torch.nan).repeat(1, 1, 1, 2) for name in ("key_cache", "value_cache")]
+    for name, twice in zip(("key_cache", "value_cache"), strided, strict=True):
+        call[name] = twice[..., : call[name].shape[3]].copy_(call[name])
     _varlen(one, SCHEDULES[:2], **call)
 
 
