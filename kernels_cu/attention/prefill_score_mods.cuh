@@ -64,7 +64,7 @@ struct WindowMask {
 
     DEVICE bool hides(int column, int half) const { return column < first[half]; }
 };
-// Keys of pages whose block number is invalid.
+// Keys of pages with an invalid block number.
 struct PageMask {
     uint32_t invalid_boxes;  // a bit for each box
 
