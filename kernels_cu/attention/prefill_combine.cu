@@ -7,7 +7,8 @@
 // Constants, as in prefill_sm90.cu
 //     scalar_t               element type of out
 //     length_t, starts_t     element types of seq_lens and cu_seqlens_q
-//     VALUE_SIZE, GROUP      elements of a value; query heads per KV head
+//     VALUE_SIZE             elements of a value
+//     GROUP, PACKED_HEADS    query heads per KV head, and of a work item
 //     TOKENS, CONSUMERS      keys of a KV tile, and consumer warpgroups, of the prefill_sm90 that computed the splits
 //     CAUSAL, RAGGED, HAS_SPLITS, HAS_STARTS    likewise
 
@@ -35,9 +36,9 @@ prefill_combine(scalar_t* out,                 // [num_tokens, num_heads, VALUE_
     int origin, length;
     if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, origin, length)) return;
     const int row = blockIdx.y * WARPS + threadIdx.x / WARP_SIZE;
-    if (work.splits <= 1 || row >= USED_ROWS || row / GROUP >= work.tokens) return;
+    if (work.splits <= 1 || row >= USED_ROWS || row / PACKED_HEADS >= work.tokens) return;
 
     const PartialRows<false> rows{out,   lse,        tmp_out,    max_logits, exp_sums,
                                   sinks, num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
-    rows.combine(int64_t(work.token) + row / GROUP, work.kv_head * GROUP + row % GROUP, work.splits);
+    rows.combine(int64_t(work.token) + row / PACKED_HEADS, work.head + row % PACKED_HEADS, work.splits);
 }

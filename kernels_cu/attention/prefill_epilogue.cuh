@@ -9,6 +9,7 @@
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
+#include "prefill_panels.cuh"
 #include "prefill_scheduler.cuh"
 
 // BY_MAGNITUDE: small scores under a soft cap have logits of at most MAX_MAGNITUDE (in units of log 2). Probabilities
@@ -17,9 +18,6 @@
 // smaller for the same reason; in split-KV the combine adds the formula's epsilon.
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<product_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
-
-// VALUE_COLUMNS: N of P V, a multiple of 16. The last 8 columns may be zeros.
-constexpr int VALUE_COLUMNS = ceil_div(VALUE_SIZE, 16) * 16;
 
 // Two ones of type T in a word.
 template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3c003c00u : 0x3f803f80u;
@@ -46,8 +44,8 @@ struct Results {
             row_sum += shfl_xor(row_sum, 2);
             row_sum *= FULL_SCALE<product_t>;
             const int row = own_row + half * 8;
-            const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
-            const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
+            const bool exists = row < USED_ROWS && row / PACKED_HEADS < work.tokens;
+            const int64_t token = int64_t(work.token) + row / PACKED_HEADS, head = work.head + row % PACKED_HEADS;
             if (HAS_SPLITS && work.splits > 1) {
                 // The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
                 const float mean = unit / (row_sum + 1e-20f);
@@ -58,7 +56,8 @@ struct Results {
                 }
 #pragma unroll
                 for (int i = 0; i < VALUE_SIZE / 8; ++i) {
-                    const float2 pair{o[4 * i + 2 * half] * mean, o[4 * i + 2 * half + 1] * mean};
+                    const int at = ValueTile::column_of(i * 8) / 2 + 2 * half;
+                    const float2 pair{o[at] * mean, o[at + 1] * mean};
                     if (exists) *reinterpret_cast<float2*>(tmp_out + part * VALUE_SIZE + i * 8 + 2 * t) = pair;
                 }
                 continue;
@@ -72,8 +71,9 @@ struct Results {
                 Vec<uint32_t, 4> pairs;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const int at = (i + j) * 4 + 2 * half;
-                    pairs.data[j] = at < VALUE_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
+                    const int at = ValueTile::column_of((i + j) * 8) / 2 + 2 * half;
+                    const bool is_value = i + j < VALUE_SIZE / 8;
+                    pairs.data[j] = is_value ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
                 }
                 transpose_4x4(pairs.data);
                 if (exists && i + t < VALUE_SIZE / 8) {

@@ -14,28 +14,14 @@
 #pragma once
 #include "pipeline.cuh"
 #include "mma.cuh"
+#include "prefill_panels.cuh"
 #include "prefill_scheduler.cuh"
 
-// IS_E4M3: WGMMA takes the fp8 values as they are (prefill_sm90_fp8). IS_FP8: they are converted to float16 first.
-constexpr bool IS_E4M3 = sizeof(product_t) == 1, IS_FP8 = !IS_E4M3 && !is_same<cache_t, scalar_t>;
-constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
-constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
+constexpr int PANELS = KeyTile::PANELS, BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
 constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
-// Keys and values lie in swizzle atoms: 8 tokens of a panel. The next atom is that of the next panel (WHOLE_HEADS), or
-// of the next 8 tokens.
-constexpr int ATOM = 8 * ROW_BYTES, PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
-// A tile of keys or values with HEAD elements per token.
-template <int HEAD>
-struct CacheTile {
-    static constexpr int SIZE = HEAD, PANELS = ceil_div(SIZE, PANEL_SIZE), BYTES = PANELS * TOKENS * ROW_BYTES;
-    static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // bytes from 8 tokens to the next 8
-    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // bytes of the fp8 tile, or of the tile
-};
-using KeyTile = CacheTile<HEAD_SIZE>;
-using ValueTile = CacheTile<VALUE_SIZE>;
+// A stage of CODE_BYTES holds fp8 keys or fp8 values, which have no more elements.
 constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile::BYTES : 0, WIDENERS = 3;
-static_assert(VALUE_SIZE <= HEAD_SIZE);  // a stage of CODE_BYTES holds fp8 keys or fp8 values
 
 // EARLY_QUERIES: the single query stage is released after an item's last S = Q K^T, and the next item's queries are
 // loaded after its first keys. It is not needed with two query stages. Values of more than 192 elements leave no
@@ -106,7 +92,7 @@ struct Tiles {
             next.init(1);
         }
         if constexpr (USED_ROWS < ITEM_ROWS) {  // zeros for the rows that no box covers
-            constexpr int CHUNKS = (ITEM_ROWS - USED_ROWS) * 8;
+            constexpr int CHUNKS = (ITEM_ROWS - USED_ROWS) * ROW_CHUNKS;
             for (int i = threadIdx.x; i < QUERY_STAGES * PANELS * CHUNKS; i += NUM_THREADS) {
                 uint8_t* const rows = queries + i / CHUNKS * QUERY_PANEL + USED_ROWS * ROW_BYTES;
                 *reinterpret_cast<uint4*>(rows + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
@@ -136,7 +122,7 @@ struct Finder {
         for (; number < num_items; take()) {
             if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
         }
-        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};
+        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 0, 1};
         origin = length = 0;
         return false;
     }
@@ -177,7 +163,7 @@ struct Finder {
 // The key or the value cache in global memory.
 struct MappedCache {
     const TensorMap* map;
-    int64_t head_panels;  // WHOLE_HEADS: panels from one head of a token to the next
+    int64_t head_pitch;  // WHOLE_HEADS: panels from one head of a token to the next; elements if panels overlap
 };
 
 // The producer.
@@ -241,7 +227,7 @@ private:
             mbarrier_arrive_expect_tx(ring.full(), QUERY_BOX_BYTES);
             for (int panel = 0; panel < PANELS; ++panel) {
                 tma_load(tiles.queries + ring.stage * QUERY_BYTES + panel * QUERY_PANEL, query_map, ring.full(),
-                         panel * PANEL_SIZE, work.kv_head * GROUP, work.token);
+                         panel * PANEL_SIZE, work.head, work.token);
             }
         }
         ring.advance();
@@ -268,8 +254,8 @@ private:
         if (!whole) {
             mbarrier_wait(tiles.landed, landings++ & 1);
             for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // 16-byte chunks
-                const int atom = i / 64, eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
-                const int token = eight * 8 + i / 8 % 8;
+                const int atom = i / (ATOM / 16), eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
+                const int token = eight * 8 + i / ROW_CHUNKS % 8;
                 if (token >= begin && token < end) continue;
                 *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(0, 0, 0, 0);
             }
@@ -300,8 +286,9 @@ private:
         } else {
             uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * Tile::TOKEN_STRIDE;
             if constexpr (WHOLE_HEADS) {
-                const int panel = work.kv_head * int(cache.head_panels);
-                if (lane < BOXES) tma_load(to_box, cache.map, full, 0, 0, panel, slot / 8, from);
+                const int first = work.kv_head * int(cache.head_pitch);
+                const int element = Tile::OVERLAP ? first : 0, panel = Tile::OVERLAP ? 0 : first;
+                if (lane < BOXES) tma_load(to_box, cache.map, full, element, 0, panel, slot / 8, from);
             } else {
                 constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
                 for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {

@@ -2,8 +2,10 @@
 // constants of the kernel that includes it. prefill_sm90_fp8 has the same constants and uses these headers
 // (prefill_*.cuh), too.
 //
-// A work item is ITEM_TOKENS query tokens of a sequence and one KV head. Its rows are the tokens times the GROUP query
-// heads that share the KV head (GQA packing), heads first. Items are numbered by sections of `section_heads` KV heads,
+// A work item is ITEM_TOKENS query tokens of a sequence and PACKED_HEADS query heads that share a KV head. Its rows are
+// the tokens times these heads (GQA packing), heads first. PACKED_HEADS divides GROUP: if GROUP itself would leave many
+// of the ITEM_ROWS rows unused, a KV head has several items for the same tokens. Items are numbered by sections of
+// `section_heads` groups of PACKED_HEADS heads,
 // chosen so that their keys and values fit in L2; within a section by tiles of query tokens, and then by heads. The
 // tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, so each sequence has at most one number
 // without tokens. Sequences of fewer than `min_tokens` query tokens have no work. Without HAS_STARTS, sequence s has one
@@ -17,8 +19,9 @@
 #include "tile_splits.cuh"
 #include "vec.cuh"
 
-constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
-static_assert(GROUP <= ITEM_ROWS);
+constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / PACKED_HEADS,
+              USED_ROWS = ITEM_TOKENS * PACKED_HEADS;
+static_assert(PACKED_HEADS <= ITEM_ROWS && GROUP % PACKED_HEADS == 0);
 
 // A work item, or the end of all work.
 struct alignas(8) Work {
@@ -26,11 +29,12 @@ struct alignas(8) Work {
     int tokens;  // query tokens of the sequence from there on; 0: end of all work
     int limit;   // last key that the first query token sees
     int kv_head;
+    int head;                   // first query head
     int first_tile, last_tile;  // KV tiles; one tile if no row sees a key
     int split, splits;          // index of this split, number of splits
 
     // The last key that a row sees. A row beyond the last token is treated as the last token.
-    DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / GROUP, tokens - 1) : limit; }
+    DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / PACKED_HEADS, tokens - 1) : limit; }
 };
 
 // The sliding window: first_seen(limit) is the first key of a row that sees keys up to `limit`.
@@ -56,14 +60,14 @@ struct Sequences {
     DEVICE bool find(int number, const Window& window, Work& work, int& origin, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
         const int section_tiles = int((HAS_STARTS ? num_tokens / ITEM_TOKENS : 0) + num_seqs),
-                  heads = int(section_heads);
-        const int first_head = item / (section_tiles * heads) * heads;
-        const int in_section = item - first_head * section_tiles,
-                  own_heads = min(heads, int(num_kv_heads) - first_head);
+                  heads = int(section_heads), num_groups = int(num_kv_heads) * (GROUP / PACKED_HEADS);
+        const int first_group = item / (section_tiles * heads) * heads;
+        const int in_section = item - first_group * section_tiles, own_groups = min(heads, num_groups - first_group);
         // Searches for the sequence: the last one that begins at this tile or before. Each lane probes one sequence, so
         // that a load narrows the range by a factor of 32. The answer lies in [low, high].
-        const int tile = in_section / own_heads;
-        work.kv_head = first_head + in_section % own_heads;
+        const int tile = in_section / own_groups;
+        work.head = (first_group + in_section % own_groups) * PACKED_HEADS;
+        work.kv_head = work.head / GROUP;
         int low = HAS_STARTS ? 0 : tile + 1, high = HAS_STARTS ? int(num_seqs) : low;
         while (low < high) {
             const int step = ceil_div(high - low, WARP_SIZE);

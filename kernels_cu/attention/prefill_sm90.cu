@@ -30,7 +30,8 @@
 //     RAGGED         keys and values are ragged tensors (ragged.cuh), read as blocks of one slot; else a paged cache
 //     BOX_TOKENS     tokens of a TMA box: a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
 //     WHOLE_HEADS    a box has all panels of its tokens, else one panel; fp8 cache: false, and a box has whole heads
-//     GROUP          query heads per KV head, at most ITEM_ROWS
+//     GROUP          query heads per KV head
+//     PACKED_HEADS   query heads of a work item: a divisor of GROUP, at most ITEM_ROWS
 //     TOKENS         keys of a KV tile; a multiple of 16
 //     STAGES         stages of the key ring, and of the value ring
 //     QUERY_STAGES   stages of the query ring: work items with queries in shared memory
@@ -80,7 +81,7 @@ static_assert(!P_HI_LO || (HAS_SPLITS && !IS_FP8));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
-                                                           // ITEM_TOKENS x GROUP x a panel
+                                                           // ITEM_TOKENS x PACKED_HEADS x a panel
              const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
                                                            // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
                                                            // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
@@ -102,7 +103,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
              float* exp_sums,                              // [num_tokens, num_heads, max_splits]
              uint32_t* items_taken,                        // [1], zero before and after
              int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
-             int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
+             int64_t key_head_pitch, int64_t value_head_pitch, int64_t section_heads, int64_t num_items,
              int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride, int64_t table_stride,
              int64_t table_step, int64_t length_step, int64_t starts_step, float scale, float logits_soft_cap) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
@@ -135,7 +136,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                           table_step, num_blocks, items_taken,  int(num_items)};
             if (warp == 1) return finder.run(tiles);
             Producer producer{
-                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},
                 lane,  lane % BOXES};
             producer.run();
         } else if constexpr (IS_FP8) {
@@ -166,22 +167,24 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
     float row_sums[4];               // row sums by WGMMA: elements 0 and 2 for the lane's two rows
     const auto start_logits = [&] {  // S = Q K^T
-        const uint64_t a =
-            make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + softmax.first_row * ROW_BYTES);
-        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
+        const uint64_t a = make_smem_desc<PANEL_SWIZZLE>(tiles.queries + tiles.query.stage * QUERY_BYTES +
+                                                         softmax.first_row * ROW_BYTES);
+        const uint64_t b =
+            make_smem_desc<PANEL_SWIZZLE>(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
         tiles.key.wait();
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            const uint64_t of_keys = advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32);
+            const int of_queries = i / PANEL_SLICES * QUERY_PANEL + i % PANEL_SLICES * 32;
+            const uint64_t of_keys = advance_smem_desc(b, KeyTile::slice(i));
             if constexpr (QUERIES_IN_REGISTERS) wgmma<product_t, TOKENS>(s, q[i], of_keys, i > 0);
-            else wgmma<product_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32), of_keys, i > 0);
+            else wgmma<product_t, TOKENS>(s, advance_smem_desc(a, of_queries), of_keys, i > 0);
         }
         warpgroup_commit_batch();
     };
     const auto start_output = [&](bool accumulate) {  // O += P V, and the row sums of P
-        const uint64_t b =
-            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES, ValueTile::TOKEN_STRIDE, PANEL_STRIDE);
+        const uint64_t b = make_smem_desc<PANEL_SWIZZLE>(tiles.values + tiles.value.stage * ValueTile::BYTES,
+                                                         ValueTile::TOKEN_STRIDE, PANEL_STRIDE);
         tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
@@ -272,10 +275,8 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                 }
                 end_output();
                 if (softmax.needs_rescale) {
-#pragma unroll
-                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.correction[i / 2];
+                    softmax.rescale(o);
+                    softmax.rescale(row_sums);
                 }
                 // Rounding overlaps with the exponentials after the wait.
                 become_probabilities(BEFORE_WAIT, TOKENS / 2);

@@ -58,7 +58,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                  const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
                  uint32_t* items_taken,                       // [1], zero before and after
                  int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
-                 int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
+                 int64_t key_head_pitch, int64_t value_head_pitch, int64_t section_heads, int64_t num_items,
                  int64_t max_tokens, int64_t sliding_window, int64_t q_scale_step, int64_t out_stride,
                  int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
@@ -90,7 +90,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
             Finder finder{sequences,  window,     block_tables, table_stride,
                           table_step, num_blocks, items_taken,  int(num_items)};
             Producer producer{
-                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},
                 lane,  lane % BOXES};
             producer.run();
         } else {

@@ -10,11 +10,8 @@
 #pragma once
 #include "attention.cuh"
 #include "memory.cuh"
-#include "prefill_epilogue.cuh"
-#include "prefill_scheduler.cuh"
+#include "prefill_score_mods.cuh"
 
-// SHORT_SERIES: for small scores, a polynomial of two terms approximates the logits soft cap.
-constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 // FIRST_CHUNK: keys per chunk of a work item's first tile. Chunks that no row sees are skipped.
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // RESCALE_THRESHOLD, in units of log 2: row_max is updated only when a logit exceeds it by more, so probabilities reach
@@ -50,22 +47,17 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 //     P_HI_LO *          launch               here, sm90 kernel            p_lo is valid
 //     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
 //     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE
-//     SHORT_SERIES       here: BY_MAGNITUDE   here                         by_short_series may be true
+//     SHORT_SERIES       score mods           here, score mods             by_short_series may be true
 //     CONVERTS_QUERIES   here: product_t      here, sm90 kernel            q_descale is valid; one scale per row
 //     HAS_REGISTERS      here: VALUE_SIZE     here, sm90 kernel            registers are left for row sums by WGMMA
 //     ROW_SUMS_BY_WGMMA  here: HAS_REGISTERS  here, both kernels           the kernel sets exp_sum after the last tile
 //     OF_E4M3            here: product_t      here                         probabilities are scaled up by 2^8
 //     HAS_FAST_PATH      here: HAS_REGISTERS  here, sm90 kernel            later tiles ask takes_fast_path()
 struct Softmax {
-    // Constant for the call. The logit of a score is logit_of(score, scale_log2, soft_cap). Each series approximates it
-    // for scores up to the limit of the series.
+    // Constant for the call. The logit of a score is logit_of(score, scale_log2, soft_cap.cap).
     const Window& window;
-    const float soft_cap;
     float scale_log2;  // the kernels set it for each work item if scales differ between KV heads
-    const CapSeries<2> short_series;
-    const CapSeries<3> series;
-    const CapSeries<5> long_series;
-    float series_limit, short_limit;
+    SoftCap soft_cap;
     const int first_row;  // first row of the warpgroup, among the rows of the block
     // Constant for a work item. limits: the last key that a row sees. Every row of the warpgroup sees all keys from
     // unmasked_begin to unmasked_end. Some row sees the first `visible` keys of the first tile.
@@ -79,10 +71,8 @@ struct Softmax {
     // needs_rescale: row_max has risen; accumulators and row sums are to be multiplied by `correction`.
     // scale_first: |row_max| exceeds 2^24; scores are scaled before row_max is subtracted.
     // scores_unscaled: s still holds scores, which the exponentials convert to logits.
-    // by_short_series: the short series serves all scores of the warp.
     // max_allows_fast_path: only a positive logit can raise row_max; with a soft cap: no logit of the short series.
-    bool unmasked, needs_rescale, scale_first, scores_unscaled, by_short_series, max_allows_fast_path;
-    float square;  // soft cap: square of the largest |score|
+    bool unmasked, needs_rescale, scale_first, scores_unscaled, max_allows_fast_path;
     float correction[2];
     float s[TOKENS / 2];                             // scores, then logits unless scores_unscaled, then probabilities
     uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // rounded probabilities: A fragments of P V
@@ -91,16 +81,9 @@ struct Softmax {
     // qk_scale: the softmax scale times the descale of keys. warpgroup: index of the consumer.
     DEVICE Softmax(const Window& window, float qk_scale, float soft_cap, int warpgroup)
         : window(window),
-          soft_cap(soft_cap),
           scale_log2(logit_unit<HAS_SOFTCAP>(qk_scale, soft_cap)),
-          short_series(qk_scale, soft_cap),
-          series(qk_scale, soft_cap),
-          long_series(qk_scale, soft_cap),
-          first_row(warpgroup * 64) {
-        const float unit_limit = BY_MAGNITUDE || scale_log2 > 0.0f ? MAX_MAGNITUDE / fabsf(qk_scale * LOG2_E) : 0.0f;
-        series_limit = fminf(series.limit, unit_limit);
-        short_limit = fminf(short_series.limit, unit_limit);
-    }
+          soft_cap(qk_scale, soft_cap),
+          first_row(warpgroup * 64) {}
 
     // Begins a work item. The caller has set q_descale.
     DEVICE void begin(const Work& work, const float* alibi_slopes) {
@@ -109,7 +92,7 @@ struct Softmax {
         limits[1] = work.limit_of(own_row + 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int head = work.kv_head * GROUP + (own_row + half * 8) % GROUP;
+            const int head = work.head + (own_row + half * 8) % PACKED_HEADS;
             slopes[half] = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
             row_max[half] = minus_infinity();
             exp_sum[half] = 0.0f;
@@ -117,7 +100,8 @@ struct Softmax {
         unmasked_end = work.limit_of(first_row);
         unmasked_begin = window.first_seen(work.limit_of(first_row + 63));
         visible = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
-        unmasked = needs_rescale = scale_first = scores_unscaled = by_short_series = max_allows_fast_path = false;
+        unmasked = needs_rescale = scale_first = scores_unscaled = max_allows_fast_path = false;
+        soft_cap.by_short_series = false;
 #pragma unroll
         for (int i = 0; i < NUM_ROW_SCALES; ++i) {
             row_scale_log2[i] = CONVERTS_QUERIES && !HAS_SOFTCAP ? scale_log2 * q_descale[i] : scale_log2;
@@ -156,20 +140,12 @@ struct Softmax {
         return fmaxf(of_row[0], of_row[1]);
     }
 
-    // Sets by_short_series: the short series serves all scores of the warp. Squares are compared, so that ptxas hoists
-    // the series of an interior tile above the wait for P V: docs/performance/prefill.md, "Fast path for interior
-    // tiles".
-    DEVICE void find_square(float magnitude) {
-        square = magnitude * magnitude;
-        by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));
-    }
-
     // Whether the tile takes the fast path: every row sees every key, and no logit raises row_max. A logit that raised
     // it would be positive, because max_allows_fast_path holds, so an integer max of the float bits finds it.
     DEVICE bool takes_fast_path() {
         if constexpr (HAS_SOFTCAP) {
-            find_square(largest_magnitude(0, TOKENS / 2));
-            return by_short_series && unmasked && max_allows_fast_path;
+            soft_cap.begin_tile(largest_magnitude(0, TOKENS / 2));
+            return soft_cap.by_short_series && unmasked && max_allows_fast_path;
         }
         if (!(unmasked && max_allows_fast_path)) return false;
         float largest[2];
@@ -190,66 +166,74 @@ struct Softmax {
 
     DEVICE bool is_above(float logit, int half) const { return logit > row_max[half] + RESCALE_THRESHOLD; }
 
+    // Calls f(c, end) for the chunks of a tile that some row sees: elements c to end - 1 of the thread.
+    template <bool IS_FIRST, typename F>
+    DEVICE void each_chunk(F f) const {
+        if constexpr (IS_FIRST) each_visible_chunk([&](int c) { f(c, c + FIRST_CHUNK / 2); });
+        else f(0, TOKENS / 2);
+    }
+
+    // Converts scores from `begin` to `end` to logits: scale or soft cap, then ALiBi. With scores_unscaled they stay.
+    DEVICE void modify_scores(int begin, int end, int first_key, bool by_series, bool by_long_series) {
+        if (!scores_unscaled) {
+#pragma unroll
+            for (int i = begin; i < end; ++i) {
+                if (!HAS_SOFTCAP) s[i] *= row_scale_log2[i / 2 % NUM_ROW_SCALES];
+                else if (by_series) s[i] = soft_cap.series.logit(s[i]);
+                else if (by_long_series) s[i] = soft_cap.long_series.logit(s[i]);
+                else s[i] = logit_of<true>(s[i], scale_log2, soft_cap.cap);
+            }
+        }
+        if (HAS_ALIBI) {
+            const Alibi alibi{{slopes[0], slopes[1]}, {float(first_key - limits[0]), float(first_key - limits[1])}};
+#pragma unroll
+            for (int i = begin; i < end; ++i) s[i] = alibi(s[i], i / 4 * 8 + i % 2, i / 2 % 2);
+        }
+    }
+
+    template <typename Mask>
+    DEVICE void apply_mask(int begin, int end, const Mask& mask) {
+#pragma unroll
+        for (int i = begin; i < end; ++i) {
+            if (mask.hides(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
+        }
+    }
+
+    // Applies each mask that hides keys of the tile. first_key: the key of the lane's column 0.
+    DEVICE void apply_masks(int begin, int end, int start, int first_key, uint32_t invalid_boxes) {
+        if (start + 2 * end - 1 > unmasked_end)
+            apply_mask(begin, end, LimitMask{{limits[0] - first_key, limits[1] - first_key}});
+        if (start < unmasked_begin) {
+            const int first[2] = {window.first_seen(limits[0]), window.first_seen(limits[1])};
+            apply_mask(begin, end, WindowMask{{first[0] - first_key, first[1] - first_key}});
+        }
+        if (invalid_boxes) apply_mask(begin, end, PageMask{invalid_boxes});
+    }
+
     // Converts the scores of a tile to logits, or leaves them if the exponentials convert them, and updates row_max.
     // row_max is updated (needs_rescale) only when a logit exceeds it by more than RESCALE_THRESHOLD. What was computed
     // relative to the old row_max is then to be multiplied by `correction`.
     template <bool IS_FIRST>
     DEVICE void update_row_max(int tile, uint32_t invalid_boxes) {
-        constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
-        const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
+        const int start = tile * TOKENS, first_key = start + 2 * (made_anew(threadIdx.x) % 4);
         if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // the series has one scale for all rows
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) s[i] *= q_descale[i / 2 % 2];
         }
-        const auto each_chunk = [&](auto f) {
-            if constexpr (IS_FIRST) each_visible_chunk(f);
-            else f(0);
-        };
-        // A series replaces tanh if all scores of the warp are small.
         if (HAS_SOFTCAP && (IS_FIRST || !HAS_FAST_PATH)) {
             float magnitude = 0.0f;
-            each_chunk([&](int c) { magnitude = fmaxf(magnitude, largest_magnitude(c, c + CHUNK / 2)); });
-            find_square(magnitude);
+            each_chunk<IS_FIRST>([&](int c, int end) { magnitude = fmaxf(magnitude, largest_magnitude(c, end)); });
+            soft_cap.begin_tile(magnitude);
         }
-        const bool by_series =
-            HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(square < series_limit * series_limit)));
         // If scores_unscaled, s keeps scores, which differ from logits by scale_log2 or by the series.
+        const bool by_series =
+            HAS_SOFTCAP && !HAS_ALIBI && (soft_cap.by_short_series || soft_cap.is_below(soft_cap.series_limit));
         scores_unscaled = !HAS_ALIBI && (HAS_SOFTCAP ? unmasked && by_series : scale_log2 > 0.0f);
-        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(square < long_series.limit * long_series.limit));
+        const bool by_long_series = HAS_SOFTCAP && soft_cap.is_below(soft_cap.long_series.limit);
         float largest[2] = {minus_infinity(), minus_infinity()};
-        each_chunk([&](int c) {
-            const int end = c + CHUNK / 2;
-            if (!scores_unscaled) {
-#pragma unroll
-                for (int i = c; i < end; ++i) {
-                    if (!HAS_SOFTCAP) s[i] *= row_scale_log2[i / 2 % NUM_ROW_SCALES];
-                    else if (by_series) s[i] = series.logit(s[i]);
-                    else if (by_long_series) s[i] = long_series.logit(s[i]);
-                    else s[i] = logit_of<true>(s[i], scale_log2, soft_cap);
-                }
-            }
-            if (HAS_ALIBI) {
-#pragma unroll
-                for (int i = c; i < end; ++i) {
-                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // column within the tile, less 2t
-                    const float distance = float(start + 2 * t - limits[half]);
-                    s[i] = fmaf(slopes[half], distance + float(column), s[i]);
-                }
-            }
-            // Masks for the causal limits, the window and invalid pages, each only if it applies to the tile.
-            const auto mask = [&](bool any, auto is_masked) {
-                if (!any) return;
-#pragma unroll
-                for (int i = c; i < end; ++i) {
-                    if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
-                }
-            };
-            const int before = start + 2 * t;  // column 0 of the lane
-            mask(start + 2 * end - 1 > unmasked_end,
-                 [&](int column, int half) { return column > limits[half] - before; });
-            mask(start < unmasked_begin,
-                 [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
-            mask(invalid_boxes, [&](int column, int half) { return invalid_boxes >> column / BOX_TOKENS & 1; });
+        each_chunk<IS_FIRST>([&](int c, int end) {
+            modify_scores(c, end, first_key, by_series, by_long_series);
+            apply_masks(c, end, start, first_key, invalid_boxes);
             if (BY_MAGNITUDE && scores_unscaled) return;
             if (OF_E4M3 && HAS_REGISTERS && !IS_FIRST && max_allows_fast_path) return find_positive(largest);
 #pragma unroll
@@ -264,29 +248,11 @@ struct Softmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (HAS_SOFTCAP && scores_unscaled)
-                largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
+                largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : soft_cap.series.logit(largest[half]);
         }
         needs_rescale =
             IS_FIRST || any_lane(is_above(largest[0] * factor_of(0), 0) || is_above(largest[1] * factor_of(1), 1));
-        if (needs_rescale) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float larger = largest[half];
-                larger = fmaxf(larger, shfl_xor(larger, 1));
-                larger = fmaxf(larger, shfl_xor(larger, 2));
-                larger = fmaxf(row_max[half], larger * factor_of(half));
-                correction[half] = relative_exp2(row_max[half], larger);
-                exp_sum[half] *= correction[half];
-                row_max[half] = larger;
-            }
-            scale_first = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(row_max[0])),
-                                                         fabsf(probability_base<product_t>(row_max[1]))) > 0x1p24f);
-            // Under a soft cap, logits that the short series serves then exceed row_max by at most RESCALE_THRESHOLD.
-            // Otherwise a logit that raises row_max is positive, and so is its score.
-            const float least = fminf(row_max[0], row_max[1]) + RESCALE_THRESHOLD;
-            max_allows_fast_path = !scale_first && (HAS_SOFTCAP || scale_log2 > 0.0f) &&
-                                   !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
-        }
+        if (needs_rescale) raise_row_max(largest);
         // The FMA of an exact score and row_max also shows the rounding error of row_max. It is a common factor of all
         // probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are scaled, and
         // rounded, first.
@@ -294,6 +260,34 @@ struct Softmax {
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor_of(i / 2 % 2);
         }
+    }
+
+    // Raises row_max to these logits, or scores, of the thread, and sets `correction`.
+    DEVICE void raise_row_max(const float (&largest)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float larger = largest[half];
+            larger = fmaxf(larger, shfl_xor(larger, 1));
+            larger = fmaxf(larger, shfl_xor(larger, 2));
+            larger = fmaxf(row_max[half], larger * factor_of(half));
+            correction[half] = relative_exp2(row_max[half], larger);
+            exp_sum[half] *= correction[half];
+            row_max[half] = larger;
+        }
+        scale_first = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(row_max[0])),
+                                                     fabsf(probability_base<product_t>(row_max[1]))) > 0x1p24f);
+        // Under a soft cap, logits that the short series serves then exceed row_max by at most RESCALE_THRESHOLD.
+        // Otherwise a logit that raises row_max is positive, and so is its score.
+        const float least = fminf(row_max[0], row_max[1]) + RESCALE_THRESHOLD;
+        max_allows_fast_path = !scale_first && (HAS_SOFTCAP || scale_log2 > 0.0f) &&
+                               !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
+    }
+
+    // Rescales accumulators of the two rows after a tile that has raised row_max (needs_rescale).
+    template <int N>
+    DEVICE void rescale(float (&o)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) o[i] *= correction[i / 2 % 2];
     }
 
     // Elements of the thread from `begin` to `end` become probabilities: exp2 of logit_above(element, row_max, half).
@@ -317,15 +311,17 @@ struct Softmax {
     // starts one exp2 of a warp every 8 cycles.
     DEVICE void fast_path_exponentials(int begin, int end) {
         each_exponential(begin, end, [&](float y, float from, int half) {
-            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, row_scale_log2[half % NUM_ROW_SCALES], -from);
+            return HAS_SOFTCAP ? soft_cap.short_series.logit(y, from)
+                               : fmaf(y, row_scale_log2[half % NUM_ROW_SCALES], -from);
         });
     }
 
     DEVICE void exponentials(int begin, int end) {
-        if (HAS_SOFTCAP && scores_unscaled && by_short_series) {
-            each_exponential(begin, end, [&](float y, float from, int) { return short_series.logit(y, from); });
+        if (HAS_SOFTCAP && scores_unscaled && soft_cap.by_short_series) {
+            each_exponential(begin, end,
+                             [&](float y, float from, int) { return soft_cap.short_series.logit(y, from); });
         } else if (HAS_SOFTCAP && scores_unscaled) {
-            each_exponential(begin, end, [&](float y, float from, int) { return series.logit(y, from); });
+            each_exponential(begin, end, [&](float y, float from, int) { return soft_cap.series.logit(y, from); });
         } else {
             each_exponential(begin, end, [&](float x, float from, int half) {
                 return fmaf(x, scale_first ? 1.0f : factor_of(half), -from);

@@ -8,16 +8,14 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
-from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
-from ..._core.tensors.tensor import TensorArg
 from .decode_launch import workspace
+from .prefill_panels import Panels, map_of_codes
 from .prefill_problem import PrefillProblem
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _combine = Kernel("attention/prefill_combine.cu")
 
-ROW_BYTES = 128  # bytes of a row of a panel: the 128-byte swizzle
 _BARRIER_BYTES = 8  # bytes of an mbarrier
 _RESERVED_BYTES = 1024  # bytes of shared memory that the system reserves in each CTA
 _STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items and missing tokens
@@ -25,6 +23,7 @@ _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
 MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
 _MAX_SPLITS = 32  # most splits of a work item
+_LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
 # heads".
@@ -67,7 +66,8 @@ class PrefillSm90Config:
 
     def fits(self, problem: PrefillProblem, device: Device) -> bool:
         """Whether two stages of keys and values fit into shared memory, and logits and accumulators into registers."""
-        registers = -(-problem.value_size // 16) * 8 + self.tokens * (4 if problem.p_hi_lo else 3) // 4
+        columns = panels_of(problem).value_columns(problem.value_size)
+        registers = columns // 2 + self.tokens * (4 if problem.p_hi_lo else 3) // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
         has_rows = problem.group <= 64 * self.consumers
         has_registers = registers <= _REGISTERS[self.consumers]
@@ -79,36 +79,38 @@ class PrefillSm90Config:
         combines the splits."""
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, _ = query.shape
-        group, item_tokens = problem.group, 64 * self.consumers // problem.group
+        heads = packed_heads(problem, 64 * self.consumers, self.tokens)
+        item_tokens = 64 * self.consumers // heads
         stages, query_stages, code_stages, shared = self._stages(problem, device)
         box_tokens = problem.box_tokens(self.tokens)
         caches = problem.keys_and_values
         is_fp8 = problem.is_fp8
-        whole_heads = not is_fp8 and not layout.ragged and has_whole_heads(*caches)
-        map_cache = _map_of_codes if is_fp8 else map_of_cache
+        panels = panels_of(problem)
+        map_cache = map_of_codes if is_fp8 else panels.map_of_cache
         kernel = _hopper.for_arch(device.arch_feature)
         num_tiles = count_tiles(problem, item_tokens)
-        num_items = num_tiles * layout.num_kv_heads
+        num_items = num_tiles * (num_heads // heads)
         has_splits = self.max_splits > 1
         shared_constants = {
             "HAS_SPLITS": has_splits or problem.p_hi_lo,
             "HAS_STARTS": problem.cu_seqlens_q is not None,
             "TOKENS": self.tokens,
             "CONSUMERS": self.consumers,
+            "PACKED_HEADS": heads,
         }
         arguments = arguments | {
             **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, problem.value_size),
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
-            "section_heads": section_heads(problem, device, num_tiles),
+            "section_heads": section_heads(problem, device, num_tiles) * problem.group // heads,
             "sliding_window": window_of(problem),
         }
         attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
             **shared_constants,
             BOX_TOKENS=box_tokens,
-            WHOLE_HEADS=whole_heads,
+            WHOLE_HEADS=panels.whole_heads,
             STAGES=stages,
             QUERY_STAGES=query_stages,
             CODE_STAGES=code_stages,
@@ -119,11 +121,11 @@ class PrefillSm90Config:
             128 * (self.consumers + 1),
             shared,
             **taken(kernel, arguments),
-            query_map=map_of_queries(query, group, item_tokens),
-            key_map=map_cache(caches[0], box_tokens, whole_heads=whole_heads),
-            value_map=map_cache(caches[1], box_tokens, whole_heads=whole_heads),
-            key_head_panels=head_panels(caches[0]),
-            value_head_panels=head_panels(caches[1]),
+            query_map=panels.map_of_queries(query, heads, item_tokens),
+            key_map=map_cache(caches[0], box_tokens),
+            value_map=map_cache(caches[1], box_tokens),
+            key_head_pitch=panels.head_pitch(caches[0]),
+            value_head_pitch=panels.head_pitch(caches[1]),
             num_items=num_items * self.max_splits,
             items_taken=Scratch(4, zeroed=True),
         )
@@ -131,13 +133,13 @@ class PrefillSm90Config:
             return [attend]
         names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
         combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
-        grid = (num_items, -(-item_tokens * group // _JOIN_WARPS))
+        grid = (num_items, -(-item_tokens * heads // _JOIN_WARPS))
         return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken(_combine, arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""
-        head_size = problem.query.shape[2]
-        key_bytes, value_bytes = _row_bytes(head_size), _row_bytes(problem.value_size)
+        head_size, panels = problem.query.shape[2], panels_of(problem)
+        key_bytes, value_bytes = panels.token_bytes(head_size), panels.token_bytes(problem.value_size)
         return stages_of(
             device,
             64 * self.consumers * key_bytes,
@@ -146,11 +148,6 @@ class PrefillSm90Config:
             _MAX_STAGES if problem.is_fp8 else MIN_CODE_STAGES,
             self.min_blocks,
         )
-
-
-def _row_bytes(size: int) -> int:
-    """Bytes of a key, or of a value, of `size` 16-bit elements in shared memory: whole panels."""
-    return -(-2 * size // ROW_BYTES) * ROW_BYTES
 
 
 def stages_of(
@@ -180,69 +177,9 @@ def taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = ROW_BYTES) -> TensorMap:
-    """The tensor map of the whole argument; `sizes` has the innermost dimension first."""
-    itemsize = arg.dtype.itemsize
-    strides: list[int] = []
-    pitch = -(-sizes[0] * itemsize // 16) * 16
-    for size, stride in zip(sizes[1:], reversed(arg.strides[:-1]), strict=True):
-        strides.append(stride * itemsize if size > 1 else pitch)  # a dimension of size 1 may have any stride
-        pitch = strides[-1] * size
-    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle)
-
-
-def _panel_size(arg: TensorArg) -> int:
-    """Elements in a row of a panel."""
-    return ROW_BYTES // arg.dtype.itemsize
-
-
-def map_of_queries(query: TensorArg, group: int, item_tokens: int) -> TensorMap:
-    """The tensor map of queries; a box is one panel of the query heads of a work item."""
-    return _map(query, query.shape[::-1], (_panel_size(query), group, item_tokens))
-
-
-def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
-    """The tensor map of a cache, or of ragged keys or values.
-
-    A box holds some tokens of a head, with all panels or one. TMA fills a last panel past the head size with zeros.
-    """
-    if whole_heads:
-        return _map_of_whole_heads(cache, box_tokens)
-    return _map(cache, cache.shape[::-1], (_panel_size(cache), 1, box_tokens, 1)[: len(cache.shape)])
-
-
-def _map_of_codes(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
-    """The tensor map of an fp8 cache; a box holds some tokens of a head, without swizzle."""
-    return _map(cache, cache.shape[::-1], (cache.shape[3], 1, box_tokens, 1), swizzle=0)
-
-
-def has_whole_heads(*caches: TensorArg) -> bool:
-    """Whether a box may hold all panels of its tokens: head size and head stride are multiples of a panel."""
-    return all(
-        size % _panel_size(cache) == 0
-        for cache in caches
-        for size in (cache.shape[3], cache.strides[2] if cache.shape[2] > 1 else 0)
-    )
-
-
-def head_panels(cache: TensorArg) -> int:
-    """Head stride of a token, in panels."""
-    return (cache.strides[-2] if cache.shape[-2] > 1 else cache.shape[-1]) // _panel_size(cache)
-
-
-def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
-    """The tensor map with boxes of all panels of some tokens of a head. A box in shared memory is [tokens / 8, panels,
-    8 tokens, elements of a panel]."""
-    num_blocks, block_size, heads, head_size = cache.shape
-    panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
-    panels = head_size // panel_size
-    row_panels = (heads - 1) * head_panels(cache) + panels
-    row = row_panels * ROW_BYTES
-    token = cache.strides[1] * itemsize if block_size > 1 else row
-    block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
-    sizes = (panel_size, 8, row_panels, block_size // 8, num_blocks)
-    box = (panel_size, 8, panels, box_tokens // 8, 1)
-    return TensorMap(cache, cache.dtype, sizes, (token, ROW_BYTES, 8 * token, block), box, ROW_BYTES)
+def panels_of(problem: PrefillProblem) -> Panels:
+    """The panels of queries, keys and values. Those of an fp8 cache are converted in shared memory."""
+    return Panels() if problem.is_fp8 or problem.layout.ragged else Panels.of(*problem.keys_and_values)
 
 
 def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
@@ -267,7 +204,8 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """
     head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if 0 < problem.few_rows <= 64:
-        tokens = _FEW_ROWS_TILE_BYTES // (_row_bytes(head_size) + _row_bytes(value_size)) // 16 * 16
+        panels = panels_of(problem)
+        tokens = _FEW_ROWS_TILE_BYTES // (panels.token_bytes(head_size) + panels.token_bytes(value_size)) // 16 * 16
         consumers = 1 if value_size <= _MAX_VALUE_SIZE_OF_TWO_CTAS else 2
         few = PrefillSm90Config(min(128, tokens), consumers)
         if few.fits(problem, device):
@@ -278,7 +216,7 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
         return PrefillSm90Config(tokens=128, consumers=2)
     if value_size <= 192:
         return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2)
-    if problem.is_fp8 or problem.layout.ragged or not has_whole_heads(*problem.keys_and_values):
+    if not panels_of(problem).whole_heads:
         return PrefillSm90Config(tokens=64 if is_plain else 48, consumers=2)
     return PrefillSm90Config(tokens=80 if is_plain else 64, consumers=2)
 
@@ -297,6 +235,28 @@ def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> in
     return max(1, min(layout.num_kv_heads, heads))
 
 
+def packed_heads(problem: PrefillProblem, item_rows: int, tile_tokens: int) -> int:
+    """Query heads of a work item: the divisor of the heads of a KV head with the least time by the cost model.
+
+    All heads share the keys of few tokens, but may leave rows of a work item unused: 2 tokens of 71 heads are 142 of
+    192 rows. Fewer heads mean more tokens, and more masked keys beyond the diagonal.
+    """
+    group, num_tokens = problem.group, problem.query.shape[0]
+    if problem.few_rows or problem.p_hi_lo:
+        return group
+    # The lengths are on the device. If results may not depend on the other sequences, each counts as long.
+    tokens = _LONG_PROMPT if tuning.batch_invariant() else num_tokens / max(1, problem.num_seqs)
+
+    def time(heads: int) -> float:
+        item_tokens = item_rows // heads
+        items = group // heads * (tokens / item_tokens + 0.5)  # the last item of a sequence is half full on average
+        keys = (tokens + item_tokens) / 2 if problem.causal else tokens
+        return items * (keys / tile_tokens + _ITEM_TILES)
+
+    divisors = [heads for heads in range(group, 0, -1) if group % heads == 0 and heads <= item_rows]
+    return min(divisors, key=time)
+
+
 def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
     """Numbers of tiles of query tokens in prefill_scheduler.cuh. Each sequence may add one without tokens."""
     return problem.num_seqs + (problem.query.shape[0] // item_tokens if problem.cu_seqlens_q else 0)
@@ -311,14 +271,14 @@ def choose_splits(
     """
     if tuning.batch_invariant():
         return 1
-    item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
-    num_kv_heads, slots = problem.layout.num_kv_heads, min_blocks * device.num_sms
+    heads, (num_tokens, num_heads, _) = packed_heads(problem, item_rows, tile_tokens), problem.query.shape
+    item_tokens, num_groups, slots = item_rows // heads, num_heads // heads, min_blocks * device.num_sms
     if problem.single_rows:
         num_tokens = max(0, num_tokens - problem.num_seqs)
-    items, empty_items = -(-num_tokens // item_tokens) * num_kv_heads, problem.num_seqs * num_kv_heads
+    items, empty_items = -(-num_tokens // item_tokens) * num_groups, problem.num_seqs * num_groups
     if problem.tokens_of_each and not problem.single_rows:
-        items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_kv_heads
-        empty_items = max(0, count_tiles(problem, item_tokens) * num_kv_heads - items)
+        items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_groups
+        empty_items = max(0, count_tiles(problem, item_tokens) * num_groups - items)
     if min_blocks == 1 and items >= slots:
         return 1
     return fastest_splits(items, empty_items, count_kv_tiles(problem, item_tokens, tile_tokens), slots)

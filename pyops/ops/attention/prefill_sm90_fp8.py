@@ -12,15 +12,12 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
 from .layout import absent, heads_stride
+from .prefill_panels import Panels
 from .prefill_problem import PrefillProblem
 from .prefill_sm90 import (
     MIN_CODE_STAGES,
-    ROW_BYTES,
     choose_splits,
-    has_whole_heads,
-    head_panels,
-    map_of_cache,
-    map_of_queries,
+    packed_heads,
     section_heads,
     stages_of,
     taken,
@@ -61,33 +58,35 @@ class E4m3Config:
         """A persistent grid: one CTA per SM takes work items from a counter."""
         codes, layout = problem.codes, problem.layout
         assert codes is not None
-        device, (num_tokens, _, head_size) = codes.device, codes.shape
+        device, (num_tokens, num_heads, head_size) = codes.device, codes.shape
         caches = problem.keys_and_values
-        item_tokens, box_tokens = 64 * self.consumers // problem.group, problem.box_tokens(self.tokens)
-        row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
+        heads = packed_heads(problem, 64 * self.consumers, self.tokens)
+        item_tokens, box_tokens = 64 * self.consumers // heads, problem.box_tokens(self.tokens)
+        panels = Panels.of(*caches)
+        row_bytes = -(-head_size // panels.row_bytes) * panels.row_bytes
         tile_bytes = self.tokens * row_bytes
         stages, query_stages, code_stages, shared = stages_of(
             device, 64 * self.consumers * row_bytes, 2 * tile_bytes, tile_bytes, MIN_CODE_STAGES
         )
         num_tiles = num_tokens // item_tokens + problem.num_seqs
-        num_items = num_tiles * layout.num_kv_heads
+        num_items = num_tiles * (num_heads // heads)
         kernel = _e4m3.for_arch(device.arch_feature)
         arguments = arguments | {
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
-            "section_heads": section_heads(problem, device, num_tiles),
+            "section_heads": section_heads(problem, device, num_tiles) * problem.group // heads,
             "sliding_window": window_of(problem),
             **_query_scale(problem.q_scale),
         }
         others = ("PACKED", "X", "HAS_SOFTCAP", "HAS_ALIBI")
-        whole_heads = has_whole_heads(*caches)
         return [
             kernel(
                 **{name: value for name, value in constants.items() if name not in others},
                 TOKENS=self.tokens,
                 CONSUMERS=self.consumers,
                 BOX_TOKENS=box_tokens,
-                WHOLE_HEADS=whole_heads,
+                WHOLE_HEADS=panels.whole_heads,
+                PACKED_HEADS=heads,
                 STAGES=stages,
                 QUERY_STAGES=query_stages,
                 CODE_STAGES=code_stages,
@@ -96,11 +95,11 @@ class E4m3Config:
                 128 * (self.consumers + 1),
                 shared,
                 **taken(kernel, arguments),
-                query_map=map_of_queries(codes, problem.group, item_tokens),
-                key_map=map_of_cache(caches[0], box_tokens, whole_heads=whole_heads),
-                value_map=map_of_cache(caches[1], box_tokens, whole_heads=whole_heads),
-                key_head_panels=head_panels(caches[0]),
-                value_head_panels=head_panels(caches[1]),
+                query_map=panels.map_of_queries(codes, heads, item_tokens),
+                key_map=panels.map_of_cache(caches[0], box_tokens),
+                value_map=panels.map_of_cache(caches[1], box_tokens),
+                key_head_pitch=panels.head_pitch(caches[0]),
+                value_head_pitch=panels.head_pitch(caches[1]),
                 num_items=num_items,
                 items_taken=Scratch(4, zeroed=True),
             )

@@ -158,11 +158,43 @@ def test_values_narrower_than_keys(
     _varlen(one, **call)
 
 
+# Panels of 64 bytes; two panels that overlap, and splits.
+WHOLE_HEADS = [
+    (PrefillSm90Config(96, 3), (96, 96)),
+    (PrefillSm90Config(64, 2, max_splits=3), (112, 80)),
+    (PrefillSm90Config(48, 2), (160, 96)),
+]
+
+
+@pytest.mark.parametrize(("one", "sizes"), few(WHOLE_HEADS, 2), ids=str)
+def test_panels_of_whole_heads(on: str, one: PrefillSm90Config, sizes: tuple[int, int]) -> None:
+    """Heads have a stride. Slots without a token, and elements between heads, hold NaN."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "head_size": sizes[0], "value_size": sizes[1]}
+    call = varlen_call([65, 9], [600, 9], (4, 2), on=on, **options) | {"sliding_window": 500}
+    strided = [torch.full_like(call[name], torch.nan).repeat(1, 1, 1, 2) for name in ("key_cache", "value_cache")]
+    for name, twice in zip(("key_cache", "value_cache"), strided, strict=True):
+        call[name] = twice[..., : call[name].shape[3]].copy_(call[name])
+    _varlen(one, SCHEDULES[:2], **call)
+
+
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections_of_heads(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work items of one key-value head after another; of two heads, and then of the remaining one."""
     monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
     _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
+
+
+@pytest.mark.parametrize("max_splits", [1, 3])
+def test_items_of_some_heads(on: str, max_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work items of two of the six query heads that share a KV head, in sections of a KV head, and what depends on the
+    head.
+    """
+    monkeypatch.setattr(prefill_sm90, "packed_heads", lambda *_: 2)
+    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: 1)
+    call = varlen_call([65, 9, 129], [560, 9, 129], (12, 2), dtype=torch.bfloat16, head_size=32, on=on)
+    slopes = torch.linspace(0.01, 0.2, 12, device=on)
+    config = PrefillSm90Config(64, 2, max_splits)
+    _varlen(config, SCHEDULES[:2], slopes.double().cpu(), **call | {"alibi_slopes": slopes})
 
 
 # Sequences with one tile per split, one tile too few for two splits, and the maximum of splits.
@@ -455,10 +487,21 @@ def test_choice_of_kernel() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
-    # TMA boxes of whole heads, where head size and head stride are multiples of a panel.
-    for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
+    # TMA boxes of whole heads: head size and head stride are multiples of a panel, or two panels overlap.
+    for head_size, apart, whole, row_bytes, pitch in (
+        (128, 256, True, 128, 4),
+        (128, 136, False, 128, 2),
+        (96, 160, True, 64, 5),
+        (96, 104, False, 128, 1),
+        (80, 88, True, 128, 88),
+        (72, 72, False, 128, 1),
+        (144, 144, False, 128, 2),
+    ):
         problem = _problem(4096, head_size, heads_apart=apart)
-        assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
+        found = launch(problem, choose(problem, HOPPER))[0]
+        assert found.specialisation.constants["WHOLE_HEADS"] == whole
+        assert found.fixed["key_map"].swizzle == found.fixed["query_map"].swizzle == row_bytes
+        assert not whole or found.fixed["key_head_pitch"] == pitch
     # Sections of heads that fit in the L2 cache, but of at least two waves of work items.
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
