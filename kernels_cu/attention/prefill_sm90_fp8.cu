@@ -17,7 +17,9 @@
 //     cache_t        fp8_e4m3_t: element type of queries and caches
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
-//     TOKENS         keys of a KV tile: 64 or 128
+//     TOKENS         keys of a KV tile: a multiple of 32
+//     OVERLAP        Q K^T of the next tile is in flight beside P V of the current one; otherwise it follows, and needs
+//                    no registers of its own
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
 //     HEAD_SCALES    each KV head has its own scales of keys and values
@@ -35,13 +37,13 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_S
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int DEPTH = 32;                        // K of one WGMMA
-constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // N of a piece of P V, limited by registers
+constexpr int PIECE = CONSUMERS == 3 || TOKENS % 64 || !OVERLAP ? 32 : 64;  // N of a piece of P V, limited by registers
 constexpr int PIECES = HEAD_SIZE / PIECE;
+constexpr int PIECES_IN_FLIGHT = OVERLAP || PIECES == 1 ? 1 : 2;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 constexpr int TURNS = 1;  // named barriers TURNS + w: ping-pong order of consumer w
 constexpr uint32_t FOUR_ONES = 0x38383838u;
-static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && HEAD_SIZE % PIECE == 0 &&
-              VALUE_ROWS % PIECE == 0);
+static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && part_rows(TOKENS - DEPTH) % PIECE == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
@@ -112,7 +114,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
 
     const Results results{
         out, lse, nullptr, nullptr, nullptr, sinks, v_scale, num_tokens, 1, out_stride, num_kv_heads * GROUP};
-    float o[HEAD_SIZE / 2], piece[PIECE / 2];
+    float o[HEAD_SIZE / 2], pieces[PIECES_IN_FLIGHT][PIECE / 2];
     float tile_sums[4], row_sums[2];  // row sums of P by WGMMA, of a tile (elements 0 and 2) and of the item
     const auto start_logits = [&] {   // S = Q K^T
         const int first_row = warpgroup * 64;
@@ -129,25 +131,31 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     };
     // Issues P V of PIECE elements, and with the first piece the row sums of P.
     const auto start_piece = [&](int n) {
-        const uint64_t b =
-            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES + place_of_values(n * PIECE));
+        const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES);
         if (n == 0) tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / DEPTH; ++i) {
-            wgmma<product_t, PIECE>(piece, softmax.p[i], advance_smem_desc(b, i * DEPTH), i > 0);
+            wgmma<product_t, PIECE>(pieces[n % PIECES_IN_FLIGHT], softmax.p[i],
+                                    advance_smem_desc(b, place_of_values(n * PIECE, i * DEPTH)), i > 0);
             if (ROW_SUMS_BY_WGMMA && n == 0) {
                 wgmma<product_t, 8>(tile_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), i > 0);
             }
         }
         warpgroup_commit_batch();
     };
-    // Promotes P V of a tile to the item's accumulators. The first piece is already in flight. beside(n) runs while
+    const auto start_pieces = [&] {
+#pragma unroll
+        for (int n = 0; n < PIECES_IN_FLIGHT; ++n) start_piece(n);
+    };
+    // Promotes P V of a tile to the item's accumulators. The first pieces are already in flight. beside(n) runs while
     // piece n + 1 is computed.
     const auto add_pieces = [&](auto beside) {
 #pragma unroll
         for (int n = 0; n < PIECES; ++n) {
-            warpgroup_wait<0>();
+            auto& piece = pieces[n % PIECES_IN_FLIGHT];
+            if (n + PIECES_IN_FLIGHT <= PIECES) warpgroup_wait<PIECES_IN_FLIGHT - 1>();
+            else warpgroup_wait<0>();
             warpgroup_fence_operand(piece);
 #pragma unroll
             for (int i = 0; i < PIECE / 2; ++i) o[n * (PIECE / 2) + i] += piece[i];
@@ -156,10 +164,9 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                 row_sums[0] += tile_sums[0];
                 row_sums[1] += tile_sums[2];
             }
-            if (n + 1 < PIECES) {
-                warpgroup_fence_operand(piece);
-                start_piece(n + 1);
-            } else {
+            if (n + PIECES_IN_FLIGHT < PIECES) {
+                start_piece(n + PIECES_IN_FLIGHT);
+            } else if (n + 1 == PIECES) {
                 release(tiles.value);
                 tiles.value.advance();
             }
@@ -198,18 +205,26 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
 
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
+            if constexpr (!OVERLAP) {
+                start_pieces();
+                add_pieces([](int) {});
+            }
             start_logits();
             invalid_boxes = invalid_pages[tiles.key.stage];
-            start_piece(0);
+            if constexpr (OVERLAP) start_pieces();
             end_turn();
             softmax.begin_tile(tile, invalid_boxes);
-            warpgroup_wait<1>();
+            warpgroup_wait<OVERLAP ? 1 : 0>();
             warpgroup_fence_operand(softmax.s);
             release_keys(tile);
             softmax.update_row_max<false>(tile, invalid_boxes);
-            add_pieces([&](int n) {
-                if (n == 0) softmax.exponentials(0, TOKENS / 2);
-            });
+            if constexpr (OVERLAP) {
+                add_pieces([&](int n) {
+                    if (n == 0) softmax.exponentials(0, TOKENS / 2);
+                });
+            } else {
+                softmax.exponentials(0, TOKENS / 2);
+            }
             if (softmax.needs_rescale) {
 #pragma unroll
                 for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
@@ -219,7 +234,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
             softmax.round_probabilities(0, TOKENS / 2);
         }
         if (!EARLY_QUERIES) release(tiles.query);
-        start_piece(0);
+        start_pieces();
         add_pieces([](int) {});
         if (ROW_SUMS_BY_WGMMA) {  // all four lanes of a row have the row sum; store() adds the lanes
             softmax.exp_sum[0] = 0.25f * row_sums[0];

@@ -43,13 +43,15 @@ class E4m3Config:
     Attributes:
         tokens: keys of a KV tile.
         consumers: consumer warpgroups, each with 64 rows of queries.
+        overlap: Q K^T of the next KV tile is computed beside P V of the current one.
     """
 
     tokens: int
     consumers: int
+    overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokens not in (64, 128) or self.consumers not in (2, 3):
+        if self.tokens % 32 or not 0 < self.tokens < 256 or self.consumers not in (2, 3):
             raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[E4m3Config]:
@@ -86,6 +88,7 @@ class E4m3Config:
                 **{name: value for name, value in constants.items() if name not in others},
                 TOKENS=self.tokens,
                 CONSUMERS=self.consumers,
+                OVERLAP=self.overlap,
                 BOX_TOKENS=box_tokens,
                 WHOLE_HEADS=whole_heads,
                 STAGES=stages,
