@@ -9,8 +9,9 @@
 //
 // FP8 WGMMA accumulates with 14 bits of mantissa (wgmma.cuh), so the accumulators of many tiles would lose the next
 // tile. P V of each tile is therefore computed in accumulators of its own, PIECE elements of the head at a time, and
-// promoted to the item's float32 accumulators. The first piece is issued together with S = Q K^T of the next tile; the
-// others overlap with the exponentials.
+// promoted to the item's float32 accumulators. With OVERLAP the first piece is issued together with S = Q K^T of the next
+// tile, and the others overlap with the exponentials. Without, a warpgroup's softmax overlaps with the WGMMAs of the
+// others, and the registers that this leaves free allow larger tiles or a third warpgroup.
 //
 // Constants
 //     scalar_t       T: element type of out: half_t or bf16_t
@@ -18,8 +19,9 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
 //     TOKENS         keys of a KV tile: a multiple of 32
-//     OVERLAP        Q K^T of the next tile is in flight beside P V of the current one; otherwise it follows, and needs
-//                    no registers of its own
+//     OVERLAP        Q K^T of the next tile is in flight beside P V of the current one; otherwise it follows, and P V
+//                    takes the registers of S
+//     PING_PONG      consumers take turns at issuing WGMMAs
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
 //     HEAD_SCALES    each KV head has its own scales of keys and values
@@ -36,7 +38,7 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_S
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int DEPTH = 32;                        // K of one WGMMA
+constexpr int DEPTH = 32;                                                   // K of one WGMMA
 constexpr int PIECE = CONSUMERS == 3 || TOKENS % 64 || !OVERLAP ? 32 : 64;  // N of a piece of P V, limited by registers
 constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PIECES_IN_FLIGHT = OVERLAP || PIECES == 1 ? 1 : 2;
@@ -107,9 +109,13 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         sync_warp();
         ring.release(ring.stage);
     };
-    // Ping-pong: the consumers issue WGMMAs one after another.
-    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
-    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    // Ping-pong: the consumers issue the WGMMAs of an iteration one after another.
+    const auto await_turn = [&] {
+        if (PING_PONG) named_barrier_sync(TURNS + warpgroup, 256);
+    };
+    const auto end_turn = [&] {
+        if (PING_PONG) named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256);
+    };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
     const Results results{
@@ -208,6 +214,11 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
             if constexpr (!OVERLAP) {
                 start_pieces();
                 add_pieces([](int) {});
+                // ptxas otherwise sinks the last promotion into the softmax, and the piece's registers are those of S.
+                int bits = 0;
+#pragma unroll
+                for (int i = HEAD_SIZE / 2 - PIECE / 2; i < HEAD_SIZE / 2; ++i) bits |= __float_as_int(o[i]);
+                hold_next_wait(__int_as_float(bits & 0x7fffffff));
             }
             start_logits();
             invalid_boxes = invalid_pages[tiles.key.stage];
