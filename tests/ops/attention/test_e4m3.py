@@ -119,7 +119,7 @@ def test_exact_accumulation(on: str, head_size: int, block_size: int, has_lse: b
 @pytest.mark.parametrize(("head_size", "one"), few([(128, E4m3Config(224, 2, False)), *_ALL], 1))
 @pytest.mark.parametrize("ping_pong", few([False, True], 1))
 def test_other_geometries(on: str, head_size: int, one: E4m3Config, ping_pong: bool) -> None:
-    """Exact sums in tiles with parts of 128, 64 and 32 keys, and without overlap."""
+    """Exact accumulation in tiles with parts of 128, 64 and 32 keys, and without overlap."""
     call = _in_powers_of_two(_call([66, 1], [290, 225], (2, 1), head_size=head_size, on=on))
     _run(replace(one, ping_pong=ping_pong), call)
     for rows, *_, right, _ in _truths(call):
