@@ -9,15 +9,19 @@
 //
 // FP8 WGMMA accumulates with 14 bits of mantissa (wgmma.cuh), so the accumulators of many tiles would lose the next
 // tile. P V of each tile is therefore computed in accumulators of its own, PIECE elements of the head at a time, and
-// promoted to the item's float32 accumulators. The first piece is issued together with S = Q K^T of the next tile; the
-// others overlap with the exponentials.
+// promoted to the item's float32 accumulators. With OVERLAP the first piece is issued together with S = Q K^T of the next
+// tile, and the others overlap with the exponentials. Without, a warpgroup's softmax overlaps with the WGMMAs of the
+// others, and the registers that this leaves free allow larger tiles or a third warpgroup.
 //
 // Constants
 //     scalar_t       T: element type of out: half_t or bf16_t
 //     cache_t        fp8_e4m3_t: element type of queries and caches
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
-//     TOKENS         keys of a KV tile: 64 or 128
+//     TOKENS         keys of a KV tile: a multiple of 32
+//     OVERLAP        Q K^T of the next tile is in flight beside P V of the current one; otherwise it follows, and P V
+//                    takes the registers of S
+//     PING_PONG      consumers take turns at issuing WGMMAs
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
 //     HEAD_SCALES    each KV head has its own scales of keys and values
@@ -34,14 +38,14 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_S
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int DEPTH = 32;                        // K of one WGMMA
-constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // N of a piece of P V, limited by registers
+constexpr int DEPTH = 32;                                                   // K of one WGMMA
+constexpr int PIECE = CONSUMERS == 3 || TOKENS % 64 || !OVERLAP ? 32 : 64;  // N of a piece of P V, limited by registers
 constexpr int PIECES = HEAD_SIZE / PIECE;
+constexpr int PIECES_IN_FLIGHT = OVERLAP || PIECES == 1 ? 1 : 2;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 constexpr int TURNS = 1;  // named barriers TURNS + w: ping-pong order of consumer w
 constexpr uint32_t FOUR_ONES = 0x38383838u;
-static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && HEAD_SIZE % PIECE == 0 &&
-              VALUE_ROWS % PIECE == 0);
+static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && part_rows(TOKENS - DEPTH) % PIECE == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
@@ -105,14 +109,18 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         sync_warp();
         ring.release(ring.stage);
     };
-    // Ping-pong: the consumers issue WGMMAs one after another.
-    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
-    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    // Ping-pong: the consumers issue the WGMMAs of an iteration one after another.
+    const auto await_turn = [&] {
+        if (PING_PONG) named_barrier_sync(TURNS + warpgroup, 256);
+    };
+    const auto end_turn = [&] {
+        if (PING_PONG) named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256);
+    };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
     const Results results{
         out, lse, nullptr, nullptr, nullptr, sinks, v_scale, num_tokens, 1, out_stride, num_kv_heads * GROUP};
-    float o[HEAD_SIZE / 2], piece[PIECE / 2];
+    float o[HEAD_SIZE / 2], pieces[PIECES_IN_FLIGHT][PIECE / 2];
     float tile_sums[4], row_sums[2];  // row sums of P by WGMMA, of a tile (elements 0 and 2) and of the item
     const auto start_logits = [&] {   // S = Q K^T
         const int first_row = warpgroup * 64;
@@ -129,25 +137,31 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     };
     // Issues P V of PIECE elements, and with the first piece the row sums of P.
     const auto start_piece = [&](int n) {
-        const uint64_t b =
-            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES + place_of_values(n * PIECE));
+        const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES);
         if (n == 0) tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / DEPTH; ++i) {
-            wgmma<product_t, PIECE>(piece, softmax.p[i], advance_smem_desc(b, i * DEPTH), i > 0);
+            wgmma<product_t, PIECE>(pieces[n % PIECES_IN_FLIGHT], softmax.p[i],
+                                    advance_smem_desc(b, place_of_values(n * PIECE, i * DEPTH)), i > 0);
             if (ROW_SUMS_BY_WGMMA && n == 0) {
                 wgmma<product_t, 8>(tile_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), i > 0);
             }
         }
         warpgroup_commit_batch();
     };
-    // Promotes P V of a tile to the item's accumulators. The first piece is already in flight. beside(n) runs while
+    const auto start_pieces = [&] {
+#pragma unroll
+        for (int n = 0; n < PIECES_IN_FLIGHT; ++n) start_piece(n);
+    };
+    // Promotes P V of a tile to the item's accumulators. The first pieces are already in flight. beside(n) runs while
     // piece n + 1 is computed.
     const auto add_pieces = [&](auto beside) {
 #pragma unroll
         for (int n = 0; n < PIECES; ++n) {
-            warpgroup_wait<0>();
+            auto& piece = pieces[n % PIECES_IN_FLIGHT];
+            if (n + PIECES_IN_FLIGHT <= PIECES) warpgroup_wait<PIECES_IN_FLIGHT - 1>();
+            else warpgroup_wait<0>();
             warpgroup_fence_operand(piece);
 #pragma unroll
             for (int i = 0; i < PIECE / 2; ++i) o[n * (PIECE / 2) + i] += piece[i];
@@ -156,10 +170,9 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                 row_sums[0] += tile_sums[0];
                 row_sums[1] += tile_sums[2];
             }
-            if (n + 1 < PIECES) {
-                warpgroup_fence_operand(piece);
-                start_piece(n + 1);
-            } else {
+            if (n + PIECES_IN_FLIGHT < PIECES) {
+                start_piece(n + PIECES_IN_FLIGHT);
+            } else if (n + 1 == PIECES) {
                 release(tiles.value);
                 tiles.value.advance();
             }
@@ -198,18 +211,31 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
 
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
+            if constexpr (!OVERLAP) {
+                start_pieces();
+                add_pieces([](int) {});
+                // ptxas otherwise sinks the last promotion into the softmax, and the piece's registers are those of S.
+                int bits = 0;
+#pragma unroll
+                for (int i = HEAD_SIZE / 2 - PIECE / 2; i < HEAD_SIZE / 2; ++i) bits |= __float_as_int(o[i]);
+                hold_next_wait(__int_as_float(bits & 0x7fffffff));
+            }
             start_logits();
             invalid_boxes = invalid_pages[tiles.key.stage];
-            start_piece(0);
+            if constexpr (OVERLAP) start_pieces();
             end_turn();
             softmax.begin_tile(tile, invalid_boxes);
-            warpgroup_wait<1>();
+            warpgroup_wait<OVERLAP ? 1 : 0>();
             warpgroup_fence_operand(softmax.s);
             release_keys(tile);
             softmax.update_row_max<false>(tile, invalid_boxes);
-            add_pieces([&](int n) {
-                if (n == 0) softmax.exponentials(0, TOKENS / 2);
-            });
+            if constexpr (OVERLAP) {
+                add_pieces([&](int n) {
+                    if (n == 0) softmax.exponentials(0, TOKENS / 2);
+                });
+            } else {
+                softmax.exponentials(0, TOKENS / 2);
+            }
             if (softmax.needs_rescale) {
 #pragma unroll
                 for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
@@ -219,7 +245,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
             softmax.round_probabilities(0, TOKENS / 2);
         }
         if (!EARLY_QUERIES) release(tiles.query);
-        start_piece(0);
+        start_pieces();
         add_pieces([](int) {});
         if (ROW_SUMS_BY_WGMMA) {  // all four lanes of a row have the row sum; store() adds the lanes
             softmax.exp_sum[0] = 0.25f * row_sums[0];

@@ -215,7 +215,7 @@ struct Softmax {
     // relative to the old row_max is then to be multiplied by `correction`.
     template <bool IS_FIRST>
     DEVICE void update_row_max(int tile, uint32_t invalid_boxes) {
-        const int start = tile * TOKENS, first_key = start + 2 * (made_anew(threadIdx.x) % 4);
+        const int start = tile * TOKENS, first_key = start + 2 * (made_anew(threadIdx.x) & 3);
         if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // the series has one scale for all rows
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) s[i] *= q_descale[i / 2 % 2];

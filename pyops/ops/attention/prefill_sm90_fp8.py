@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import check, tuning
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.launch.tensor_map import TensorMap
@@ -27,9 +27,16 @@ from .prefill_sm90 import (
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
-# {head size: (keys of a KV tile, consumer warpgroups), ...}: geometries that fit into registers. The first is the
-# default; tuning tries the others (docs/performance/prefill.md, "Tiles and warpgroups of e4m3").
-_GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
+# {head size: (keys of a KV tile, consumer warpgroups, overlap), ...}: geometries that fit into registers. The first is
+# the default; tuning tries the others (docs/performance/prefill.md, "Tiles and warpgroups of e4m3").
+GEOMETRIES = {
+    64: ((128, 3, True), (128, 2, True), (64, 3, True), (128, 3, False), (192, 3, False)),
+    128: (
+        *((128, 2, True), (64, 2, True), (64, 3, True), (160, 2, True)),
+        *((128, 2, False), (192, 2, False), (224, 2, False), (96, 3, False), (128, 3, False)),
+    ),
+    256: ((64, 2, True), (128, 2, False)),
+}
 _NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
 
 
@@ -40,19 +47,23 @@ class E4m3Config:
     Attributes:
         tokens: keys of a KV tile.
         consumers: consumer warpgroups, each with 64 rows of queries.
+        overlap: Q K^T of the next KV tile is computed beside P V of the current one.
+        ping_pong: consumer warpgroups take turns at issuing WGMMAs.
     """
 
     tokens: int
     consumers: int
+    overlap: bool = True
+    ping_pong: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokens not in (64, 128) or self.consumers not in (2, 3):
+        if self.tokens % 32 or not 0 < self.tokens < 256 or self.consumers not in (2, 3):
             raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[E4m3Config]:
-        """Another KV tile, or another number of consumer warpgroups."""
-        found = tuning.varied(self, tokens=(64, 128), consumers=(2, 3))
-        return [one for one in found if (one.tokens, one.consumers) in _GEOMETRIES[problem.query.shape[2]]]
+        """The other geometries of the head size."""
+        found = (E4m3Config(*geometry) for geometry in GEOMETRIES[problem.query.shape[2]])
+        return [one for one in found if one != self]
 
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
         """A persistent grid: one CTA per SM takes work items from a counter."""
@@ -84,6 +95,8 @@ class E4m3Config:
                 **{name: value for name, value in constants.items() if name not in others},
                 TOKENS=self.tokens,
                 CONSUMERS=self.consumers,
+                OVERLAP=self.overlap,
+                PING_PONG=self.ping_pong,
                 BOX_TOKENS=box_tokens,
                 WHOLE_HEADS=panels.whole_heads,
                 PACKED_HEADS=heads,
@@ -119,12 +132,12 @@ def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
         or not problem.uses_wgmma
         or not problem.has_plain_logits
         or problem.value_size != codes.shape[2]
-        or codes.shape[2] not in _GEOMETRIES
+        or codes.shape[2] not in GEOMETRIES
         or codes.alignment < 16
         or heads_stride(codes) % 16
     ):
         return None
-    config = E4m3Config(*_GEOMETRIES[codes.shape[2]][0])
+    config = E4m3Config(*GEOMETRIES[codes.shape[2]][0])
     return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
 
 

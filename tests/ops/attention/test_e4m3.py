@@ -20,7 +20,7 @@ from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
-from pyops.ops.attention.prefill_sm90_fp8 import E4m3Config
+from pyops.ops.attention.prefill_sm90_fp8 import GEOMETRIES, E4m3Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
 from tests.ops.attention.test_varlen import VARLEN, reference
@@ -34,6 +34,7 @@ BITS = 2.0**-8  # rounding to bfloat16 changes a result by at most this factor
 # Query tokens and lengths around multiples of the tile, 64 rows and 128 keys; a single key in its own tile.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 _CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64, 2)}
+_ALL = [(size, E4m3Config(*one)) for size, found in GEOMETRIES.items() for one in found]
 
 
 @pytest.fixture(params=KERNELS)
@@ -113,6 +114,16 @@ def test_exact_accumulation(on: str, head_size: int, block_size: int, has_lse: b
         torch.testing.assert_close(call["out"][rows].double().cpu(), right, rtol=BITS, atol=0)
         if has_lse:
             torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("head_size", "one"), few([(128, E4m3Config(224, 2, False)), *_ALL], 1))
+@pytest.mark.parametrize("ping_pong", few([False, True], 1))
+def test_other_geometries(on: str, head_size: int, one: E4m3Config, ping_pong: bool) -> None:
+    """Exact accumulation in tiles with parts of 128, 64 and 32 keys, and without overlap."""
+    call = _in_powers_of_two(_call([66, 1], [290, 225], (2, 1), head_size=head_size, on=on))
+    _run(replace(one, ping_pong=ping_pong), call)
+    for rows, *_, right, _ in _truths(call):
+        torch.testing.assert_close(call["out"][rows].double().cpu(), right, rtol=BITS, atol=0)
 
 
 def test_long_accumulation_is_exact(on: str) -> None:
@@ -240,15 +251,20 @@ def test_choice_of_kernel() -> None:
         assert isinstance(chosen, kind)
         assert len(launch(problem, chosen)) == count
     with pytest.raises(ValueError, match="no geometry"):
-        E4m3Config(96, 2)
+        E4m3Config(100, 2)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize(("head_size", "has_lse"), few([(128, False), (64, True), (256, False), (128, True)], 1))
-def test_compiles_without_spills_and_advice(head_size: int, has_lse: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_size", "has_lse", "one"),
+    few(
+        [(128, False, _CONFIGS[128]), *((size, has, one) for has in (False, True) for size, one in _ALL)],
+        1,
+    ),
+)
+def test_compiles_without_spills_and_advice(head_size: int, has_lse: bool, one: E4m3Config) -> None:
     lse = ArgMaker(HOPPER).empty(8, 4096, dtype="float32") if has_lse else None
-    problem = _problem(4096, head_size, lse=lse)
-    one = launch(problem, choose(problem, HOPPER))[0].specialisation
-    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    made = launch(_problem(4096, head_size, lse=lse), one)[0].specialisation
+    report = offline.compile(made.kernel.file, str(made), made.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     assert report.shared_bytes <= prefill_sm90._STATIC_BYTES
