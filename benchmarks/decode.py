@@ -115,13 +115,16 @@ def step_bytes(model: Decoder, batch: int, context: int) -> float:
     return weight_bytes(model) - idle_expert_bytes(model, batch) + batch * row + cached
 
 
-def step_kernels(config: Config, batch: int, context: int, on: device.Device) -> list[tuple[Op, Specialisation]]:
+Kernels = dict[Any, tuple[Op, Specialisation]]
+
+
+def step_kernels(config: Config, batch: int, context: int, on: device.Device) -> Kernels:
     """The kernels of a decode step, planned without weights, so that all of them can be compiled at a time."""
-    found: dict[str, tuple[Op, Specialisation]] = {}
+    found: Kernels = {}
 
     def observe(op: Op, launches: list[Launch]) -> None:
         for one in launches:
-            found.setdefault(str(one.specialisation), (op, one.specialisation))
+            found[one.specialisation.kernel, one.specialisation.key] = op, one.specialisation
 
     decoder = Decoder(config, "bfloat16", "meta")
     decoder.prepare(checked=False)
@@ -134,7 +137,7 @@ def step_kernels(config: Config, batch: int, context: int, on: device.Device) ->
             decode_batch(rows, starts, decoder.slot_bytes > 0, starts), cache, decoder.new_tables(context)
         )
         decoder.logits(hidden)
-    return list(found.values())
+    return found
 
 
 def ours(model: Decoder, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -208,7 +211,7 @@ def measure(name: str, batches: Sequence[int], context: int, bandwidth: float, t
     """Print a row for each batch."""
     config = Config.parse(MODELS[name])
     here = device.get(torch.cuda.current_device())
-    wanted = {str(one[1]): one for batch in batches for one in step_kernels(config, batch, context, here)}
+    wanted = {at: one for batch in batches for at, one in step_kernels(config, batch, context, here).items()}
     compile_ahead.load(list(wanted.values()), here.index)
     model = Decoder(config, "bfloat16", "cuda").randomise(0)
     model.prepare()

@@ -19,17 +19,16 @@ def named(kernels: launches.Kernels) -> Counter[str]:
     [
         (
             "llama",
-            {"mm": 3, "rotary_embedding": 1, "reshape_and_cache_flash": 1, "attention_decode": 1}
-            | {"fused_add_rms_norm": 2, "gemm_sm90_swap_ab": 1},
+            {"mm": 3, "qk_norm_rope_insert": 1, "attention_decode": 1, "fused_add_rms_norm": 2, "gemm_sm90_swap_ab": 1},
         ),
         (
             "llama-fp8",
-            {"group_quant": 3, "gemm_sm90_swap_ab": 4, "rotary_embedding": 1, "reshape_and_cache_flash": 1}
+            {"group_quant": 3, "gemm_sm90_swap_ab": 4, "qk_norm_rope_insert": 1}
             | {"attention_decode": 1, "fused_add_rms_norm": 2, "silu_and_mul_per_block_quant": 1},
         ),
         (
             "qwen3-moe",
-            {"mm": 3, "fused_qk_norm_rope": 1, "reshape_and_cache_flash": 1, "attention_decode": 1}
+            {"mm": 3, "qk_norm_rope_insert": 1, "attention_decode": 1}
             | {"fused_add_rms_norm": 2, "topk_gating": 1, "moe_align": 1, "grouped_gemm_sm90": 2, "moe_sum": 1},
         ),
         (
@@ -50,6 +49,6 @@ def test_kernels_of_a_layer(model: str, layer: dict[str, int]) -> None:
 def test_command_prints_totals(capsys: pytest.CaptureFixture[str]) -> None:
     launches.main(["llama", "--num-seqs", "1", "--list"])
     text = capsys.readouterr().out
-    assert "llama, a layer: 10 kernels, 0 of them torch's" in text
+    assert "llama, a layer: 9 kernels, 0 of them torch's" in text
     assert "llama, the rest: 5 kernels, 3 of them torch's" in text
     assert "4 pyops: linear/" in text
