@@ -33,8 +33,8 @@ def named(kernels: launches.Kernels) -> Counter[str]:
         ),
         (
             "deepseek",
-            {"mm": 4, "rms_norm": 2, "concat_and_cache_mla_rope_fused": 1, "bmm": 1, "mla_decode_sm90": 1}
-            | {"mla_combine": 1, "baddbmm_": 1, "fused_add_rms_norm": 2, "_to_copy": 1, "topk_grouped": 1}
+            {"mm": 3, "gemv": 1, "rms_norm": 2, "concat_and_cache_mla_rope_fused": 1, "bmm": 1, "mla_decode_sm90": 1}
+            | {"mla_combine": 1, "baddbmm_": 1, "fused_add_rms_norm": 2, "topk_grouped": 1}
             | {"moe_align": 1, "grouped_gemm_sm90": 2, "moe_sum": 1, "gemm_sm90_swap_ab": 1, "addmm_": 1},
         ),
     ],
