@@ -87,7 +87,7 @@ class Attention:
         scales = self.scales.arguments(key_cache.dtype)
         is_fused = self.rope is not None and self._is_fused(projected)
         if self.rope is not None and is_fused and key_cache.dtype == projected.dtype:
-            self._turn_and_insert(projected, self.rope, batch, cache, tables[self.rope])
+            self._rotate_and_insert(projected, self.rope, batch, cache, tables[self.rope])
         else:
             if self.rope is not None and is_fused and self.q_norm is not None:
                 self._normalise_and_turn(projected, self.rope, batch.positions, tables[self.rope])
@@ -128,19 +128,19 @@ class Attention:
             and projected.element_size() == 2
         )
 
-    def _turn_and_insert(
+    def _rotate_and_insert(
         self, projected: Tensor, rope: Rope, batch: Batch, cache: tuple[Tensor, ...], table: Tensor
     ) -> None:
         """Normalise, where there are norms, and rotate the queries and keys in `projected`, [num_tokens, queries, keys,
         values], in place, and insert keys and values into `cache`."""
         config = self.config
         sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        turned = table, not rope.interleaved, batch.positions, batch.slot_mapping
+        rotated = table, not rope.interleaved, batch.positions, batch.slot_mapping
         key_cache, value_cache = cache
         fused_qk_rope_cache(
             projected,
             *sizes,
-            *turned,
+            *rotated,
             key_cache,
             value_cache,
             q_weight=None if self.q_norm is None else self.q_norm.weight,

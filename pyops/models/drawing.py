@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Kind = Literal["greedy", "drawn", "filtered"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TABLE_SIZE = 4  # int64 elements of a row's parameters: its seed, its offset, and four numbers of 32 bits
-_SEEDS = 1 << 64  # number of seeds that Philox tells apart
+_SEEDS = 1 << 64  # number of different seeds of Philox
 _MAX_FLOAT = float.fromhex("0x1.fffffep127")  # the largest float32
 
 

@@ -28,7 +28,7 @@ class Chosen(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step whose tokens are still on the device.
+    """A step with tokens that are still on the device.
 
     Attributes:
         requests: a request for each row; None for a row with a token that nobody reads.

@@ -40,7 +40,7 @@ def params_of(draw: random.Random) -> SamplingParams:
 
 
 def played(model: Decoder, seed: int, ahead: bool) -> tuple[dict[int, list[tuple[int, str | None]]], int]:
-    """The tokens of random requests, some of which are cancelled or stepped back at a number of tokens that the seed
+    """The tokens of random requests; some are cancelled or stepped back at a number of tokens that the seed
     says; and how many steps were launched ahead."""
     draw = random.Random(seed)
     options: dict[str, Any] = {"max_num_seqs": draw.randint(2, 4), "num_blocks": draw.randint(10, 24), "block_size": 4}
