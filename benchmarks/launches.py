@@ -23,6 +23,7 @@ from pyops._core.launch.kernel import Launch
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.models import Config, Decoder
+from pyops.models.drawing import choose
 from pyops.models.kernels import planned
 from pyops.models.runner import decode_batch, row_size
 
@@ -130,8 +131,9 @@ def step(values: dict[str, Any], num_layers: int, num_seqs: int) -> Kernels:
         rows = torch.empty(num_seqs, row_size(config, _CONTEXT, _BLOCK_SIZE), dtype=torch.int64, device="meta")
         starts = torch.empty(num_seqs + 1, dtype=torch.int64, device="meta")
         with planned(device.model("sm_90"), observe), _Torch(found):
-            batch = decode_batch(rows, starts, decoder.slot_bytes > 0)
-            decoder.logits(decoder.forward(batch, cache, tables))
+            batch = decode_batch(rows, starts, decoder.slot_bytes > 0, starts)
+            logits = decoder.logits(decoder.forward(batch, cache, tables))
+            choose(batch.tokens, logits, starts, "greedy")
     return found
 
 

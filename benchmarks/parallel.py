@@ -21,23 +21,13 @@ import torch.distributed as dist
 
 from pyops.models import Config, Decoder, Engine, Group, ParallelDecoder, SamplingParams
 
+from . import decode
 from .decode import ours, step_us, weight_bytes
 from .timing import QUICK, streaming_gbs
 
-_LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_EXPERTS = {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
 # Sizes from the models' public configs.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {  # Llama 3.1 8B
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
+    "llama": decode.MODELS["llama-8b"],
     "mixtral": {  # Mixtral 8x7B
         "architectures": ["MixtralForCausalLM"],
         "vocab_size": 32000,
@@ -50,21 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "deepseek": {  # DeepSeek V2 Lite
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "vocab_size": 102400,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 163840,
-        "topk_method": "greedy",
-        "routed_scaling_factor": 1.0,
-    }
-    | _LATENT
-    | _EXPERTS,
+    "deepseek": decode.MODELS["deepseek-lite"],
 }
 _SMALL = {
     "vocab_size": 512,

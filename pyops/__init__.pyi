@@ -4873,6 +4873,59 @@ class _fused_muse_spark_qknorm_rope_kv_insert(_Attributes, Protocol):
 
 fused_muse_spark_qknorm_rope_kv_insert: _fused_muse_spark_qknorm_rope_kv_insert
 
+class _fused_qk_rope_cache(_Attributes, Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim: int,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        kv_cache_dtype: str = 'auto',
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-06,
+    ) -> None:
+        """Rotate the query and key heads of qkv in place, and insert keys and values into a paged cache: one launch.
+
+        With weights a head ``x`` first becomes ``x / sqrt(mean(x^2) + eps) * weight``. The first ``rotary_dim`` elements of
+        a head rotate in pairs: (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864).
+        All in float32, rounded once. Keys and values are then written to ``b, o = divmod(slot_mapping[t], block_size)`` of
+        the caches, as they are or as fp8 of ``x / scale``. A token with a position outside the table is not rotated, and
+        nothing of it is inserted; nor is a token with a slot that is negative or after the last.
+
+        Args:
+            qkv: [num_tokens, at least (num_heads_q + 2 * num_heads_kv) * head_dim], float16 or bfloat16, read and written;
+                any row stride. Values, and what follows them, are not changed.
+            num_heads_q: heads of queries, and of keys.
+            num_heads_kv: heads of queries, and of keys.
+            head_dim: 64, 128 or 256.
+            cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, of one row at least, any row stride:
+                cosines, then sines; rotary_dim even, at most head_dim.
+            is_neox: which elements form a pair.
+            positions: [num_tokens] int64 or int32, any stride.
+            slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
+            key_cache: [num_blocks, block_size, num_heads_kv, head_dim], written where slots say; any strides
+                but the last; of the dtype of `qkv`, or uint8 or float8.
+            value_cache: [num_blocks, block_size, num_heads_kv, head_dim], written where slots say; any strides
+                but the last; of the dtype of `qkv`, or uint8 or float8.
+            kv_cache_dtype: "auto", "bfloat16" or "float16", all the same; "fp8", "fp8_e4m3" or "fp8_e5m2".
+            k_scale: one float32 each; needed for fp8.
+            v_scale: one float32 each; needed for fp8.
+            q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype; or None, both.
+            k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype; or None, both.
+            eps: added to the mean of squares; not read without weights.
+        """
+
+fused_qk_rope_cache: _fused_qk_rope_cache
+
 class _reshape_and_cache(_Attributes, Protocol):
     def __call__(
         self,

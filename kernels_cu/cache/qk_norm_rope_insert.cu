@@ -2,6 +2,7 @@
 // into a paged cache. A row may also have the query heads and the one key of an indexer, with a cache of its own.
 //
 //     n = x / sqrt(mean(x^2) + eps) * (weight + weight_bias)    over one head; without HAS_WEIGHTS n = x / sqrt(...)
+//     n = x, without NORMS
 //     y = T(rope(n));  rope rotates the first 2 * HALF elements, as head_rotation.cuh says, by row positions[t] of cos
 //         and sin; T is the dtype of qkv; all else in float32
 //     queries, keys: y to q_out, k_out, or in offset; values: x to v_out
@@ -24,6 +25,7 @@
 //     INDEX         index heads are processed; a row then has them after the values
 //     HALF          rotated pairs of a head; 0 without RoPE
 //     IS_NEOX       which elements make a pair
+//     NORMS         heads are normed
 //     HAS_WEIGHTS   norms have weights
 //     SPLIT_ANGLES  cos and sin are two tensors; else sines follow the HALF cosines of a row
 //     INSERT        there is a cache
@@ -109,20 +111,22 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         const bool is_index_k = INDEX && head == HEADS - 1, is_index_q = INDEX && head >= FIRST_INDEX && !is_index_k;
         float n[VEC_SIZE];
         vecs[round].to_floats(n);
-        float sum = 0.0f;
+        if constexpr (NORMS) {
+            float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) sum += n[j] * n[j];
-        const float scale = rsqrtf(lane_reduce<Sum, LANES>(sum) / HEAD_SIZE + eps);
-        float weight[VEC_SIZE];
+            for (int j = 0; j < VEC_SIZE; ++j) sum += n[j] * n[j];
+            const float scale = rsqrtf(lane_reduce<Sum, LANES>(sum) / HEAD_SIZE + eps);
+            float weight[VEC_SIZE];
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) weight[j] = 1.0f;
-        if (HAS_WEIGHTS && exists && head < HEADS && !is_v) {
-            const weight_t* from = is_q ? q_weight : is_k ? k_weight : is_index_q ? index_q_weight : index_k_weight;
+            for (int j = 0; j < VEC_SIZE; ++j) weight[j] = 1.0f;
+            if (HAS_WEIGHTS && exists && head < HEADS && !is_v) {
+                const weight_t* from = is_q ? q_weight : is_k ? k_weight : is_index_q ? index_q_weight : index_k_weight;
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) weight[j] = to_float(from[element + j]) + weight_bias;
+                for (int j = 0; j < VEC_SIZE; ++j) weight[j] = to_float(from[element + j]) + weight_bias;
+            }
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) n[j] = ieee_multiply(n[j], scale * weight[j]);
         }
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) n[j] = ieee_multiply(n[j], scale * weight[j]);
         if constexpr (HAS_ROPE) {
             float partner[VEC_SIZE];
             float* of_group = VIA_SHARED ? shared + threadIdx.x / LANES * (LANES * VEC_SIZE) : nullptr;

@@ -37,10 +37,12 @@ decoder               the model
 tensor_parallel       the model divided among processes
 kv_scales             scales of fp8 caches, from a checkpoint or a caller
 checkpoint hooks      weights from a folder; functions that change logits before a token is chosen
-params                SamplingParams and sampling
+params                SamplingParams
+drawing               the choice of the next token, on the device
 runner                the model with its cache and CUDA graphs
 kernels scheduler     all kernels that serving a model launches; which requests run, with which blocks and slots
 logprobs              hooks, `min_tokens` and log-probabilities of a step
+steps                 the steps of an engine, launched before the tokens of the previous one are read
 engine                continuous batching
 calibration           scales of fp8 caches, from prompts
 """

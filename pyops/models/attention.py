@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .._core.system.lazy import torch
 from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
-from ..ops.cache import reshape_and_cache_flash
+from ..ops.cache import fused_qk_rope_cache, reshape_and_cache_flash
 from ..ops.linear.dense import linear
 from ..ops.norm import fused_qk_norm_rope
 from ..ops.rotary import rotary_embedding
@@ -83,18 +83,23 @@ class Attention:
         gate = None
         if config.gates_attention:
             query, gate = (part.contiguous() for part in (query[:, ::2], query[:, 1::2]))
-        if self.rope is not None and self._is_fused(projected):
-            self._normalise_and_turn(projected, self.rope, batch.positions, tables[self.rope])
-        else:
-            if self.q_norm is not None and self.k_norm is not None:
-                query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
-            if self.rope is not None:
-                rotary_embedding(batch.positions, query, key, head_dim, tables[self.rope], not self.rope.interleaved)
-        if self.rope is not None:
-            self.rope.scale_queries(query, batch.positions)
         key_cache, value_cache = cache
         scales = self.scales.arguments(key_cache.dtype)
-        reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
+        is_fused = self.rope is not None and self._is_fused(projected)
+        if self.rope is not None and is_fused and key_cache.dtype == projected.dtype:
+            self._rotate_and_insert(projected, self.rope, batch, cache, tables[self.rope])
+        else:
+            if self.rope is not None and is_fused and self.q_norm is not None:
+                self._normalise_and_turn(projected, self.rope, batch.positions, tables[self.rope])
+            else:
+                if self.q_norm is not None and self.k_norm is not None:
+                    query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+                if self.rope is not None:
+                    halves = not self.rope.interleaved
+                    rotary_embedding(batch.positions, query, key, head_dim, tables[self.rope], halves)
+            reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
+        if self.rope is not None:
+            self.rope.scale_queries(query, batch.positions)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
@@ -114,14 +119,33 @@ class Attention:
         return self.o((out if gate is None else out.mul_(gate.sigmoid_())).flatten(1))
 
     def _is_fused(self, projected: Tensor) -> bool:
-        """Whether one kernel normalises and rotates queries and keys: with norms of heads, and sizes that it takes."""
+        """Whether one kernel normalises heads, where they have norms, and rotates queries and keys of these sizes."""
         config = self.config
         return (
-            self.q_norm is not None
-            and (config.qk_norm, self.q_norm.kind) == ("head", "rms")
+            (self.q_norm is None or (config.qk_norm, self.q_norm.kind) == ("head", "rms"))
             and not config.gates_attention
             and config.head_dim in (64, 128, 256)
             and projected.element_size() == 2
+        )
+
+    def _rotate_and_insert(
+        self, projected: Tensor, rope: Rope, batch: Batch, cache: tuple[Tensor, ...], table: Tensor
+    ) -> None:
+        """Normalise, where there are norms, and rotate the queries and keys in `projected`, [num_tokens, queries, keys,
+        values], in place, and insert keys and values into `cache`."""
+        config = self.config
+        sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        rotated = table, not rope.interleaved, batch.positions, batch.slot_mapping
+        key_cache, value_cache = cache
+        fused_qk_rope_cache(
+            projected,
+            *sizes,
+            *rotated,
+            key_cache,
+            value_cache,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=config.rms_norm_eps,
         )
 
     def _normalise_and_turn(self, projected: Tensor, rope: Rope, positions: Tensor, table: Tensor) -> None:

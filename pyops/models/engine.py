@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import reprlib
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import ModelError
 from .checkpoint import free_bytes
@@ -14,13 +13,11 @@ from .config import Config
 from .config_values import is_integer
 from .decoder import Decoder
 from .hooks import LogitsHook
-from .logprobs import Logprobs, edited, generated_logprobs, run_scored
-from .params import SamplingParams, sample
-from .runner import Part, Runner, blocks_for, default_max_seq_len
+from .logprobs import Logprobs
+from .params import SamplingParams
+from .runner import Runner, blocks_for, default_max_seq_len
 from .scheduler import Request, Scheduler
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .steps import Chosen, Steps
 
 Finish = Literal["stop", "length"]
 
@@ -80,6 +77,8 @@ class Engine:
         kv_cache_dtype: "auto" for what ``config.json`` asks for, or the model's dtype if it asks for none; "fp8" or
             "fp8_e4m3", or "fp8_e5m2", for fp8 values with the scales of the checkpoint, or those that
             `calibrate_kv_scales` or `write_kv_scales` has set, else 1; or the name of the model's dtype.
+        ahead: whether a decode step may be launched before the host has read the tokens of the previous one, so that
+            the device does not wait for the host. None for yes on a GPU. Tokens are the same in either case.
 
     Examples:
         >>> engine = Engine(model, max_num_seqs=8)
@@ -99,6 +98,7 @@ class Engine:
         graphs: bool | None = None,
         logits_hook: LogitsHook | None = None,
         kv_cache_dtype: str = "auto",
+        ahead: bool | None = None,
     ) -> None:
         positions = model.config.max_position_embeddings
         self.max_seq_len = default_max_seq_len(model.config) if max_seq_len is None else max_seq_len
@@ -125,7 +125,9 @@ class Engine:
         self.model, self.num_blocks = model, num_blocks
         self._runner = Runner(model, num_blocks, block_size, max_num_seqs, self.max_seq_len, graphs, kv_cache_dtype)
         self._scheduler = Scheduler(model.config, num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-        self._count, self._hook = 0, logits_hook
+        on_gpu = model.device.type == "cuda"
+        self._steps = Steps(self._runner, self._scheduler, logits_hook, on_gpu if ahead is None else ahead)
+        self._count = 0
 
     @property
     def preemptions(self) -> int:
@@ -143,41 +145,11 @@ class Engine:
         """
         try:
             with self._runner.model.naming_ranks():
-                return self._step()
+                return [self._accept(one) for one in self._steps.next()]
         except BaseException:
+            self._steps.drop()
             self._scheduler.drop_all()
             raise
-
-    def _step(self) -> list[Output]:
-        steps = self._scheduler.next_step()
-        if not steps:
-            return []
-        is_long = self._scheduler.is_long
-        parts = [
-            Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks, r.slot, is_long(r)) for r, n in steps
-        ]
-        plain = self._hook is None and all(request.is_plain for request, _ in steps)
-        logits = self._runner.run(parts) if plain else run_scored(self._runner, parts, [r for r, _ in steps])
-        for request, count in steps:
-            request.computed += count
-        done = [(i, request) for i, (request, _) in enumerate(steps) if not request.pending]
-        if not done:
-            return []
-        if len(done) < len(steps):
-            logits = logits[[i for i, _ in done]]
-        requests = [request for _, request in done]
-        raw, logits = logits, logits if plain else edited(logits, requests, self._hook)
-        tokens = sample(logits, [r.params for r in requests], [r.random.random() for r in requests])
-        outputs = [self._accept(request, token) for request, token in zip(requests, tokens, strict=True)]
-        return outputs if plain else self._with_logprobs(outputs, raw, requests)
-
-    def _with_logprobs(self, outputs: list[Output], logits: Tensor, requests: list[Request]) -> list[Output]:
-        found = []
-        tokens = [output.token for output in outputs]
-        for output, request, one in zip(outputs, requests, generated_logprobs(logits, requests, tokens), strict=True):
-            found.append(output._replace(logprobs=one, prompt_logprobs=request.prompt_logprobs))
-            request.prompt_logprobs = None
-        return found
 
     def cancel(self, request: int) -> None:
         """End a request between steps: it generates no more tokens, and its blocks and slot are free at once.
@@ -185,7 +157,9 @@ class Engine:
         Raises:
             ModelError: the request has ended or does not exist.
         """
-        self._scheduler.cancel(self._found("Engine.cancel", request))
+        found = self._found("Engine.cancel", request)
+        self._steps.forget(found)
+        self._scheduler.cancel(found)
 
     def _found(self, where: str, number: int) -> Request:
         found = next((each for each in self._scheduler if each.number == number), None)
@@ -208,6 +182,7 @@ class Engine:
         least, most = found.num_prompt_tokens, len(found.tokens)
         if not is_integer(num_tokens) or not least <= num_tokens <= most:
             raise ModelError("Engine.step_back", f"num_tokens: expected {least} to {most}, got {num_tokens!r}")
+        self._steps.forget(found)
         self._scheduler.step_back(found, num_tokens)
 
     @property
@@ -241,21 +216,24 @@ class Engine:
             raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {has}")
         ends = () if params.ignore_eos else self.model.config.eos_token_ids
         stops = frozenset(token for token in (*ends, *params.stop_token_ids) if token < self.model.config.vocab_size)
-        return Request(params, tokens, max_seq_len, random.Random(int(params.seed)), stops=stops)
+        return Request(params, tokens, max_seq_len, stops=stops)
 
     def _enqueue(self, request: Request) -> int:
         request.number, self._count = self._count, self._count + 1
         self._scheduler.waiting.append(request)
         return request.number
 
-    def _accept(self, request: Request, token: int) -> Output:
-        self._scheduler.add(request, token)
+    def _accept(self, one: Chosen) -> Output:
+        request, token = one.request, one.token
+        request.tokens.append(token)
+        request.unread -= 1
         finished: Finish | None = "length" if len(request.tokens) == request.max_seq_len else None
         if token in request.stops:
             finished = "stop"
         if finished:
+            self._steps.forget(request)
             self._scheduler.end(request)
-        return Output(request.number, token, finished)
+        return Output(request.number, token, finished, one.logprobs, one.prompt_logprobs)
 
 
 def check_request(config: Config, prompt: Sequence[int], params: SamplingParams, max_seq_len: int) -> list[int]:

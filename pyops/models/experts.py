@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._core.system.lazy import torch
+from ..ops.linear.dsv3 import fp32_router_gemm
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
+from ..tuning import batch_invariant
 from .attention import MLP
 from .config import Config
 from .config_values import refuse
 from .expert_weights import PlainExperts, as_plain
 from .gguf_experts import GgufExperts
-from .linear import Place
+from .linear import Linear, Place
 from .marlin_experts import MarlinExperts, serves
 from .mixture import STACKED, Mixture
 from .packed_format import PackedQuantization
@@ -19,6 +21,9 @@ from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantiz
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# The most tokens of `fp32_router_gemm`, which reads the weight once for every four of them: those of vLLM's op.
+_FEW_TOKENS = 48
 
 
 def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuantization | Mxfp4Experts | None:
@@ -97,10 +102,19 @@ class Experts:
             return self.shared.add_to(out, hidden)
         return out.add_(self.shared(hidden).mul_(self.shared_gate(hidden).sigmoid_()))
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits of the router. In float32, few tokens of bfloat16 take one kernel, without a conversion."""
+        if not self.mixture.router_in_float32:
+            return self.router(hidden)
+        is_few = hidden.device.type != "cpu" and hidden.shape[0] <= _FEW_TOKENS and not batch_invariant()
+        if is_few and hidden.dtype == torch.bfloat16 and isinstance(self.router, Linear) and self.router.bias is None:
+            return fp32_router_gemm.new(hidden, self.router.weight)
+        return self.router(hidden.float())
+
     def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route the tokens: weights and ids of the experts of each token."""
         mixture = self.mixture
-        logits = self.router(hidden.float() if mixture.router_in_float32 else hidden)
+        logits = self._logits(hidden)
         choice = hidden, logits, mixture.top_k, mixture.renormalize
         if mixture.num_groups > 1 or mixture.has_correction_bias:
             groups = mixture.num_groups, mixture.top_k_groups

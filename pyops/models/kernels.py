@@ -17,6 +17,7 @@ from .._core.tensors.tensor import TensorArg, dtype_of
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer
+from .drawing import KINDS, TABLE_SIZE, choose
 from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 
@@ -69,11 +70,24 @@ def serving_kernels(
         tables = decoder.new_tables(max_seq_len)
         rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64, device=place)
         starts = torch.empty(max_num_seqs + 1, dtype=torch.int64, device=place)
-        batches = [decode_batch(rows[:size], starts, decoder.slot_bytes > 0) for size in decode_sizes(max_num_seqs)]
+        batches = [
+            decode_batch(rows[:size], starts, decoder.slot_bytes > 0, starts) for size in decode_sizes(max_num_seqs)
+        ]
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens, place)
         for batch in batches:
-            decoder.logits(decoder.forward(batch, cache, tables))
+            logits = decoder.logits(decoder.forward(batch, cache, tables))
+        for size in decode_sizes(max_num_seqs):
+            for dtype in {logits.dtype, torch.float32}:  # logits that hooks have edited are float32
+                _choose(logits[:1].expand(size, -1).to(dtype, copy=True))
     return list(found.values())
+
+
+def _choose(logits: Any) -> None:
+    """Choose tokens in all ways."""
+    indices: dict[str, Any] = {"dtype": torch.int64, "device": logits.device}
+    tokens, table = torch.empty(len(logits), **indices), torch.empty(TABLE_SIZE * len(logits), **indices)
+    for kind in KINDS:
+        choose(tokens, logits, table, kind)
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:

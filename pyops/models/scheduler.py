@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,10 +18,12 @@ class Request:
     """A sequence to continue. While it runs, it holds blocks and a slot of the cache.
 
     Attributes:
-        tokens: the prompt, then the generated tokens.
+        tokens: the prompt, then the generated tokens that the host has read.
+        unread: tokens of launched steps that the host has not read yet.
         max_seq_len: prompt and generated tokens together, at most.
         number: set when the request is queued.
         computed: the number of first tokens that the cache holds.
+        drawn: how many tokens were chosen, also of those that `Engine.step_back` removed.
         slot: slot of the states; -1 while the request waits.
         stops: tokens that end the sequence.
         prompt_logprobs: for each token of the prompt, its `Logprobs`, until they are returned with the first generated
@@ -33,9 +34,10 @@ class Request:
     params: SamplingParams
     tokens: list[int]
     max_seq_len: int
-    random: random.Random
     number: int = -1
+    unread: int = 0
     computed: int = 0
+    drawn: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
     stops: frozenset[int] = frozenset()
@@ -64,8 +66,13 @@ class Request:
         return Text(self.number, self.tokens, self.num_prompt_tokens)
 
     @property
+    def length(self) -> int:
+        """Tokens of the sequence, those that the host has not read yet included."""
+        return len(self.tokens) + self.unread
+
+    @property
     def pending(self) -> int:
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     @property
     def is_step(self) -> bool:
@@ -141,14 +148,37 @@ class Scheduler:
 
     def is_long(self, request: Request) -> bool:
         """Whether the sequence uses the rotary frequencies of long sequences."""
-        return len(request.tokens) > self._config.max_short_length
+        return request.length > self._config.max_short_length
 
-    def add(self, request: Request, token: int) -> None:
-        """Append a token. If the sequence thereby becomes long, all of it is recomputed with the long frequencies."""
+    def expect(self, request: Request) -> None:
+        """Count a token that the running step chooses. If the sequence thereby becomes long, all of it is recomputed
+        with the long frequencies."""
         was_long = self.is_long(request)
-        request.tokens.append(token)
+        request.unread += 1
+        request.drawn += 1
         if was_long != self.is_long(request):
             request.computed = 0
+
+    def withdraw(self, request: Request) -> None:
+        """Forget the token that a step chose, and which is not read. A state already covers one token more than the
+        sequence has, so a model with states recomputes it."""
+        request.unread -= 1
+        request.drawn -= 1
+        request.computed = max(0, request.computed - 1) if self._config.state_space is None else 0
+
+    def decodes_ahead(self) -> list[Request]:
+        """The requests of the next step, with blocks for their tokens, if they are known before the tokens of the
+        running step: where none is in prefill or could be admitted, and blocks suffice. Else none."""
+        going = [request for request in self.running if request.length < request.max_seq_len]
+        ends = len(going) < len(self.running)
+        if (ends and self.waiting) or self._admits() or not all(request.is_step for request in going):
+            return []
+        missing = [max(0, self.blocks_for(request.length) - len(request.blocks)) for request in going]
+        if sum(missing) > len(self.free_blocks):
+            return []
+        for request, count in zip(going, missing, strict=True):
+            request.blocks += [self.free_blocks.pop() for _ in range(count)]
+        return going
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of a sequence need."""
@@ -156,20 +186,23 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests, in order, while blocks remain for them and one more for each running request."""
-        while self.waiting and self.free_slots:
-            needed = self.blocks_for(len(self.waiting[0].tokens))
-            to_spare = len(self.running) if self._config.has_attention else 0
-            if needed + to_spare > len(self.free_blocks):
-                break
+        while self._admits():
             request = self.waiting.popleft()
-            request.blocks = [self.free_blocks.pop() for _ in range(needed)]
+            request.blocks = [self.free_blocks.pop() for _ in range(self.blocks_for(len(request.tokens)))]
             request.slot = self.free_slots.pop()
             self.running.append(request)
+
+    def _admits(self) -> bool:
+        """Whether the first waiting request can start."""
+        if not self.waiting or not self.free_slots:
+            return False
+        to_spare = len(self.running) if self._config.has_attention else 0
+        return self.blocks_for(len(self.waiting[0].tokens)) + to_spare <= len(self.free_blocks)
 
     def _next_tokens(self) -> list[tuple[Request, int]]:
         """[(request, 1)] of running requests, after allocating their blocks; preempts the youngest if none is free."""
         for request in list(self.running):
-            while request in self.running and len(request.blocks) < self.blocks_for(len(request.tokens)):
+            while request in self.running and len(request.blocks) < self.blocks_for(request.length):
                 if self.free_blocks:
                     request.blocks.append(self.free_blocks.pop())
                 else:

@@ -38,7 +38,7 @@ ANY_ORDER = {
     *("grouped_topk", "topk_sigmoid", "topk_softmax", "topk_softplus_sqrt", "moe_prepare_scatter"),
     *("cp_gather_and_upconvert_nvfp4_kv_cache", "fused_qknorm_rope_cache", "fused_muse_spark_qknorm_rope_kv_insert"),
     *("fused_minimax_m3_qknorm_rope_kv_insert", "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"),
-    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
+    *("fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert", "fused_qk_rope_cache"),
     *("get_cutlass_batched_moe_mm_data", "get_cutlass_pplx_moe_mm_data"),
     *("get_cutlass_moe_mm_data", "get_cutlass_moe_mm_problem_sizes", "moe_align_block_size"),
     *("moe_lora_align_block_size", "moe_permute", "shuffle_rows", "permute_cols", "vocab_parallel_embedding"),

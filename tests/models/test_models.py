@@ -18,10 +18,10 @@ from pyops import ModelError, testing, tuning
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, Rope, SamplingParams, load, serving_kernels
-from pyops.models import engine as engine_module
+from pyops.models import runner as runner_module
 from pyops.models.attention import Attention
+from pyops.models.drawing import Draw, chosen
 from pyops.models.kernels import prefill_sizes
-from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
 from tests.support.small_models import CASES, PROMPTS, SIZES, folders, reference, teacher_forced, text, texts
 
@@ -181,10 +181,10 @@ def test_few_kernels_serve_a_real_model() -> None:
         "rms_norm",
         "fused_add_rms_norm",
         "silu_and_mul",
-        "rotary_embedding",
-        "reshape_and_cache_flash",
+        "fused_qk_rope_cache",
         "paged_attention_v1",
         "paged_attention_varlen",
+        "top_k_top_p_sampling_from_logits",
     }
     assert counts.total() < 40, counts
 
@@ -278,8 +278,10 @@ def test_rolling_back_keeps_the_prompt(llama: Decoder, monkeypatch: pytest.Monke
     """Keys and values of the remaining tokens are still cached, and blocks of the others are free."""
     engine = Engine(llama, block_size=4, max_seq_len=96, max_num_seqs=2)
     counts: list[int] = []
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda parts: counts.extend(len(p.tokens) for p in parts) or run(parts))
+    forward = llama.forward
+    monkeypatch.setattr(
+        llama, "forward", lambda batch, *rest: counts.append(len(batch.tokens)) or forward(batch, *rest)
+    )
     request = engine.add(PROMPTS[0], SamplingParams(max_tokens=24))
     found = [engine.step()[0].token for _ in range(17)]
     engine.step_back(request, len(PROMPTS[0]) + 5)
@@ -370,10 +372,13 @@ def test_refused_prompts_add_no_request(llama: Decoder) -> None:
         engine.generate([PROMPTS[0]])
 
 
-@pytest.mark.parametrize("where", ["run", "sample"])
-def test_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("where", ["model", "choice"])
+def test_error_in_a_step_ends_all_requests(
+    where: str, ahead: bool, llama: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of three running requests and one that waits; later requests are served as by a new engine."""
-    engine = Engine(llama, max_seq_len=96, max_num_seqs=3)
+    engine = Engine(llama, max_seq_len=96, max_num_seqs=3, ahead=ahead)
     for prompt in (*PROMPTS, PROMPTS[0]):
         engine.add(prompt)
     for _ in range(3):
@@ -382,7 +387,10 @@ def test_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkeypat
     def fail(*args: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(engine._runner if where == "run" else engine_module, where, fail)
+    if where == "model":
+        monkeypatch.setattr(engine._runner.model, "forward", fail)
+    else:
+        monkeypatch.setattr(runner_module, "choose", fail)
     with pytest.raises(RuntimeError, match="no"):
         engine.step()
     monkeypatch.undo()
@@ -406,23 +414,29 @@ def test_rope_table_is_as_long_as_max_seq_len() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 8, 0.6)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        *((1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 5, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.3, 8, 0.6, 0.0)),
+        (2.0, 12, 0.9, 0.3),
+    ],
 )
-def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_k: int, top_p: float) -> None:
-    """Over draws that cover [0, 1), each token's share is its float64 probability after the filters."""
+def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Each token's share of the draws of a seed is its float64 probability after the filters. Seeds are modulo 2^64."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 2
     probabilities = (logits.double() / temperature).softmax(-1)
     likeliest = sorted(range(20), key=lambda i: -probabilities[i])[: top_k or 20]
+    likeliest = [i for i in likeliest if probabilities[i] >= min_p * probabilities.max()]
     sums = probabilities[likeliest].cumsum(0) / probabilities[likeliest].sum()
     kept = likeliest[: int((sums < top_p).sum()) + 1]
     expected = torch.zeros(20, dtype=torch.float64)
     expected[kept] = probabilities[kept] / probabilities[kept].sum()
     count = 2000
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens = sample(logits.expand(count, -1), [params] * count, [(i + 0.5) / count for i in range(count)])
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=2**64 - 3)
+    tokens = chosen(logits.expand(count, -1), [Draw(params, i) for i in range(count)])
     shares = torch.bincount(torch.tensor(tokens), minlength=20) / count
-    assert ((shares - expected).abs() <= 1.01 / count).all()
-    assert sample(logits[None], [params], [1 - 2**-53])[0] == kept[-1]
+    # Five standard deviations of a share of independent draws.
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt()).all()
+    assert tokens[5:9] == chosen(logits.expand(4, -1), [Draw(replace(params, seed=2**65 - 3), i) for i in range(5, 9)])
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(llama: Decoder) -> None:
@@ -448,30 +462,32 @@ def test_seeded_tokens_do_not_depend_on_the_batch(llama: Decoder) -> None:
 def test_every_temperature_draws(temperature: float, options: dict[str, float]) -> None:
     """The most likely token, or any of them; also with large logits."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]]) * torch.tensor([[1.0], [1e30], [-1e30]])
-    params = SamplingParams(temperature=temperature, **options)
-    found = [sample(logits, [params] * 3, [draw] * 3) for draw in (0.0, 0.3, 0.6, 1 - 2**-53)]
-    one = [1, 1, 3]
-    flat = [[1, 1, 3], [2, 2, 0], [0, 0, 2], [3, 3, 1]]
-    assert found == ([one] * 4 if temperature < 1 or "top_p" in options else flat)
+    params, count = SamplingParams(temperature=temperature, **options), 64
+    found = chosen(logits.repeat(count, 1), [Draw(params, i) for i in range(3 * count)])
+    of_rows = [set(found[row::3]) for row in range(3)]
+    is_greedy = temperature < 1 or "top_p" in options
+    assert of_rows == ([{1}, {1}, {3}] if is_greedy else [{0, 1, 2, 3}] * 3)
 
 
-def test_rows_of_nan_give_their_most_likely_token() -> None:
-    """As without a temperature; adjacent rows are drawn as usual."""
+def test_rows_of_nan_and_infinity() -> None:
+    """NaN is never drawn, and infinity always; adjacent rows are drawn as usual."""
     nan, infinite = float("nan"), float("inf")
     logits = torch.tensor(
         [
             [nan, nan, nan, nan],
-            [1.0, nan, 2.0, 0.0],
+            [-infinite, nan, 2.0, nan],
             [1.0, 2.0, infinite, 3.0],
             [-infinite, -infinite, -infinite, -infinite],
             [-infinite, 1.0, 1.0, -infinite],
         ]
     )
     greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)
-    for draw in (0.0, 0.5, 1 - 2**-53):
-        tokens = sample(logits, [drawn] * 5, [draw] * 5)
-        assert tokens[:4] == sample(logits, [greedy] * 5, [draw] * 5)[:4]
+    for number in range(8):
+        tokens = chosen(logits, [Draw(drawn, number)] * 5)
+        assert tokens[:4] == [0, 2, 2, 0]
         assert tokens[4] in (1, 2)
+        assert chosen(logits[2:], [Draw(greedy, number)] * 3) == [2, 0, 1]
+        assert chosen(logits[2:], [Draw(greedy, number), Draw(drawn, number), Draw(greedy, number)]) == [2, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -481,6 +497,7 @@ def test_rows_of_nan_give_their_most_likely_token() -> None:
         *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), 10**400, "1", True)),
         *(("top_k", value) for value in (-1, 2.5, False)),
         *(("top_p", value) for value in (0.0, 1.0000001, float("nan"), None)),
+        *(("min_p", value) for value in (-0.1, 1.0000001, float("nan"), None)),
         *(("seed", value) for value in (-1, "x", None, 0.5)),
         *(("ignore_eos", value) for value in (1, None, "no")),
     ],

@@ -12,8 +12,8 @@ import torch
 
 from pyops import ModelError
 from pyops.models import Decoder, Engine, Logprobs, SamplingParams, Text, bias, load, min_p
+from pyops.models.drawing import Draw, chosen
 from pyops.models.logprobs import edited
-from pyops.models.params import sample
 from tests.support.small_models import PROMPTS, folders, reference, text, texts
 
 CASE = "llama"
@@ -217,7 +217,7 @@ def test_logits_without_hooks_are_not_copied(llama: Decoder) -> None:
     engine.add([3], SamplingParams(logprobs=1))
     logits = torch.zeros(1, 160)
     assert edited(logits, list(engine._scheduler), None) is logits
-    assert sample(logits, [SamplingParams()], [0.0]) == [0]
+    assert chosen(logits, [Draw(SamplingParams(), 0)]) == [0]
 
 
 # Stop tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -33,7 +32,7 @@ BLOCK_SIZE = 4
 
 def request(number: int, prompt: int, max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Request(params, [0] * prompt, prompt + max_tokens, random.Random(0), number)
+    return Request(params, [0] * prompt, prompt + max_tokens, number)
 
 
 def check(scheduler: Scheduler, num_blocks: int, num_slots: int) -> None:

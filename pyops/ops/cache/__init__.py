@@ -39,6 +39,7 @@ from .kimi_k3_fp8 import (
 from .kimi_k3_prefill import fused_kimi_k3_mla_key_concat_ds_mla_insert, fused_kimi_k3_mla_key_concat_kv_cache_insert
 from .minimax_m3 import fused_minimax_m3_qknorm_rope_kv_insert
 from .qk_norm_rope import fused_muse_spark_qknorm_rope_kv_insert, fused_qknorm_rope_cache
+from .qk_rope_cache import fused_qk_rope_cache
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_flash import reshape_and_cache_flash
 from .swap_batch import swap_blocks_batch
@@ -69,6 +70,7 @@ __all__ = [
     "fused_kimi_k3_mla_qkv_quant_kv_cache_fp8_insert",
     "fused_minimax_m3_qknorm_rope_kv_insert",
     "fused_muse_spark_qknorm_rope_kv_insert",
+    "fused_qk_rope_cache",
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",

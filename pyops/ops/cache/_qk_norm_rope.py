@@ -92,6 +92,7 @@ class Rows:
         weights: {parameter of the kernel: weight}.
         outputs: {parameter of the kernel: tensor [num_tokens, heads * head_size]}.
         value_cache: None if the values follow the keys in `key_cache`.
+        norms: heads of queries and keys are normed.
         heads_first: caches are [num_blocks, heads, block_size, ...], else [num_blocks, block_size, heads, ...].
         fixed: parameters of the kernel that the op does not have.
         renamed: {parameter of the kernel: the op's scalar that feeds it at every call}, where the two names differ.
@@ -114,6 +115,7 @@ class Rows:
     kv_cache_dtype: str
     scales: dict[str, TensorArg | None]
     fixed: dict[str, float]
+    norms: bool = True
     heads_first: bool = False
     num_index: int | None = None
     index_cache: TensorArg | None = None
@@ -180,6 +182,7 @@ class Rows:
             INDEX=self.num_index is not None,
             HALF=self.pairs,
             IS_NEOX=self.is_neox,
+            NORMS=self.norms,
             HAS_WEIGHTS=bool(self.weights),
             SPLIT_ANGLES=self.sin is not None,
             INSERT=self.key_cache is not None,

@@ -31,10 +31,16 @@ def where(device: str) -> str:
     return "cpu" if device == "host" else device
 
 
-def right(x: torch.Tensor, weight: torch.Tensor | None, table: torch.Tensor | None, is_neox: bool) -> torch.Tensor:
+def right(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    table: torch.Tensor | None,
+    is_neox: bool,
+    is_normed: bool = True,
+) -> torch.Tensor:
     """Heads in float64, normed and rotated; `table` has the cosines and then the sines of pairs."""
     x = x.double()
-    x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() if is_normed else x
     x = x if weight is None else x * weight.double()
     if table is None:
         return x
@@ -93,6 +99,40 @@ def test_step(head_dim: int, pairs: int, kind: str, device: str) -> None:
     for cache, out, scale in zip(caches, outputs[1:], (0.5, 0.25), strict=True):
         factor = 1.0 if kind == "auto" else scale
         assert_inserted(cache, out.view(TOKENS, KV, head_dim), factor, 7.0, stored)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "is_neox", "has_norms", "kind"),
+    [
+        *((128, 128, True, False, "auto"), (64, 24, False, True, "auto")),
+        *((256, 192, True, True, "fp8"), (256, 256, False, False, "fp8")),
+    ],
+)
+def test_heads_with_or_without_norms(
+    head_dim: int, rotary_dim: int, is_neox: bool, has_norms: bool, kind: str, device: str
+) -> None:
+    """`fused_qk_rope_cache`: a row of qkv has more elements than heads, and both caches are views of one tensor."""
+    at = where(device)
+    torch.manual_seed(5)
+    qkv = torch.randn(TOKENS, (Q + 2 * KV) * head_dim + 8, dtype=torch.bfloat16, device=at)
+    before, width = qkv.clone(), (Q + 2 * KV) * head_dim
+    table = torch.randn(5, rotary_dim, dtype=torch.bfloat16, device=at)
+    weights = [torch.randn(head_dim, device=at).bfloat16() for _ in range(2)] if has_norms else [None, None]
+    dtype = torch.bfloat16 if kind == "auto" else torch.float8_e4m3fn
+    caches = torch.full((3, 2, BLOCK, KV, head_dim), 7.0, device=at).to(dtype).unbind(1)
+    scales = [torch.tensor([one], device=at) for one in (0.5, 0.25)]
+    positions, slots = torch.tensor(POSITIONS, device=at), torch.tensor(SLOTS, device=at)
+    rest = table, is_neox, positions, slots, *caches, kind, *scales, *weights, EPS
+    run(device, "fused_qk_rope_cache", qkv, Q, KV, head_dim, *rest)
+    heads, given = (one[:, :width].unflatten(-1, (-1, head_dim)) for one in (qkv, before))
+    for part, weight in ((slice(0, Q), weights[0]), (slice(Q, Q + KV), weights[1])):
+        close(heads[:, part], right(given[:, part], weight, table, is_neox, has_norms))
+    assert torch.equal(heads[:, Q + KV :], given[:, Q + KV :])
+    assert torch.equal(qkv[:, width:], before[:, width:])
+    keys, values = heads[:, Q : Q + KV], heads[:, Q + KV :]
+    for cache, x, scale in zip(caches, (keys, values), (0.5, 0.25), strict=True):
+        assert_inserted(cache, x, 1.0 if kind == "auto" else scale, 7.0, STORED)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,6 +218,22 @@ def test_minimax(outputs: bool, rotary_dim: int, device: str) -> None:
     assert_inserted(both[..., size:], heads[:, Q + KV : Q + 2 * KV], 1.0, 7.0, STORED)
     stored = {5: 0, 6: 3} if outputs else STORED
     assert_inserted(index_cache.view(3 * BLOCK, 1, 1, size), heads[:, -1:], 1.0, 7.0, stored)
+
+
+def test_refusals_of_weights_tables_and_sizes() -> None:
+    qkv, indices = torch.randn(2, 6 * 64).bfloat16(), torch.zeros(2).long()
+    caches = [torch.zeros(2, 4, 1, 64).bfloat16() for _ in range(2)]
+    for wrong, columns, size, weights in (
+        ("k_weight", 64, 64, (torch.ones(64), None)),
+        ("q_weight", 64, 64, (None, torch.ones(64))),
+        ("cos_sin_cache", 63, 64, (None, None)),
+        ("cos_sin_cache", 66, 64, (None, None)),
+        ("cos_sin_cache", 0, 64, (None, None)),
+        ("head_dim", 64, 192, (None, None)),
+    ):
+        rest = torch.randn(3, columns), True, indices, indices, *caches, "auto", None, None, *weights
+        with pytest.raises(pyops.OpError, match=f"fused_qk_rope_cache: {wrong}: expected"):
+            run("host", "fused_qk_rope_cache", qkv, 4, 1, size, *rest)
 
 
 def test_refusals() -> None:
