@@ -67,6 +67,10 @@ struct Accumulators {
     }
 };
 
+// Runs of rows of b that alternate in a tile: gates and ups.
+constexpr int RUNS_OF_B = GATED == 1 ? 2 : 1;
+static_assert(ROWS_APART % (RUNS_OF_B * GATE_COLUMNS) == 0);
+
 // A tile of a dense GEMM.
 struct DenseTile {
     const scalar_t *a, *b;
@@ -76,15 +80,16 @@ struct DenseTile {
     DEVICE int64_t column_of(int local) const {
         return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
     }
-    DEVICE OperandRow a_row(int local) const {
-        const bool exists = first_row + local < m;
-        return {a + (exists ? first_row + local : 0) * a_stride, exists};
+    // The rows that a thread copies, from element `first` of each on.
+    DEVICE StridedRows copied_of_a(int64_t first) const {
+        const int64_t row = first_row + threadIdx.x / 8;
+        return {a + row * a_stride + first * a_step, ROWS_APART * a_stride, num_copied(m - row)};
     }
-    DEVICE OperandRow b_row(int local) const {
-        const int64_t column = column_of(local);
-        const bool exists = column < n;
-        const int64_t row = exists ? column + (GATED && local / GATE_COLUMNS % 2 ? n : 0) : 0;
-        return {b + row * b_stride, exists};
+    DEVICE StridedRows copied_of_b(int64_t first) const {
+        const int local = threadIdx.x / 8;
+        const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
+        return {b + row * b_stride + first * b_step, ROWS_APART / RUNS_OF_B * b_stride,
+                num_copied((n - column) * RUNS_OF_B)};
     }
     // Promotes the accumulators of k-tile `block`. The thread's first one is at row own_row, its warp's at warp_column.
     DEVICE void
@@ -118,13 +123,20 @@ struct ExpertTile {
     int64_t a_stride, b_stride;
 
     DEVICE int b_row_of(int local) const { return expert_row(first_b_row, local, n, b_rows); }
-    DEVICE OperandRow a_row(int local) const {
-        const int row = rows[local];
-        return {a + (row < 0 ? 0 : row / top_k * a_stride), row >= 0};
+    DEVICE auto copied_of_a(int64_t first) const {
+        ScatteredRows<ceil_div(TILE_M, ROWS_APART)> found{{}, 0};
+#pragma unroll
+        for (int i = 0; i < ceil_div(TILE_M, ROWS_APART); ++i) {
+            const int row = rows[min(int(threadIdx.x / 8) + i * ROWS_APART, TILE_M - 1)];
+            found.rows[i] = a + max(row, 0) / top_k * a_stride + first;
+            found.exist |= uint32_t(row >= 0) << i;
+        }
+        return found;
     }
-    DEVICE OperandRow b_row(int local) const {
-        const int row = b_row_of(local);
-        return {b + (row < b_rows ? row * b_stride : 0), row < b_rows};
+    DEVICE StridedRows copied_of_b(int64_t first) const {
+        const int row = b_row_of(threadIdx.x / 8), end = GATED == 1 && row < n ? n : b_rows;
+        return {b + row * b_stride + first, ROWS_APART / RUNS_OF_B * b_stride,
+                num_copied(int64_t(end - row) * RUNS_OF_B)};
     }
     // As above; the thread's first accumulator is at column own_column.
     DEVICE void promote(Accumulators& accum, const BlockScales& scales, int own_row, int own_column, int block) const {

@@ -48,28 +48,28 @@ struct HeldChunks {
     }
 };
 
-// Copies one chunk of a row, from element `from` on, to shared memory, or to the registers `held`; elements out of
-// range are zeros. The row has `size` elements of stride `step`, read VEC_SIZE at a time; VEC_SIZE is 1 if the stride
-// is not.
+// Copies one chunk of a row to shared memory, or to the registers `held`. The row has `left` elements, `step` apart, from
+// `from` on, read VEC_SIZE at a time; VEC_SIZE is 1 if they are not adjacent. Elements past these, and all elements of a
+// row that does not exist, are zeros.
 template <int VEC_SIZE>
-DEVICE void copy_chunk(uint32_t* held, uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
+DEVICE void copy_chunk(uint32_t* held, uint16_t* to, const scalar_t* from, int64_t step, int64_t left, bool exists) {
     constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
 #pragma unroll
     for (int i = 0; i < CHUNK; i += VEC_SIZE) {
         scalar_t* const place = reinterpret_cast<scalar_t*>(to) + i;
-        const bool exists = from + i < size;
+        const bool valid = exists && i < left;
         if constexpr (ACCESS_BYTES >= 4) {
-            if constexpr (HOLDS_COPIES) hold<ACCESS_BYTES>(held + i / (CHUNK / 4), row + from + i, exists);
-            else cp_async<ACCESS_BYTES>(place, row + from + i, exists);
+            if constexpr (HOLDS_COPIES) hold<ACCESS_BYTES>(held + i / (CHUNK / 4), from + i, valid);
+            else cp_async<ACCESS_BYTES>(place, from + i, valid);
         } else {
             using word_t = typename word_of<ACCESS_BYTES>::type;
-            const int64_t at = VEC_SIZE == 1 ? (from + i) * step : from + i;
+            const int64_t at = VEC_SIZE == 1 ? i * step : i;
             if constexpr (HOLDS_COPIES) {
-                const uint32_t word = exists ? *reinterpret_cast<const word_t*>(row + at) : 0;
+                const uint32_t word = valid ? *reinterpret_cast<const word_t*>(from + at) : 0;
                 uint32_t& to_word = held[i / (CHUNK / 4)];
                 to_word = (i % (CHUNK / 4) == 0 ? 0 : to_word) | word << i / VEC_SIZE * ACCESS_BYTES * 8 % 32;
             } else {
-                *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(row + at) : word_t{};
+                *reinterpret_cast<word_t*>(place) = valid ? *reinterpret_cast<const word_t*>(from + at) : word_t{};
             }
         }
     }

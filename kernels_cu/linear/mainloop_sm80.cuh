@@ -7,16 +7,92 @@
 #pragma once
 #include "tile_shape.cuh"
 
-// A row of an operand; if it does not exist, any row.
-struct OperandRow {
-    const scalar_t* from;
-    bool exists;
+// A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row threadIdx.x / 8 on.
+constexpr int ROWS_APART = NUM_THREADS / 8;
+
+// How many rows a thread copies if `rows` rows exist from its first one on.
+DEVICE int num_copied(int64_t rows) { return (int(min(max(rows, int64_t(0)), int64_t(512))) + ROWS_APART - 1) / ROWS_APART; }
+
+// Rows a constant distance apart.
+struct StridedRows {
+    const scalar_t* first;
+    int64_t between;  // elements from each row to the next
+    int count;        // rows that exist
+
+    DEVICE bool exists(int i) const { return i < count; }
+    DEVICE const scalar_t* row(int i) const { return first + i * between; }
+    DEVICE void advance(int64_t elements) { first += elements; }
 };
 
+// Rows anywhere.
+template <int COUNT>
+struct ScatteredRows {
+    const scalar_t* rows[COUNT];
+    uint32_t exist;  // a bit of each row
+
+    DEVICE bool exists(int i) const { return exist >> i & 1; }
+    DEVICE const scalar_t* row(int i) const { return rows[i]; }
+    DEVICE void advance(int64_t elements) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) rows[i] += elements;
+    }
+};
+
+// The copies of an operand's k-tiles to shared memory, in order.
+template <int ROWS, typename Rows>
+struct OperandCopies {
+    static constexpr int COUNT = ceil_div(ROWS, ROWS_APART);
+    Rows rows;  // at the thread's chunk of the next k-tile
+    HeldChunks<ROWS, NUM_THREADS> held;
+
+    DEVICE explicit OperandCopies(const Rows& rows) : rows(rows) {}
+    // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left` elements,
+    // `step` apart.
+    DEVICE void load(const tile_t& stage, int first, int64_t step, int64_t left) {
+        uint16_t* const to = stage.at(first + threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (ROWS % ROWS_APART != 0 && threadIdx.x / 8 + i * ROWS_APART >= ROWS) continue;
+            copy_chunk<VEC_SIZE>(held.chunks[HOLDS_COPIES ? i : 0], to + i * tile_t::bytes(ROWS_APART) / 2, rows.row(i),
+                                 step, left, rows.exists(i));
+        }
+        rows.advance(STEP * step);
+    }
+};
+
+// The operands of a warp's MMAs for one LOAD_BYTES part of a k-tile, of elements of type T.
+template <typename T, int WORDS>
+struct Fragments {
+    static constexpr int HALVES = 16 / PRODUCT_COLUMNS;
+    uint32_t rows[ROW_TILES][WORDS], columns[COLUMN_TILES / HALVES][WORDS];
+
+    DEVICE void load(const tile_t& stage, int a_row, int b_row, int part) {
+        const int lane = threadIdx.x % WARP_SIZE;
+        const uint16_t* const a = stage.at(a_row, lane % 16, part, lane / 16);
+        const uint16_t* const b = stage.at(b_row, lane / 16 * 8 + lane % 8, part, lane / 8 % 2);
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i) ldmatrix<WORDS>(rows[i], a + i * tile_t::bytes(16) / 2);
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES / HALVES; ++j) ldmatrix<WORDS>(columns[j], b + j * tile_t::bytes(16) / 2);
+    }
+    DEVICE void multiply(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS]) const {
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; ++j) {
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; ++i) {
+                product<T>(sums[i][j], rows[i], columns[j / HALVES], j % HALVES);
+            }
+        }
+    }
+};
+
+// Whether the operands of an MMA are loaded while the previous part of the k-tile is multiplied.
+constexpr bool PREFETCHES = PARTS == 1 && !ON_MATRIX_CORES;
+
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
-// begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands, tile.a_row(i) and tile.b_row(i),
-// and the distances of the elements of a row, tile.a_step and tile.b_step. promote(step) is called after each k-tile
-// with SCALE_BLOCK.
+// begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
+// tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a row,
+// tile.a_step and tile.b_step. promote(step) is called after each k-tile with SCALE_BLOCK.
 template <typename Tile, typename Promote>
 DEVICE void
 multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,
@@ -24,43 +100,63 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
-    // A stage holds the rows of a, then the rows of b. A thread copies the same chunk of several rows.
-    HeldChunks<TILE_M, NUM_THREADS> held_a;
-    HeldChunks<TILE_N, NUM_THREADS> held_b;
+    // A stage holds the rows of a, then the rows of b.
+    const int64_t first = first_step * STEP + threadIdx.x % 8 * CHUNK;
+    OperandCopies<TILE_M, decltype(tile.copied_of_a(first))> a(tile.copied_of_a(first));
+    OperandCopies<TILE_N, decltype(tile.copied_of_b(first))> b(tile.copied_of_b(first));
+    int64_t left = k - first;  // of a row, from the next k-tile on
     const auto load = [&](int step) {
         if (step < steps) {
-            const tile_t stage = stage_of(step);
-            const int chunk = threadIdx.x % 8;
-            const int64_t from = (first_step + step) * STEP + chunk * CHUNK;
-#pragma unroll
-            for (int i = threadIdx.x / 8; i < TILE_M; i += NUM_THREADS / 8) {
-                const OperandRow row = tile.a_row(i);
-                copy_chunk<VEC_SIZE>(held_a.of(i), stage.at(i, chunk), row.from, tile.a_step, from, row.exists ? k : 0);
-            }
-#pragma unroll
-            for (int i = threadIdx.x / 8; i < TILE_N; i += NUM_THREADS / 8) {
-                const OperandRow row = tile.b_row(i);
-                copy_chunk<VEC_SIZE>(held_b.of(i), stage.at(TILE_M + i, chunk), row.from, tile.b_step, from,
-                                     row.exists ? k : 0);
-            }
+            a.load(stage_of(step), 0, tile.a_step, left);
+            b.load(stage_of(step), TILE_M, tile.b_step, left);
+            left -= STEP;
         }
         cp_async_commit();
     };
     const auto store_held = [&](int step) {
         if (!HOLDS_COPIES || step >= steps) return;
-        held_a.store(stage_of(step), 0);
-        held_b.store(stage_of(step), TILE_M);
+        a.held.store(stage_of(step), 0);
+        b.held.store(stage_of(step), TILE_M);
+    };
+    // Afterwards the warp can read the next stage, and the stage before the present one can be filled.
+    const auto next_stage = [] {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
     };
     for (int step = 0; step < STAGES - 1; ++step) {
         load(step);
         store_held(step);
     }
-    for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        load(step + STAGES - 1);
-        multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
-        store_held(step + STAGES - 1);
-        if constexpr (SCALE_BLOCK > 0) promote(step);
+    if constexpr (PREFETCHES) {
+        constexpr int K_PARTS = 128 / LOAD_BYTES;
+        static_assert(K_PARTS % 2 == 0);
+        Fragments<scalar_t, LOAD_WORDS> fragments[2];
+        next_stage();
+        if (steps > 0) fragments[0].load(stage_of(0), warp_row, TILE_M + warp_column, 0);
+        for (int step = 0; step < steps; ++step) {
+#pragma unroll
+            for (int part = 0; part < K_PARTS; ++part) {
+                const bool is_last = part == K_PARTS - 1;
+                if (is_last) {
+                    store_held(step + STAGES - 1);
+                    next_stage();
+                }
+                if (!is_last || step + 1 < steps) {
+                    fragments[(part + 1) % 2].load(stage_of(step + is_last), warp_row, TILE_M + warp_column,
+                                                   (part + 1) % K_PARTS);
+                }
+                if (part == 0) load(step + STAGES - 1);
+                fragments[part % 2].multiply(accum);
+            }
+            if constexpr (SCALE_BLOCK > 0) promote(step);
+        }
+    } else {
+        for (int step = 0; step < steps; ++step) {
+            next_stage();
+            load(step + STAGES - 1);
+            multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
+            store_held(step + STAGES - 1);
+            if constexpr (SCALE_BLOCK > 0) promote(step);
+        }
     }
 }

@@ -66,6 +66,7 @@ class Device:
             "mma": capability >= OLDEST,
             "products": capability >= OLDEST or matrix_cores,
             "bfloat16_products": capability >= 80 or matrix_cores,
+            "fp8_products": capability == 89 or capability >= 120,
             "matrix_cores": matrix_cores,
             "async_copies": capability >= 80,
             "clusters": capability >= 90,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import FLOATS, int8
+from ...tuning import engines
 from ...tuning.engines import Choice, Engine
 from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, gemm_sm100, skinny_linear
 from .gemm_problem import multiplies
@@ -147,7 +148,9 @@ def _mma_refusal(shape: GemmShape, device: Device) -> str | None:
 def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
     blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
     of_sm = -(-blocks // device.num_sms)
-    k_tile = rates.mma_k_tile + rates.mma_area * config.tile_m * config.tile_n
+    conversions = 2 if shape.is_fp8 and not device.supports("fp8_products") else 1  # fp8 as float16: twice the MMAs
+    mma = rates.mma_area * config.tile_m * config.tile_n * conversions
+    k_tile = rates.mma_k_tile + engines.overlapped(mma, rates.mma_shared * config.step_traffic)
     loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
     split = rates.mma_split if config.splits > 1 else 0.0
     return rates.mma_launch + rates.overlapped(loop, shape.nbytes) + of_sm * rates.mma_block + split
@@ -181,7 +184,7 @@ choose: Choice[GemmShape, GemmRates] = Choice(
     Engine("gemm_sm90.cu", _gemm_refusal, _gemm_configs, _gemm_us),
     Engine("gemm_sm90_swap_ab.cu", _swap_refusal, _swap_configs, _swap_us),
     Engine("gemm_sm100.cu", gemm_sm100.refusal, gemm_sm100.configs, gemm_sm100.time_us),
-    Engine("gemm_sm80.cu", _mma_refusal, lambda shape, device: (gemm_sm80.choose(shape, device),), _mma_us),
+    Engine("gemm_sm80.cu", _mma_refusal, gemm_sm80.configs, _mma_us),
     Engine("gemv.cu", _gemv_refusal, lambda shape, device: (skinny_linear.config_for(shape, device),), _gemv_us),
     Engine("gemm_simt.cu", lambda shape, device: None, lambda shape, device: (gemm_simt.choose(shape),), _simt_us),
 )

@@ -38,7 +38,8 @@ class GemmRates:
         swap_scales: to load the scales of 8-bit operands for the epilogue.
         exchange, exchange_row: to reduce a tile through distributed shared memory, and for each row of a, of 64 of b.
         mma_launch: gemm_sm80.cu: a launch, with the first loads.
-        mma_k_tile, mma_area: a k-tile, and for each element of its tile.
+        mma_k_tile, mma_area: a k-tile, and its MMAs, for each element of the tile.
+        mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
         mma_block: to begin and end a block's tile.
         mma_split: to reduce the parts of a tile of split-K through device memory.
         gemv_launch, gemv_bytes_per_us: gemv.cu: a launch, and the bytes that it loads.
@@ -72,6 +73,7 @@ class GemmRates:
     mma_launch: float
     mma_k_tile: float
     mma_area: float
+    mma_shared: float
     mma_block: float
     mma_split: float
     gemv_launch: float

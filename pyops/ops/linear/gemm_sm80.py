@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
 from .gemm_problem import HELD_STAGES, GemmProblem
-from .gemm_shape import GemmShape
+from .gemm_shape import FP8, GemmShape
 
 _mma = Kernel("linear/gemm_sm80.cu")
 
@@ -19,7 +21,7 @@ _MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
 _SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
 _MAX_SPLITS = 8  # split-K: most blocks that share a tile
 _MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each block
-_MAX_SUMS = 64  # most accumulators of a thread: twice as many spill
+_MAX_SUMS = 128  # most accumulators of a thread: half of its registers
 _MAX_RESIDENT_SUMS = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
 _GROUP_ROWS = 8  # row tiles that run together for each column tile, so that the L2 cache holds the rows that they share
 
@@ -52,6 +54,12 @@ class MmaConfig:
     def shared_memory(self) -> int:
         return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
 
+    @property
+    def step_traffic(self) -> int:
+        """Bytes of shared memory that a k-tile writes, and that its warps read."""
+        of_warps = self.warps_n * self.tile_m + self.warps_m * self.tile_n
+        return (self.tile_m + self.tile_n + of_warps) * _STEP_BYTES
+
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
 
@@ -71,7 +79,7 @@ class MmaConfig:
         """Whether shared memory and registers suffice."""
         sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
         enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
-        return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
+        return enough and sums <= _max_sums(problem.dtype, device) and self.shared_memory <= device.shared_memory
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
@@ -98,30 +106,49 @@ class MmaConfig:
         )
 
 
-def choose(shape: GemmShape, device: Device) -> MmaConfig:
-    """The largest tile that leaves no SM idle; else split-K."""
-    m = shape.m
+# Tiles and their warps: TILE_M, TILE_N, WARPS_M, WARPS_N. Warps of 64 x 64 read the fewest bytes of shared memory for
+# each MMA; the small tiles are for few rows, and for few tiles.
+_TILES = (
+    (16, 64, 1, 4),
+    (32, 64, 1, 4),
+    (64, 64, 2, 2),
+    (64, 128, 2, 4),
+    (128, 128, 2, 4),
+    (128, 128, 2, 2),
+    (64, 256, 1, 4),
+    (128, 256, 2, 4),
+)
+_SMALL_TILES = 5  # the tiles at the beginning whose warps have at most 64 x 32: for copies that registers hold
 
-    def tiles(tile_m: int, tile_n: int) -> int:
-        return -(-m // tile_m) * -(-shape.n // tile_n)
 
-    if m <= 16:
-        tile_m, tile_n, warps_m, warps_n = 16, 64, 1, 4
-    elif m <= 32:
-        tile_m, tile_n, warps_m, warps_n = 32, 64, 1, 4
-    elif m <= 64 or tiles(128, 128) < device.num_sms:
-        tile_m, tile_n, warps_m, warps_n = 64, 64, 2, 2
-    else:
-        tile_m, tile_n, warps_m, warps_n = 64 if shape.block_scaled else 128, 128, 2, 4
-    steps = -(-shape.k * shape.dtype.itemsize // _STEP_BYTES)
-    idle = 2 * device.num_sms // max(1, tiles(tile_m, tile_n))
-    splits = 1
-    while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):
-        splits *= 2
-    step_bytes = (tile_m + tile_n) * _STEP_BYTES
-    blocks = 2 if step_bytes <= _SMALL_TILE else 1  # blocks per SM; they share its shared memory
-    max_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
-    stages = min(max_stages, device.shared_memory // blocks // step_bytes)
-    if 2 * step_bytes == device.shared_memory:
-        splits = 1  # split-K takes static shared memory for a flag
-    return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
+def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
+    """Tiles that registers and shared memory allow, each whole and with split-K while SMs would idle."""
+    k_tiles = -(-shape.k * shape.dtype.itemsize // _STEP_BYTES)
+    tiles_of = _TILES if device.supports("async_copies") else _TILES[:_SMALL_TILES]
+    for tile_m, tile_n, warps_m, warps_n in tiles_of:
+        if tile_m > 16 and 2 * shape.m <= tile_m:
+            continue  # half of the tile would be padding
+        sums = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
+        if sums * (2 if shape.block_scaled else 1) > _max_sums(shape.dtype, device):
+            continue
+        stage_bytes = (tile_m + tile_n) * _STEP_BYTES
+        blocks = 2 if stage_bytes <= _SMALL_TILE else 1  # per SM; they share its shared memory
+        most = _MAX_STAGES[stage_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
+        stages = min(most, device.shared_memory // blocks // stage_bytes)
+        if stages < 2:
+            continue
+        tiles, splits = -(-shape.m // tile_m) * -(-shape.n // tile_n), 1
+        # Split-K takes static shared memory for a flag.
+        has_flag = stages * stage_bytes * blocks < device.shared_memory
+        most_splits = min(_MAX_SPLITS, k_tiles // _MIN_SPLIT_STEPS) if has_flag else 1
+        while True:
+            yield MmaConfig(tile_m, tile_n, warps_m, warps_n, stages, splits, blocks)
+            splits *= 2
+            if splits > most_splits or splits * tiles > 2 * device.num_sms:
+                break
+
+
+def _max_sums(dtype: DType, device: Device) -> int:
+    """Most accumulators of a thread: a half where fp8 operands are converted, or copies are held in registers."""
+    converts = dtype in FP8 and not device.supports("fp8_products")
+    return _MAX_SUMS if device.supports("async_copies") and not converts else _MAX_SUMS // 2

@@ -374,8 +374,8 @@ def test_small_m_entry_points(tokens: int, device: str) -> None:
 
 # Configs
 
-SMALL = MmaConfig(tile_m=16, tile_n=32, warps_m=1, warps_n=2, stages=2, splits=1, min_blocks=1)
-TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=2, warps_n=1, stages=3, splits=1, min_blocks=1)
+SMALL = MmaConfig(tile_m=16, tile_n=64, warps_m=1, warps_n=4, stages=2, splits=1, min_blocks=1)
+TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=4, warps_n=1, stages=3, splits=1, min_blocks=1)
 
 
 @needs_compiler
