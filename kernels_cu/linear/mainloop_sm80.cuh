@@ -86,8 +86,9 @@ struct Fragments {
     }
 };
 
-// Whether the operands of an MMA are loaded while the previous part of the k-tile is multiplied.
-constexpr bool PREFETCHES = PARTS == 1 && !ON_MATRIX_CORES;
+// Whether the operands of an MMA are loaded while the previous part of the k-tile is multiplied. Copies of single
+// elements need the registers for themselves.
+constexpr bool PREFETCHES = PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4;
 
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
