@@ -83,13 +83,12 @@ struct DenseTile {
     // The rows that a thread copies, from element `first` of each on.
     DEVICE StridedRows copied_of_a(int64_t first) const {
         const int64_t row = first_row + threadIdx.x / 8;
-        return {a + row * a_stride + first * a_step, ROWS_APART * a_stride, num_copied(m - row)};
+        return strided_rows(a + first * a_step, row, a_stride, ROWS_APART, m - row);
     }
     DEVICE StridedRows copied_of_b(int64_t first) const {
         const int local = threadIdx.x / 8;
         const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
-        return {b + row * b_stride + first * b_step, ROWS_APART / RUNS_OF_B * b_stride,
-                num_copied((n - column) * RUNS_OF_B)};
+        return strided_rows(b + first * b_step, row, b_stride, ROWS_APART / RUNS_OF_B, (n - column) * RUNS_OF_B);
     }
     // Promotes the accumulators of k-tile `block`. The thread's first one is at row own_row, its warp's at warp_column.
     DEVICE void
@@ -135,8 +134,7 @@ struct ExpertTile {
     }
     DEVICE StridedRows copied_of_b(int64_t first) const {
         const int row = b_row_of(threadIdx.x / 8), end = GATED == 1 && row < n ? n : b_rows;
-        return {b + row * b_stride + first, ROWS_APART / RUNS_OF_B * b_stride,
-                num_copied(int64_t(end - row) * RUNS_OF_B)};
+        return strided_rows(b + first, row, b_stride, ROWS_APART / RUNS_OF_B, int64_t(end - row) * RUNS_OF_B);
     }
     // As above; the thread's first accumulator is at column own_column.
     DEVICE void promote(Accumulators& accum, const BlockScales& scales, int own_row, int own_column, int block) const {

@@ -10,9 +10,6 @@
 // A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row threadIdx.x / 8 on.
 constexpr int ROWS_APART = NUM_THREADS / 8;
 
-// How many rows a thread copies if `rows` rows exist from its first one on.
-DEVICE int num_copied(int64_t rows) { return (int(min(max(rows, int64_t(0)), int64_t(512))) + ROWS_APART - 1) / ROWS_APART; }
-
 // Rows a constant distance apart.
 struct StridedRows {
     const scalar_t* first;
@@ -23,6 +20,13 @@ struct StridedRows {
     DEVICE const scalar_t* row(int i) const { return first + i * between; }
     DEVICE void advance(int64_t elements) { first += elements; }
 };
+
+// The rows that a thread copies: row `row` and others `apart` rows further each, where `left` of the tile's rows exist
+// from the first on. A row that does not exist gets the address of one that does: rows of one alone may begin anywhere.
+DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int apart, int64_t left) {
+    const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(TILE_M + TILE_N)));
+    return {base + (count > 0 ? row : 0) * stride, count > 1 ? apart * stride : 0, count};
+}
 
 // Rows anywhere.
 template <int COUNT>
@@ -88,7 +92,8 @@ struct Fragments {
 
 // Whether the operands of an MMA are loaded while the previous part of the k-tile is multiplied. Copies of single
 // elements need the registers for themselves.
-constexpr bool PREFETCHES = PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4;
+constexpr bool PREFETCHES =
+    PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
 
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,

@@ -24,9 +24,6 @@ _WARPS_OF_ONE_WAVE = (4, 3)
 # costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
 # tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
-# Resident warps of an SM that saturate memory, each with a KV tile of 8 KB in flight: "Half of the resident warps
-# saturate memory".
-_SATURATING_WARPS = 6
 _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
 # Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
@@ -160,9 +157,8 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
-        saturating_warps = _SATURATING_WARPS * device.num_sms if device.supports("mma") else 0
         if not is_pinned:
-            num_warps = choose_num_warps(blocks, min_blocks * device.num_sms, saturating_warps)
+            num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
@@ -289,20 +285,14 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_num_warps(blocks: int, wave_blocks: int, saturating_warps: int) -> int:
+def choose_num_warps(blocks: int, wave_blocks: int) -> int:
     """Warps per block with the least idle time in the last wave.
 
     A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
-    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early". Each
-    sequence then has as many splits as fit into the wave. If these have fewer warps than `saturating_warps`, smaller
-    blocks may fill the wave better.
+    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
     """
     wave_warps = NUM_WARPS * wave_blocks
     of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if blocks * num_warps <= wave_warps]
-    for num_warps in of_one_wave:
-        split_warps = max(1, blocks * num_warps)  # warps of one split of each sequence
-        if wave_warps // split_warps * split_warps >= saturating_warps:
-            return num_warps
     if of_one_wave:
         return of_one_wave[0]
 

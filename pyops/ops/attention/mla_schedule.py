@@ -16,11 +16,12 @@ _combine = Kernel("attention/mla_combine.cu")
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
 _NUM_THREADS, _BLOCKS = 256, 4  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
-# The cost model: us per combine kernel, and bytes per us of partial results that blocks write and it reads.
-_JOIN_US, _BYTES_PER_US = 3.0, 4.3e6
+# The cost model: us per combine kernel, and bytes per us of partial results that blocks write and it reads. This and
+# _NODE_US are fitted to the differences of both combines in seven batches on an H200; the largest error is 4 us.
+_JOIN_US, _BYTES_PER_US = 2.6, 2.8e6
 # The cost model of mla_tree_combine.cuh: us of a node without its bytes (the node, a store, two loads, one after
 # another), and bytes per us between an SM and L2: 64 per cycle.
-_NODE_US, _SM_BYTES_PER_US = 1.5, 1.1e5
+_NODE_US, _SM_BYTES_PER_US = 0.45, 1.1e5
 _MAX_UNITS = 2**30  # most units of all sequences: the kernels count them in ints
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
@@ -65,7 +66,8 @@ def choose_shares(problem: MlaProblem, config: SharesConfig, blocks: int) -> tup
     if not _may_cut(problem, config):
         return min(num_seqs, MAX_SHARES), False
     shares = max(1, min(blocks, num_seqs * _units(problem, config)))
-    return shares, _tree_us(config, 1 + -(-shares // num_seqs)) < _kernel_us(problem, shares + min(shares, num_seqs))
+    cuts = min(shares, num_seqs) if shares % num_seqs else 0  # shares of equal parts of a sequence are not cut again
+    return shares, _tree_us(config, _pieces(shares, num_seqs)) < _kernel_us(problem, shares + cuts)
 
 
 def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
@@ -74,7 +76,7 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     is_cut = _may_cut(problem, config)
     in_tree, by_kernel = is_cut and config.combines, is_cut and not config.combines
     unit_us = config.unit_us(problem, device)
-    join_us = _tree_us(config, 1 + -(-shares // num_seqs)) if in_tree else _kernel_us(problem, 0)
+    join_us = _tree_us(config, _pieces(shares, num_seqs)) if in_tree else _kernel_us(problem, 0)
     shared = {
         **absent(lse=problem.lse),
         **workspace(_SLOTS * shares * num_heads if by_kernel else 0, LATENT_SIZE),
@@ -104,6 +106,11 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
 def _units(problem: MlaProblem, config: SharesConfig) -> int:
     """Units of the longest sequence that the page table holds."""
     return max(1, -(-problem.max_tokens // config.UNIT))
+
+
+def _pieces(shares: int, num_seqs: int) -> int:
+    """Pieces of a sequence, if all are equally long."""
+    return -(-shares // num_seqs) + (shares % num_seqs > 0)
 
 
 def _partial_bytes(config: SharesConfig) -> int:

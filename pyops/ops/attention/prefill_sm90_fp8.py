@@ -30,12 +30,12 @@ _widen_queries = Kernel("attention/widen_queries.cu")
 # {head size: (keys of a KV tile, consumer warpgroups, overlap), ...}: geometries that fit into registers. The first is
 # the default; tuning tries the others (docs/performance/prefill.md, "Tiles and warpgroups of e4m3").
 GEOMETRIES = {
-    64: ((128, 3, True), (128, 2, True), (64, 3, True), (128, 3, False), (192, 3, False)),
+    64: ((192, 3, False), (128, 3, True), (128, 2, True), (64, 3, True), (128, 3, False)),
     128: (
+        *((128, 3, False), (96, 3, False), (128, 2, False), (192, 2, False), (224, 2, False)),
         *((128, 2, True), (64, 2, True), (64, 3, True), (160, 2, True)),
-        *((128, 2, False), (192, 2, False), (224, 2, False), (96, 3, False), (128, 3, False)),
     ),
-    256: ((64, 2, True), (128, 2, False)),
+    256: ((128, 2, False), (64, 2, True)),
 }
 _NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
 

@@ -20,11 +20,11 @@ _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 _ROWS, _THREAD_ROWS = 32, 4
 # Registers of an SM, and of a thread besides those of the state: in all decode steps, and for a state for each token.
 _SM_REGISTERS, _OTHER_REGISTERS, _DRAFT_REGISTERS = 65536, 64, 32
-# Measured on an H200 with heads of 128. 8 sequences of 1024 tokens take 266 us with 8 warps and 481 us with 4, because
-# the producer warps then prepare tiles for more rows. One sequence of 8192 tokens has few blocks: 908 us with 4 warps,
-# 923 with 2 and 987 with 8.
+# The producer warps of a block prepare tiles for all of its rows, so large blocks prepare each tile fewer times. On an
+# H200, with 32 heads of 128, one sequence of 8192 tokens takes 814 us in blocks of 8 warps, 862 with 4 and 927 with 2.
 _WARPS = 4  # warps of a block that hold rows of the state
-_LARGE_WARPS = 8  # the same, if such blocks still fill all SMs; with warps of 64 lanes they would spill
+_LARGE_WARPS = 8  # the same, unless few blocks have work; with warps of 64 lanes they would spill
+_FEWEST_BLOCKS = 1 / 8  # of an SM: fewer blocks are made smaller
 _MAX_KEY_SIZE = 128  # largest key size of gated_delta_chunk.cu: a thread holds that many elements of half a state row
 _MAX_KEY_SIZE_GFX11 = 96  # the same on gfx11, where an operand takes eight registers: larger keys spill
 _MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles of gated_delta_chunk.cu are mostly empty
@@ -80,11 +80,13 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
     if not problem.uses_products:
         return choose_recurrent(problem)
     _, _, value_heads, value_size = problem.tokens.v.shape
-    num_blocks = tuning.pinned(problem.num_seqs) * value_heads * value_size // (16 * _WARPS)
-    large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
-    if large and tiles(device, problem.tokens.q.shape[3], _LARGE_WARPS) is not None:
-        return GatedDeltaConfig(_LARGE_WARPS, 1)
-    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.num_sms else _WARPS, 1)
+    rows = tuning.pinned(problem.num_seqs) * value_heads * value_size
+    for warps in (_LARGE_WARPS, _WARPS):
+        fits = value_size % (16 * warps) == 0 and tiles(device, problem.tokens.q.shape[3], warps) is not None
+        is_served = warps == _WARPS or device.warp_size == 32
+        if fits and is_served and rows // (16 * warps) >= _FEWEST_BLOCKS * device.num_sms:
+            return GatedDeltaConfig(warps, 1)
+    return GatedDeltaConfig(2, 1)
 
 
 def choose_recurrent(problem: DeltaProblem) -> GatedDeltaConfig:

@@ -247,15 +247,7 @@ def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tupl
 @pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
 def test_choose_num_warps(blocks: int, warps: int) -> None:
     """All blocks in one wave, if blocks of three warps fit; else whole waves."""
-    assert choose_num_warps(blocks, 396, 6 * 132) == warps
-
-
-@pytest.mark.parametrize(("blocks", "warps"), [(132, 4), (133, 3), (160, 3), (176, 3), (180, 4), (198, 4)])
-def test_warps_that_saturate_memory(blocks: int, warps: int) -> None:
-    """Two splits of blocks of three warps fill a wave where one split of four leaves too few warps on each SM, and two
-    do not fit. Beyond 176 blocks neither has enough.
-    """
-    assert choose_num_warps(blocks, 264, 6 * 132) == warps
+    assert choose_num_warps(blocks, 396) == warps
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ FP8 = torch.float8_e4m3fn
 BITS = 2.0**-8  # rounding to bfloat16 changes a result by at most this factor
 # Query tokens and lengths around multiples of the tile, 64 rows and 128 keys; a single key in its own tile.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
-_CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64, 2)}
 _ALL = [(size, E4m3Config(*one)) for size, found in GEOMETRIES.items() for one in found]
+_CONFIGS = dict(reversed(_ALL))  # the first of each head size
 
 
 @pytest.fixture(params=KERNELS)
@@ -116,7 +116,7 @@ def test_exact_accumulation(on: str, head_size: int, block_size: int, has_lse: b
             torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("head_size", "one"), few([(128, E4m3Config(224, 2, False)), *_ALL], 1))
+@pytest.mark.parametrize(("head_size", "one"), few([(128, E4m3Config(128, 2)), *_ALL], 1))
 @pytest.mark.parametrize("ping_pong", few([False, True], 1))
 def test_other_geometries(on: str, head_size: int, one: E4m3Config, ping_pong: bool) -> None:
     """Exact accumulation in tiles with parts of 128, 64 and 32 keys, and without overlap."""
