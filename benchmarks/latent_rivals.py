@@ -57,7 +57,7 @@ def flash_mla(call: Arguments) -> Call:
     if cache.dtype.itemsize == 1:
         attend = vllm_op("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
         schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(lengths, query.shape[2], 1)
-        one = torch.ones(len(lengths), device=query.device)
+        one = torch.ones(1, device=query.device)
         query = query.to(cache.dtype)
         attend = partial(attend, query, entries, _LATENT, lengths, table, scale, True, *schedule, one, one)
         return lambda: attend()[0]
