@@ -112,7 +112,7 @@ def example_sparse_mla_attention(
     num_tokens: int = 16,
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8", "fp8_ds_mla"] = "auto",
-    num_heads: Literal[20, 12] = 20,
+    num_heads: Literal[20, 12, 128] = 20,
     topk: int = 96,
     with_lengths: bool = False,
     num_pages: int = 37,

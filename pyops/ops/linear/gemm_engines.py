@@ -152,7 +152,8 @@ def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRate
     mma = rates.mma_area * config.tile_m * config.tile_n * conversions
     k_tile = rates.mma_k_tile + engines.overlapped(mma, rates.mma_shared * config.step_traffic)
     loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
-    split = rates.mma_split if config.splits > 1 else 0.0
+    parts = config.splits * config.tile_m * config.tile_n * 4  # bytes
+    split = rates.mma_split + rates.mma_split_byte * parts if config.splits > 1 else 0.0
     return rates.mma_launch + rates.overlapped(loop, shape.nbytes) + of_sm * rates.mma_block + split
 
 

@@ -486,31 +486,31 @@ INSTINCT = device.model("gfx942")
     ("on", "m", "n", "k", "dtype", "expected"),
     [
         (AMPERE, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
-        (AMPERE, 16, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 2, 2)),
-        (AMPERE, 4096, 4096, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 4, 1, 1)),
-        (ADA, 16, 4096, 14336, dtypes.float8_e4m3fn, MmaConfig(16, 64, 1, 4, 4, 4, 2)),
-        (ADA, 4096, 4096, 4096, dtypes.float8_e4m3fn, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
-        (BLACKWELL, 1, 4096, 4096, dtypes.int8, MmaConfig(16, 64, 1, 4, 8, 4, 2)),
-        (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
-        (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
+        (AMPERE, 16, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
+        (AMPERE, 4096, 4096, 4096, dtypes.bfloat16, MmaConfig(128, 256, 2, 4, 3, 1, 1)),
+        (ADA, 16, 4096, 14336, dtypes.float8_e4m3fn, MmaConfig(16, 64, 1, 4, 4, 2, 2)),
+        (ADA, 4096, 4096, 4096, dtypes.float8_e4m3fn, MmaConfig(128, 256, 2, 4, 2, 1, 1)),
+        (BLACKWELL, 1, 4096, 4096, dtypes.int8, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
+        (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(32, 64, 1, 4, 8, 1, 2)),
+        (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(32, 64, 1, 4, 8, 1, 2)),
         (HOPPER, 256, 28672, 4096, dtypes.bfloat16, GemmConfig),
-        (HOPPER, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
+        (HOPPER, 1, 4096, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 1, 28672, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 1, 4096, 14336, dtypes.float16, SwapConfig),
         (HOPPER, 2, 4096, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 4, 256, 7168, dtypes.bfloat16, SkinnyConfig),
-        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
-        (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
-        (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
-        (GEFORCE, 8, 512, 64, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 4, 1, 2)),
+        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
+        (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 128, 2, 4, 4, 4, 1)),
+        (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 256, 2, 4, 2, 1, 1)),
+        (GEFORCE, 8, 512, 64, dtypes.bfloat16, SkinnyConfig),
         (HOPPER, 16, 256, 7168, dtypes.float32, GemmSimtConfig(16, 64)),
-        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(64, 64, 2, 2, 2, 8, 2)),
+        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(32, 64, 1, 4, 2, 4, 2)),
         (INSTINCT, 512, 256, 7168, dtypes.float32, GemmSimtConfig(64, 64)),
     ],
 )
 def test_choice_of_config(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:
     one = problem(m, n, k, dtype, on)
-    found = gemm_sm80.choose(GemmShape.of(one), on) if isinstance(expected, MmaConfig) else choose(one, on)
+    found = choose(one, on)
     assert isinstance(found, expected) if isinstance(expected, type) else found == expected
 
 
@@ -525,9 +525,9 @@ def test_choices_fit(on: Device) -> None:
                     problem(m, n, k, dtypes.float8_e4m3fn, on, blocks=True),
                     problem(m, n, k, dtypes.float16, on, activation="silu_and_mul"),
                 ):
-                    found = gemm_sm80.choose(GemmShape.of(one), on)
-                    assert found.shared_memory <= on.shared_memory // found.min_blocks
-                    assert found.splits == 1 or found.splits * 512 <= k * one.dtype.itemsize
+                    for found in gemm_sm80.configs(GemmShape.of(one), on):
+                        assert found.shared_memory <= on.shared_memory // found.min_blocks
+                        assert found.splits == 1 or found.splits * 512 <= k * one.dtype.itemsize
                     launch = found.launch(one)
                     assert launch.shared == found.shared_memory
                     assert launch.grid == (-(-m // found.tile_m) * -(-one.b.rows // found.tile_n), found.splits, 1)
