@@ -1,8 +1,8 @@
-// lora_mma: rows of x times the transposed weight of each row's LoRA adapter, by tensor cores: shrink and expand.
+// lora_mma: rows of x times the transposed weight of each row's LoRA adapter, by tensor cores: both products of LoRA.
 //
 //     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), summed in float32
 //
-// A token whose index is not in [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
+// A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
 // A CTA has TOKENS adjacent tokens and a tile of N. Its warps find the distinct adapters of the tokens, so tokens need
 // no order. For each adapter, the CTA multiplies the tokens that have it (other rows are zeros, and are not read) by the
@@ -79,7 +79,7 @@ lora_mma(out_t* out,              // [num_tokens, columns]
          int64_t num_tokens, int64_t num_loras, int columns, int size, int64_t out_stride, int64_t x_stride,
          int64_t lora_stride, int64_t weight_stride, float scale) {
     await_previous_kernel();
-    __shared__ float sums[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
+    __shared__ float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int k_warp = warp % K_WARPS, n_warp = warp / K_WARPS;
     const int column_tiles = ceil_div(columns, COLUMNS);
@@ -175,7 +175,7 @@ lora_mma(out_t* out,              // [num_tokens, columns]
                 }
             }
         }
-        __syncthreads();  // the sums of the previous adapter have been read
+        __syncthreads();  // the accumulators of the previous adapter have been read
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
 #pragma unroll
@@ -185,7 +185,7 @@ lora_mma(out_t* out,              // [num_tokens, columns]
                     const int half = i / PRODUCT_SUMS, sum = i % PRODUCT_SUMS;
                     const int token = m * 16 + lane_row(lane) + sum / ROW_SUMS * ROW_STEP;
                     const int column = n * 16 + half * PRODUCT_COLUMNS + lane_column(lane) + sum % ROW_SUMS;
-                    sums[k_warp][token][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
+                    partial[k_warp][token][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
                 }
             }
         }
@@ -193,7 +193,7 @@ lora_mma(out_t* out,              // [num_tokens, columns]
         write(tokens, [&](int token, int column) {
             float sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < K_WARPS; ++i) sum += sums[i][token][column];
+            for (int i = 0; i < K_WARPS; ++i) sum += partial[i][token][column];
             return sum * scale;
         });
     }

@@ -2,7 +2,7 @@
 //
 //     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), summed in float32
 //
-// A token whose index is not in [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
+// A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
 // A CTA has one token. ROW_THREADS adjacent threads share ROWS rows of the weight, so that a thread has several loads in
 // flight even if rows are short. The kernel is for few tokens, which spread over more CTAs here than by lora_mma, and for
@@ -41,7 +41,7 @@ lora_simt(out_t* out,              // [num_tokens, columns]
         return lane == row % ROW_THREADS && column + row * GROUPS < columns && (has_lora || CLEARS);
     };
     out_t* address = out + token * out_stride + column;
-    float sums[ROWS] = {}, before[ROWS] = {};
+    float dots[ROWS] = {}, before[ROWS] = {};
     if constexpr (ADDS) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
@@ -71,13 +71,13 @@ lora_simt(out_t* out,              // [num_tokens, columns]
             for (int i = 0; i < VEC_SIZE; ++i) {
                 if constexpr (!is_same<input_t, scalar_t>) given[i] = round_to<scalar_t>(given[i]);
 #pragma unroll
-                for (int row = 0; row < ROWS; ++row) sums[row] = fmaf(w[b][row][i], given[i], sums[row]);
+                for (int row = 0; row < ROWS; ++row) dots[row] = fmaf(w[b][row][i], given[i], dots[row]);
             }
         }
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-        const float sum = lane_reduce<Sum, ROW_THREADS>(sums[row]) * scale + before[row];
+        const float sum = lane_reduce<Sum, ROW_THREADS>(dots[row]) * scale + before[row];
         if (writes(row)) address[row * GROUPS] = from_float<out_t>(sum);
     }
 }

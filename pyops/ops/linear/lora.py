@@ -1,4 +1,4 @@
-"""Products with the LoRA adapter of each token: shrink to the rank, expand to the outputs of a layer."""
+"""Products with the LoRA adapter of each token: to the rank, and from it to the outputs of a layer."""
 
 from __future__ import annotations
 
