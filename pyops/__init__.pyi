@@ -6987,6 +6987,60 @@ class _moe_wna16_gemm(_Attributes, Protocol):
 
 moe_wna16_gemm: _moe_wna16_gemm
 
+class _lora_shrink(_Attributes, Protocol):
+    def __call__(self, out: Tensor, x: Tensor, lora_a: Tensor, indices: Tensor, scale: float = 1.0) -> None:
+        """The first product of LoRA: ``out[t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
+
+        Each token has its adapter, in any order. A token without one has an index outside of the adapters, such as -1, and
+        gets zeros. The contract is that of vLLM's `lora_shrink` for one slice.
+
+        Args:
+            out: [num_tokens, rank], written; the dtype of `lora_a` or float32; the last stride is 1.
+            x: [num_tokens, hidden_size], the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; the last
+                stride is 1.
+            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; the last stride is 1.
+            indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
+            scale: multiplied in float32.
+        """
+    @staticmethod
+    def new(x: Tensor, lora_a: Tensor, indices: Tensor, scale: float = 1.0) -> Tensor:
+        """The first product of LoRA: ``out[t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
+
+        Each token has its adapter, in any order. A token without one has an index outside of the adapters, such as -1, and
+        gets zeros. The contract is that of vLLM's `lora_shrink` for one slice.
+
+        Args:
+            x: [num_tokens, hidden_size], the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; the last
+                stride is 1.
+            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; the last stride is 1.
+            indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
+            scale: multiplied in float32.
+
+        Returns:
+            out: [num_tokens, rank]; the dtype of `lora_a` or float32.
+        """
+
+lora_shrink: _lora_shrink
+
+class _lora_expand(_Attributes, Protocol):
+    def __call__(self, out: Tensor, x: Tensor, lora_b: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
+        """The second product of LoRA: ``out[t] += lora_b[indices[t]] @ x[t]``, summed in float32 and rounded once.
+
+        Each token has its adapter, in any order. The row of a token without one, with an index outside of the adapters such
+        as -1, stays as it is. The contract is that of vLLM's `lora_expand` for one slice; `out` may be a view of columns of
+        a larger tensor, where vLLM takes an offset.
+
+        Args:
+            out: [num_tokens, output_size], updated; the dtype of `lora_b` or float32; the last stride is 1.
+            x: [num_tokens, rank], the dtype of `lora_b`, or float32, which is rounded to that of `lora_b`; the last stride
+                is 1.
+            lora_b: [num_loras, output_size, rank], float32, float16 or bfloat16; the last stride is 1.
+            indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
+            add_inputs: add to `out`; otherwise overwrite the rows of tokens with an adapter.
+        """
+
+lora_expand: _lora_expand
+
 class _machete_prepack_B(_Attributes, Protocol):
     def __call__(
         self,
