@@ -215,10 +215,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                 start_pieces();
                 add_pieces([](int) {});
                 // ptxas otherwise sinks the last promotion into the softmax, and the piece's registers are those of S.
-                int bits = 0;
-#pragma unroll
-                for (int i = HEAD_SIZE / 2 - PIECE / 2; i < HEAD_SIZE / 2; ++i) bits |= __float_as_int(o[i]);
-                hold_next_wait(__int_as_float(bits & 0x7fffffff));
+                hold_next_wait<HEAD_SIZE / 2 - PIECE / 2>(o);
             }
             start_logits();
             invalid_boxes = invalid_pages[tiles.key.stage];

@@ -130,6 +130,15 @@ DEVICE void hold_next_wait(float x) {
 #endif
 }
 
+// The same for the elements of an array from FIRST on.
+template <int FIRST, int SIZE>
+DEVICE void hold_next_wait(const float (&x)[SIZE]) {
+    int bits = 0;
+#pragma unroll
+    for (int i = FIRST; i < SIZE; ++i) bits |= __float_as_int(x[i]);
+    hold_next_wait(__int_as_float(bits & 0x7fffffff));
+}
+
 // The accumulator type of MMAs of T: half_t, bf16_t, fp8_e4m3_t, fp8_e5m2_t or int8_t.
 template <typename T> struct wgmma_sum { using type = float; };
 template <> struct wgmma_sum<int8_t> { using type = int32_t; };
