@@ -15,8 +15,9 @@ from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of, workspace
 from .layout import absent, heads_stride, max_tokens_of
 from .prefill_problem import PrefillProblem
-from .prefill_sm90 import PrefillSm90Config, count_kv_tiles, fastest_splits
+from .prefill_sm90 import PrefillSm90Config
 from .prefill_sm90_fp8 import E4m3Config
+from .prefill_work import Work, count_kv_tiles
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
@@ -96,11 +97,21 @@ def _choose_splits(problem: PrefillProblem, config: PrefillMmaConfig, device: De
     rows = problem.few_rows
     if not (rows and problem.has_aligned_out and problem.uses_mma and device.supports("mma")):
         return 1
-    tiles = problem.num_seqs * -(-rows // config.rows)
-    empty_tiles = count_tiles(problem, config) - tiles
-    kv_tiles = count_kv_tiles(problem, problem.tokens_of_each, config.step_tokens)
+    return _work_of(problem, config, device).fastest_splits()
+
+
+def _work_of(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> Work:
+    """The work of prefill_mma.cu: an item is a tile of rows."""
+    tokens = problem.tokens_of_each
+    if tokens:
+        tiles = problem.num_seqs * -(-tokens * problem.group // config.rows)
+    else:
+        tiles = -(-problem.num_rows // config.rows)
+    empty_tiles = max(0, count_tiles(problem, config) - tiles)
+    item_tokens = tokens or -(-config.rows // problem.group)
+    kv_tiles = count_kv_tiles(problem, item_tokens, config.step_tokens)
     num_kv_heads, slots = problem.layout.num_kv_heads, config.min_blocks * device.num_sms
-    return fastest_splits(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
+    return Work(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
 
 
 def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
