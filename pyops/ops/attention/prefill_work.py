@@ -28,11 +28,12 @@ class Work(NamedTuple):
     tiles: int
     slots: int
 
-    def time(self, splits: int) -> float:
-        """The time with `splits` splits of each item, in times of a KV tile."""
+    def time(self, splits: int, tile: float = 1.0, unit: float = 1.0) -> float:
+        """The time with `splits` splits of each item, if a KV tile takes `tile`, and other costs are in `unit`."""
         rounds, empty_rounds = (-(-count * splits // self.slots) for count in (self.items, self.empty_items))
-        tile_times = rounds * (-(-self.tiles // splits) + ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
-        return tile_times + empty_rounds * _NUMBER_TILES
+        item_time = -(-self.tiles // splits) * tile + ITEM_TILES * unit
+        join_time = _JOIN_TILES * unit if splits > 1 else 0
+        return rounds * item_time + join_time + empty_rounds * _NUMBER_TILES * unit
 
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""
