@@ -213,7 +213,7 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
         if value_size == 96 and is_plain and not problem.few_rows:
             return PrefillSm90Config(tokens=96, consumers=3)
         half = -(-problem.expected_tokens // 32) * 16  # of the longest sequence: in its tiles fewer keys are masked
-        return PrefillSm90Config(tokens=min(128, max(64, half)), consumers=2)
+        return PrefillSm90Config(tokens=128 if tuning.batch_invariant() else min(128, max(64, half)), consumers=2)
     if value_size <= 192:
         return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2)
     if not panels_of(problem).whole_heads:
