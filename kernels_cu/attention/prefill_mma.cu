@@ -46,6 +46,7 @@
 
 #include "prefill_mma_epilogue.cuh"
 #include "ragged.cuh"
+#include "sequence_search.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, VALUE_SIZE]
@@ -77,24 +78,19 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
 
-    // Binary search for the sequence of this tile: the last one that begins at this tile or before. Tiles are taken
-    // from the last to the first: under CAUSAL the later tiles of a sequence take longer and should not be the tail.
+    // Tiles are taken from the last to the first: under CAUSAL the later tiles of a sequence take longer and should not
+    // be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto start_of = [&](int64_t seq) { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; };
     const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
-    int64_t low = 0, high = num_seqs;
-    while (low < high) {
-        const int64_t middle = (low + high) / 2;
-        if (first_tile(middle) <= tile_number) low = middle + 1;
-        else high = middle;
-    }
-    const int64_t seq = low - 1;
+    const int64_t seq = find_sequence(tile_number, int(num_seqs), first_tile);
     if (seq < 0) return;
     const int64_t first_token = start_of(seq), end_token = start_of(seq + 1);
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
     if (end_token - first_token < min_tokens) return;
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
-    if (tile_row >= num_rows) return;
+    // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
+    if (tile_row < 0 || tile_row >= num_rows) return;
 
     const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
     const int length =

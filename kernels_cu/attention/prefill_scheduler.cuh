@@ -16,6 +16,7 @@
 #pragma once
 #include "arith.cuh"
 #include "ragged.cuh"
+#include "sequence_search.cuh"
 #include "tile_splits.cuh"
 #include "vec.cuh"
 
@@ -63,20 +64,11 @@ struct Sequences {
                   heads = int(section_heads), num_groups = int(num_kv_heads) * (GROUP / PACKED_HEADS);
         const int first_group = item / (section_tiles * heads) * heads;
         const int in_section = item - first_group * section_tiles, own_groups = min(heads, num_groups - first_group);
-        // Searches for the sequence: the last one that begins at this tile or before. Each lane probes one sequence, so
-        // that a load narrows the range by a factor of 32. The answer lies in [low, high].
         const int tile = in_section / own_groups;
         work.head = (first_group + in_section % own_groups) * PACKED_HEADS;
         work.kv_head = work.head / GROUP;
-        int low = HAS_STARTS ? 0 : tile + 1, high = HAS_STARTS ? int(num_seqs) : low;
-        while (low < high) {
-            const int step = ceil_div(high - low, WARP_SIZE);
-            const int probe = min(low + (int(threadIdx.x % WARP_SIZE) + 1) * step, high);
-            const int steps = count_bits(ballot(first_tile_of(probe - 1) <= tile));
-            high = min(low + (steps + 1) * step - 1, high);
-            low = min(low + steps * step, high);
-        }
-        const int seq = low - 1;
+        const int seq =
+            HAS_STARTS ? find_sequence(tile, int(num_seqs), [&](int of) { return first_tile_of(of); }) : tile;
         if (seq < 0) return false;
         const int64_t begin = start_of(seq), end = start_of(seq + 1);
         if (begin < 0 || end > num_tokens || begin >= end || end - begin < min_tokens) return false;

@@ -15,8 +15,9 @@ from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of, workspace
 from .layout import absent, heads_stride, max_tokens_of
 from .prefill_problem import PrefillProblem
-from .prefill_sm90 import PrefillSm90Config, count_kv_tiles, fastest_splits
+from .prefill_sm90 import PrefillSm90Config
 from .prefill_sm90_fp8 import E4m3Config
+from .prefill_work import Work, count_kv_tiles
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
@@ -28,6 +29,12 @@ _STATIC_SHARED_MEMORY = 2176
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
 # Largest head size with two tiles per warp, for fp8 or logit options; otherwise 128 on sm_90 ("two tiles spill").
 _MAX_HEAD_SIZE_OF_TWO_TILES = 64
+
+# {largest head size: operations per microsecond of prefill_mma.cu on an H200}: docs/performance/prefill.md, "1 x 8192".
+_MMA_RATES = {64: 212e6, 128: 261e6, 256: 192e6}
+# Microseconds of a KV tile of prefill_sm90.cu, and its keys: "A work tile costs 3.2 us" there.
+_WGMMA_TILE_US, _WGMMA_TILE_TOKENS = 1.83, 128
+_SINGLE_ROWS_US = 3.5  # least microseconds of a separate launch for single rows: "prompts only" there
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,38 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     """The Config for this problem."""
     if of_codes := prefill_sm90_fp8.choose(problem, device):
         return of_codes
-    if problem.uses_wgmma:
-        return prefill_sm90.choose(problem, device)
+    of_mma = _choose_mma(problem, device)
+    if not problem.uses_wgmma:
+        return of_mma
+    of_wgmma = prefill_sm90.choose(problem, device)
+    return of_mma if _is_faster(problem, of_mma, of_wgmma, device) else of_wgmma
+
+
+def _is_faster(problem: PrefillProblem, of_mma: PrefillMmaConfig, of_wgmma: PrefillSm90Config, device: Device) -> bool:
+    """Whether prefill_mma.cu takes less time than prefill_sm90.cu by the cost model: few rows and short sequences.
+
+    Only if one wave has all items: the model does not count that persistent CTAs overlap an item with the next one.
+    """
+    if problem.layout.ragged or problem.cu_seqlens_q is None or tuning.batch_invariant():
+        return False
+    work, splits = _work_of(problem, of_mma, device), of_mma.max_splits
+    if work.items * splits > work.slots:
+        return False
+    head_size = problem.query.shape[2]
+    rate = next(rate for largest, rate in _MMA_RATES.items() if head_size <= largest)
+    neighbours = min(of_mma.min_blocks, -(-work.items * splits // device.num_sms))  # CTAs that share an SM
+    operations = 2 * of_mma.rows * of_mma.step_tokens * (head_size + problem.value_size)
+    alone_us = operations * device.num_sms / rate  # of a KV tile, if the CTA has the SM to itself
+    mma_us = work.time(splits, alone_us * neighbours, alone_us)
+    rows, tokens = 64 * of_wgmma.consumers, of_wgmma.tokens
+    other = prefill_sm90.work_of(problem, rows, tokens, device, of_wgmma.min_blocks)
+    tile_us = _WGMMA_TILE_US * tokens / _WGMMA_TILE_TOKENS
+    wgmma_us = other.time(of_wgmma.max_splits, tile_us, _WGMMA_TILE_US)
+    return mma_us < wgmma_us + (_SINGLE_ROWS_US if problem.single_rows else 0)
+
+
+def _choose_mma(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
+    """The geometry of prefill_mma.cu, and split-KV of few query rows."""
     head_size = problem.query.shape[2]
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
@@ -96,11 +133,21 @@ def _choose_splits(problem: PrefillProblem, config: PrefillMmaConfig, device: De
     rows = problem.few_rows
     if not (rows and problem.has_aligned_out and problem.uses_mma and device.supports("mma")):
         return 1
-    tiles = problem.num_seqs * -(-rows // config.rows)
-    empty_tiles = count_tiles(problem, config) - tiles
-    kv_tiles = count_kv_tiles(problem, problem.tokens_of_each, config.step_tokens)
+    return _work_of(problem, config, device).fastest_splits()
+
+
+def _work_of(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> Work:
+    """The work of prefill_mma.cu: an item is a tile of rows."""
+    tokens = problem.tokens_of_each
+    if tokens:
+        tiles = problem.num_seqs * -(-tokens * problem.group // config.rows)
+    else:
+        tiles = -(-problem.num_rows // config.rows)
+    empty_tiles = max(0, count_tiles(problem, config) - tiles)
+    item_tokens = tokens or -(-config.rows // problem.group)
+    kv_tiles = count_kv_tiles(problem, item_tokens, config.step_tokens)
     num_kv_heads, slots = problem.layout.num_kv_heads, config.min_blocks * device.num_sms
-    return fastest_splits(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
+    return Work(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
 
 
 def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
@@ -148,7 +195,8 @@ def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config
     e4m3 queries are upcast for kernels without fp8 MMAs.
     """
     single_rows = problem.single_rows
-    if single_rows is None:
+    # On Hopper, prefill_mma.cu is for short sequences, which take less time than a launch.
+    if single_rows is None or (problem.uses_wgmma and isinstance(config, PrefillMmaConfig)):
         launches = _launch_rows(problem, config, min_tokens=1)
         is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
         return prefill_sm90_fp8.widened(problem, launches) if is_widened else launches

@@ -12,6 +12,7 @@ from ..._core.system.device import Device
 from .decode_launch import workspace
 from .prefill_panels import Panels, map_of_codes
 from .prefill_problem import PrefillProblem
+from .prefill_work import ITEM_TILES, Work, count_kv_tiles
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _combine = Kernel("attention/prefill_combine.cu")
@@ -22,7 +23,6 @@ _STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items 
 _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
 MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
-_MAX_SPLITS = 32  # most splits of a work item
 _LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
@@ -31,9 +31,6 @@ _SECTION_BYTES = 24 << 20
 _FEW_ROWS_TILE_BYTES = 32 << 10  # bytes of a KV tile for few query rows: memory bounds them, so stages come first
 _REGISTERS = {1: 168, 2: 192, 3: 120}  # {consumers: registers of a thread for logits, probabilities, accumulators}
 _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a WGMMA takes at most 128 registers there
-# The cost model, in times of a KV tile: per work item, per combine kernel, per empty work slot:
-# docs/performance/prefill.md, "A work tile costs 3.2 us" and "An empty work slot costs 1.5 us".
-_ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +252,7 @@ def packed_heads(problem: PrefillProblem, item_rows: int, tile_tokens: int) -> i
         item_tokens = item_rows // heads
         items = group // heads * (tokens / item_tokens + 0.5)  # the last item of a sequence is half full on average
         keys = (tokens + item_tokens) / 2 if problem.causal else tokens
-        return items * (keys / tile_tokens + _ITEM_TILES)
+        return items * (keys / tile_tokens + ITEM_TILES)
 
     divisors = [heads for heads in range(group, 0, -1) if group % heads == 0 and heads <= item_rows]
     return min(divisors, key=time)
@@ -269,38 +266,21 @@ def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
 def choose_splits(
     problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device, min_blocks: int = 1
 ) -> int:
-    """The number of splits of a work item with the least time by the cost model. An SM has `min_blocks` CTAs.
+    """The number of splits of a work item with the least time by the cost model. An SM has `min_blocks` CTAs."""
+    work = work_of(problem, item_rows, tile_tokens, device, min_blocks)
+    is_full = min_blocks == 1 and work.items >= work.slots
+    return 1 if is_full or tuning.batch_invariant() else work.fastest_splits()
 
-    Each sequence may add one work item, with all its splits, that is empty.
-    """
-    if tuning.batch_invariant():
-        return 1
+
+def work_of(problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device, min_blocks: int) -> Work:
+    """The work of a persistent grid with `min_blocks` CTAs per SM. Each sequence may add one item that is empty."""
     heads, (num_tokens, num_heads, _) = packed_heads(problem, item_rows, tile_tokens), problem.query.shape
-    item_tokens, num_groups, slots = item_rows // heads, num_heads // heads, min_blocks * device.num_sms
+    item_tokens, num_groups = item_rows // heads, num_heads // heads
     if problem.single_rows:
         num_tokens = max(0, num_tokens - problem.num_seqs)
     items, empty_items = -(-num_tokens // item_tokens) * num_groups, problem.num_seqs * num_groups
     if problem.tokens_of_each and not problem.single_rows:
         items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_groups
         empty_items = max(0, count_tiles(problem, item_tokens) * num_groups - items)
-    if min_blocks == 1 and items >= slots:
-        return 1
-    return fastest_splits(items, empty_items, count_kv_tiles(problem, item_tokens, tile_tokens), slots)
-
-
-def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:
-    """KV tiles of a work item of the longest sequence."""
-    window, max_tokens = problem.options.sliding_window, problem.expected_tokens
-    attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
-    return -(-attended // tile_tokens)
-
-
-def fastest_splits(items: int, empty_items: int, tiles: int, slots: int) -> int:
-    """The number of splits of a work item with the least time by the cost model, if `slots` CTAs run at once."""
-
-    def time(splits: int) -> float:
-        rounds, empty_rounds = (-(-count * splits // slots) for count in (items, empty_items))
-        tile_times = rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
-        return tile_times + empty_rounds * _NUMBER_TILES
-
-    return min(range(1, _MAX_SPLITS + 1), key=time)
+    kv_tiles = count_kv_tiles(problem, item_tokens, tile_tokens)
+    return Work(items, empty_items, kv_tiles, min_blocks * device.num_sms)

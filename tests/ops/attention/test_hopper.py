@@ -221,7 +221,7 @@ def test_splits_with_options(on: str) -> None:
     call["block_tables"][0, 1:9] = -1
     call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
     VARLEN.forget()
-    with tuning.forced(NAME, PrefillSm90Config(64, 2, max_splits=4)):
+    with tuning.forced(NAME, PrefillSm90Config(64, 2, max_splits=3)):
         for window, causal, schedules in ((0, True, SCHEDULES), (600, True, SCHEDULES[:1]), (0, False, SCHEDULES[:1])):
             options = {"sliding_window": window, "causal": causal}
             assert_matches_reference(VARLEN, schedules=schedules, **call | options)
@@ -468,9 +468,10 @@ def test_choice_of_kernel() -> None:
                 found = launch(served, one)[0]
                 assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
-    # Splits where there are fewer work items than SMs: 8 items of 16 tokens and one key-value head.
-    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=8)
-    assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
+    # Splits of at least four KV tiles where there are fewer work items than SMs: 8 items of 16 tokens and one key-value
+    # head, and 1024 keys.
+    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=2)
+    assert prefill_sm90.choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=3)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
     # Decode attention takes all 70 sequences of one token, because empty work items cost time, too.
@@ -513,6 +514,28 @@ def test_choice_of_kernel() -> None:
     ):
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
+
+
+def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows over few keys are one launch of prefill_mma.cu, also where there are sequences of one token; but not
+    many rows, long sequences, or where the batch must not matter.
+    """
+
+    def files(count: int, num_seqs: int, blocks: int, **changes: Any) -> list[str]:
+        problem = _problem(count, 128, num_seqs=num_seqs, **changes)
+        tables = replace(problem.kv.block_tables, shape=(num_seqs, blocks), strides=(blocks, 1))
+        problem = replace(problem, kv=replace(problem.kv, block_tables=tables))
+        launches = launch(problem, choose(problem, HOPPER))
+        return [one.specialisation.kernel.file.removeprefix("attention/") for one in launches]
+
+    for count, num_seqs, blocks, codes in ((6, 2, 2, False), (555, 84, 2, True), (28, 14, 56, True)):
+        changes = {"cache_dtype": "uint8"} if codes else {}
+        assert files(count, num_seqs, blocks, **changes) == ["prefill_mma.cu"]
+        with monkeypatch.context() as patch:
+            patch.setenv("PYOPS_BATCH_INVARIANT", "1")
+            assert "prefill_mma.cu" not in files(count, num_seqs, blocks, **changes)
+        assert "prefill_mma.cu" not in files(count, num_seqs, 8192, **changes)
+        assert "prefill_mma.cu" not in files(count * 64, num_seqs, blocks, **changes)
 
 
 def test_choice_of_decode_attention() -> None:
@@ -559,7 +582,7 @@ def test_choice_of_decode_attention() -> None:
 def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: bool, codes: bool, splits: bool) -> None:
     changes = {"cache_dtype": "uint8"} if codes else {}
     problem = _problem(64 if splits else 4096, sizes[0], value_size=sizes[1], options=options, **changes)
-    one = launch(problem, choose(problem, HOPPER))[0].specialisation
+    one = launch(problem, prefill_sm90.choose(problem, HOPPER))[0].specialisation
     assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
