@@ -16,9 +16,10 @@
 //
 // Thread mapping: a warp takes ROW_TILES tiles of 16 rows. The CTA goes through KV tiles of TOKENS keys. It computes
 // the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes the current one.
-// Where copies are held (async.cuh), it copies to registers instead, stores keys after the scores are computed, and
-// values after P V of the previous tile. MMAs are those of product.cuh; probabilities are rounded to T. Values of an
-// fp8 cache are converted to T, which represents them exactly.
+// With one stage, it copies the values of a tile during Q K^T, and the next keys during P V, as FlashAttention-2 does.
+// Where copies are held (async.cuh), and to convert an fp8 cache, it copies the next tile to registers, stores keys
+// after the scores are computed, and values after P V of the previous tile. MMAs are those of product.cuh;
+// probabilities are rounded to T, which represents every fp8 value.
 //
 // Split-KV (HAS_SPLITS): blockIdx.z counts parts of a tile's keys; a tile of few keys has fewer. The last CTA of a tile
 // to arrive combines its splits (combine_splits.cuh).
@@ -39,6 +40,7 @@
 //     TOKENS         keys of a KV tile; a multiple of 16
 //     NUM_WARPS      warps of a CTA
 //     ROW_TILES      tiles of 16 rows per warp
+//     STAGES         tiles of keys, and of values, in shared memory: 1 or 2
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 //     HAS_STARTS     cu_seqlens_q is given; else each sequence has one query token
@@ -98,11 +100,20 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
-    // The last key that a row sees. A row beyond the last one is treated as the last one.
-    const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
-    const int newest = limit_of(tile_row + TILE_ROWS - 1);
-    const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
-    const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
+    // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers, because
+    // accumulators need most registers.
+    const int first_head = int(tile_row % GROUP), tile_rows = int(min(num_rows - tile_row, int64_t(TILE_ROWS)));
+    const int64_t tile_token = first_token + tile_row / GROUP;
+    const auto token_of = [&](int i) { return (first_head + i) / GROUP; };
+    const auto head_of = [&](int i) { return kv_head * GROUP + (first_head + i) % GROUP; };
+    // The last key that a row sees, and the one before the first. A row beyond the last one is treated as the last one.
+    const int oldest_limit = int(CAUSAL ? context + tile_row / GROUP : context);
+    const auto limit_of = [&](int i) { return CAUSAL ? oldest_limit + token_of(min(i, tile_rows - 1)) : oldest_limit; };
+    const auto before_window = [&](int limit) {
+        const int64_t least = -(int64_t(1) << 31);
+        return int(sliding_window > 0 ? max(limit - sliding_window, least) : least);
+    };
+    const int newest = limit_of(TILE_ROWS - 1), first = max(before_window(oldest_limit), -1) + 1;
 
     // The keys of the CTA's split: KV tiles from `start` on, up to key `last`.
     int start = first / TOKENS * TOKENS, last = newest, splits = 1;
@@ -118,23 +129,23 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     // Copies the queries to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
-        const int64_t row = tile_row + i / CHUNKS;
-        const bool inside = row < num_rows && (ALL_KEY_CHUNKS || i % CHUNKS < HEAD_SIZE / 8);
-        const int64_t token = inside ? first_token + row / GROUP : 0;
-        const int64_t head = inside ? kv_head * GROUP + row % GROUP : 0;
+        const int row = i / CHUNKS, dim = i % CHUNKS * 8;
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (inside) chunk = Vec<scalar_t, 8>::load(query + token * query_stride + head * HEAD_SIZE + i % CHUNKS * 8);
+        if (row < tile_rows && (ALL_KEY_CHUNKS || dim < HEAD_SIZE)) {
+            const int64_t token = tile_token + token_of(row);
+            chunk = Vec<scalar_t, 8>::load(query + token * query_stride + int64_t(head_of(row)) * HEAD_SIZE + dim);
+        }
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
     // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
     // the memory is free.
+    const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
-        const int64_t block =
-            RAGGED ? first_row + token : block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        const int64_t block = RAGGED ? first_row + token : int64_t(blocks[token / BLOCK_SIZE * table_step]);
         if (block < 0 || block >= num_blocks) return NOWHERE;
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
         return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
@@ -164,14 +175,15 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         __syncthreads();
         tiles.load_keys(0, held_keys);
         tiles.store_keys(held_keys);
-        tiles.load_values(0, held_values);
+        if constexpr (IS_AHEAD) tiles.load_values(0, held_values);
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
-        cp_async_wait<1>();
+        cp_async_wait<STAGES - 1>();
         __syncthreads();
         tiles.store_values(held_values);
-        if (more) tiles.load_keys(stage ^ 1, held_keys);
+        if constexpr (!IS_AHEAD) tiles.load_values(stage, held_values);
+        else if (more) tiles.load_keys(stage ^ 1, held_keys);
         else cp_async_commit();
 
         // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
@@ -200,20 +212,20 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         }
 
         // Whether every row sees every token.
-        const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > newest - window;
+        const bool in_view = start + TOKENS - 1 <= oldest_limit && start > before_window(newest);
         const bool whole = in_view & tiles.is_whole(stage);
         // If plain, s keeps scores instead of logits; the exponential multiplies by `unit`.
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
         if (!plain) {
-            int limits[ROW_TILES][LANE_ROWS];
+            int limits[ROW_TILES][LANE_ROWS], before[ROW_TILES][LANE_ROWS];
             float slopes[ROW_TILES][LANE_ROWS];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-                const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
-                limits[i / LANE_ROWS][i % LANE_ROWS] = limit_of(row);
-                slopes[i / LANE_ROWS][i % LANE_ROWS] =
-                    HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
+                const int row = warp * WARP_ROWS + i * ROW_STEP + g, r = i / LANE_ROWS, half = i % LANE_ROWS;
+                limits[r][half] = limit_of(row);
+                before[r][half] = before_window(limits[r][half]);
+                slopes[r][half] = HAS_ALIBI ? alibi_slopes[head_of(row)] * LOG2_E : 0.0f;
             }
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
@@ -224,7 +236,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 float& logit = s[r][n][i % PRODUCT_SUMS];
                 logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
                 if (HAS_ALIBI) logit = fmaf(slopes[r][half], float(token - limit), logit);
-                const bool seen = (token <= limit) & (token > limit - window) & (places[stage][column] >= 0);
+                const bool seen = (token <= limit) & (token > before[r][half]) & (places[stage][column] >= 0);
                 if (!seen) logit = minus_infinity();
             }
         }
@@ -290,11 +302,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             }
         }
 
-        cp_async_wait<1>();
+        cp_async_wait<STAGES - 1>();
         __syncthreads();
         if (more) tiles.store_keys(held_keys);
-        if (more) tiles.load_values(stage ^ 1, held_values);
-        else cp_async_commit();
+        if (!more) cp_async_commit();
+        else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, held_values);
+        else tiles.load_keys(stage ^ 1, held_keys);
         const int64_t place = place_at(start + 2 * TOKENS);
 
         // O += P V.
@@ -330,16 +343,15 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 #pragma unroll
         for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) row_sum += shfl_xor(row_sum, mask);
         row_sum *= FULL_SCALE<scalar_t>;
-        const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
-        if (row >= num_rows) continue;
-        const int64_t head = kv_head * GROUP + row % GROUP;
-        results.store(o[r], half, t, row_max, row_sum, first_token + row / GROUP, head, splits);
+        const int row = warp * WARP_ROWS + i * ROW_STEP + g;
+        if (row >= tile_rows) continue;
+        results.store(o[r], half, t, row_max, row_sum, tile_token + token_of(row), head_of(row), splits);
     }
     if constexpr (HAS_SPLITS) {
         __shared__ uint32_t is_last;
         if (splits == 1 || !arrives_last(arrived + blockIdx.x * gridDim.y + kv_head, splits, &is_last)) return;
-        for (int64_t row = tile_row + warp; row < min(num_rows, tile_row + TILE_ROWS); row += NUM_WARPS) {
-            results.rows.combine(first_token + row / GROUP, kv_head * GROUP + row % GROUP, splits);
+        for (int row = warp; row < tile_rows; row += NUM_WARPS) {
+            results.rows.combine(tile_token + token_of(row), head_of(row), splits);
         }
     }
 }

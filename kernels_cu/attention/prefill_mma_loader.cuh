@@ -2,8 +2,8 @@
 // kernel that includes it.
 //
 // Keys have one row per token. So do values if ldmatrix can transpose them. Otherwise, and if the cache is laid out so,
-// values have one row per head dimension (VALUES_BY_DIM). Copies go directly to shared memory, or, where copies are
-// held (async.cuh), to registers, from which store_keys and store_values write them to shared memory.
+// values have one row per head dimension (VALUES_BY_DIM). Copies go directly to shared memory, or to registers
+// (IN_REGISTERS), from which store_keys and store_values write them to shared memory.
 #pragma once
 #include "async.cuh"
 #include "attention.cuh"
@@ -17,8 +17,13 @@ constexpr int STEPS = ceil_div(HEAD_SIZE, 16), VALUE_STEPS = ceil_div(VALUE_SIZE
 constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // chunks of 8 elements
 constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE % 16 == 0;
 constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
-constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
-constexpr int64_t NOWHERE = int64_t(1) << 63;       // invalid offset: negative, and aligned for any access
+// Whether tiles pass through registers: where copies are held (async.cuh), and to convert an fp8 cache.
+constexpr bool IN_REGISTERS = HOLDS_COPIES || IS_FP8;
+static_assert(STAGES == 1 || (STAGES == 2 && !IN_REGISTERS));
+// With one stage and direct copies, the values of a tile are copied while its scores are computed, and the next keys
+// after that. Otherwise keys and values are copied one tile ahead.
+constexpr bool IS_AHEAD = STAGES == 2 || IN_REGISTERS;
+constexpr int64_t NOWHERE = int64_t(1) << 63;  // invalid offset: negative, and aligned for any access
 
 using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries and keys: a row for each token
 using values_tile = SwizzledTile<scalar_t, VALUE_CHUNKS>;
@@ -35,39 +40,34 @@ static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && VALUE_SIZE <= HEAD_SI
 static_assert(!PACKED || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
 static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
-// Copies 8 elements of a cache to shared memory, as T. If they do not exist, writes zeros and reads nothing.
-DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
-    if constexpr (IS_FP8) {
-        Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (exists) {
-            float x[8];
-            Vec<cache_t, 8>::load(from).to_floats(x);
-            chunk = Vec<scalar_t, 8>::from_floats(x);
-        }
-        *reinterpret_cast<uint4*>(to) = chunk.template word<8>(0);
-    } else {
-        cp_async<16>(to, from, exists);
-    }
-}
-
-// Calls f(i, n) for the n-th item i < ITEMS of a thread. Held copies need n as a compile-time constant.
-template <int ITEMS, typename F>
+// Calls f(row, column, n) for the n-th item of a thread, of ROWS * COLUMNS items. n is a compile-time constant, and so is
+// the distance between the items of a thread if COLUMNS divides NUM_THREADS.
+template <int ROWS, int COLUMNS, typename F>
 DEVICE void each_item(F f) {
-    if constexpr (HOLDS_COPIES) {
+    constexpr int ITEMS = ROWS * COLUMNS;
 #pragma unroll
-        for (int n = 0; n < ceil_div(ITEMS, NUM_THREADS); ++n) {
-            const int i = threadIdx.x + n * NUM_THREADS;
-            if (ITEMS % NUM_THREADS == 0 || i < ITEMS) f(i, n);
-        }
-    } else {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < ITEMS; i += NUM_THREADS) f(i, 0);
+    for (int n = 0; n < ceil_div(ITEMS, NUM_THREADS); ++n) {
+        const int thread = threadIdx.x, i = thread + n * NUM_THREADS;
+        if (ITEMS % NUM_THREADS != 0 && i >= ITEMS) continue;
+        if constexpr (NUM_THREADS % COLUMNS == 0)
+            f(thread / COLUMNS + n * (NUM_THREADS / COLUMNS), thread % COLUMNS, n);
+        else f(i / COLUMNS, i % COLUMNS, n);
     }
 }
 
-// Held copies: 8 elements of the cache each, not converted.
+// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Where swizzles repeat, a
+// thread's addresses have a constant stride, which the instructions take as immediates.
+template <int COLUMNS, typename Tile>
+DEVICE scalar_t* item_at(const Tile& tile, int row, int column, int n) {
+    constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS;
+    if constexpr (NUM_THREADS % COLUMNS != 0 || ITEM_STRIDE % 8 != 0) return tile.at(row, column);
+    const int thread = threadIdx.x;
+    return tile.at(thread / COLUMNS, thread % COLUMNS) + n * (Tile::bytes(ITEM_STRIDE) / int(sizeof(scalar_t)));
+}
+
+// Copies in registers: 8 elements of the cache each, not converted.
 constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
-using held_t = uint32_t[HOLDS_COPIES ? ceil_div(TOKENS * CHUNKS, NUM_THREADS) : 1][CODE_WORDS];
+using held_t = uint32_t[IN_REGISTERS ? ceil_div(TOKENS * CHUNKS, NUM_THREADS) : 1][CODE_WORDS];
 DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
     Vec<scalar_t, 8> elements;
 #pragma unroll
@@ -99,11 +99,10 @@ struct Tiles {
     const cache_t *key_cache, *value_cache;
 
     DEVICE rows_tile keys_at(int stage) const {
-        return {reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + (STAGES == 1 ? 0 : stage) * KEY_BYTES)};
+        return {reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + (stage % STAGES) * KEY_BYTES)};
     }
     DEVICE scalar_t* values_at(int stage) const {
-        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + STAGES * KEY_BYTES +
-                                           (STAGES == 1 ? 0 : stage) * VALUE_BYTES);
+        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + STAGES * KEY_BYTES + (stage % STAGES) * VALUE_BYTES);
     }
 
     // Stores the offset of the key of token i of a tile (thread i < TOKENS), or of its value (thread TOKENS + i).
@@ -123,81 +122,84 @@ struct Tiles {
     // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
     DEVICE void load_keys(int stage, held_t& held) const {
         const rows_tile keys = keys_at(stage);
-        each_item<TOKENS * CHUNKS>([&](int i, int n) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
+        each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
+            const int dim = chunk * 8;
             const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? places[stage][row] : NOWHERE;
-            const cache_t* const from = key_cache + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim);
-            if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
-            else copy_chunk(keys.at(row, chunk), from, place >= 0);
+            const cache_t* const from = key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim) + place;
+            if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
+            else cp_async<16>(item_at<CHUNKS>(keys, row, chunk, n), from, place >= 0);
         });
         cp_async_commit();
     }
     DEVICE void store_keys(const held_t& held) const {
-        if constexpr (HOLDS_COPIES) {
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                *reinterpret_cast<Vec<scalar_t, 8>*>(keys_at(0).at(i / CHUNKS, i % CHUNKS)) = elements_of(held[n]);
+        if constexpr (IN_REGISTERS) {
+            each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
+                *reinterpret_cast<Vec<scalar_t, 8>*>(item_at<CHUNKS>(keys_at(0), row, chunk, n)) = elements_of(held[n]);
             });
         }
     }
-    // The token and the chunk of item i of values. VALUES_BY_DIM: adjacent threads have adjacent tokens, and the
-    // elements of a dimension are contiguous.
-    static DEVICE int token_of(int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / VALUE_CHUNKS; }
-    static DEVICE int chunk_of(int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % VALUE_CHUNKS; }
+    // Calls f(token, chunk, n) for the n-th item of values of a thread. Where values are transposed element by element,
+    // adjacent threads have adjacent tokens.
+    template <typename F>
+    static DEVICE void each_value(F f) {
+        if constexpr (VALUES_BY_DIM) {
+            each_item<VALUE_CHUNKS / 2, 2 * TOKENS>([&](int pair, int i, int n) { f(i / 2, pair * 2 + i % 2, n); });
+        } else {
+            each_item<TOKENS, VALUE_CHUNKS>(f);
+        }
+    }
     DEVICE void load_values(int stage, held_t& held) const {
         scalar_t* const to = values_at(stage);
         const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
-            each_item<VALUE_SIZE*(TOKENS / 8)>([&](int i, int n) {
-                const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8);
-                scalar_t* const run = dims_tile{to}.at(dim, chunk);
+            each_item<VALUE_SIZE, TOKENS / 8>([&](int dim, int chunk, int n) {
+                scalar_t* const run = item_at<TOKENS / 8>(dims_tile{to}, dim, chunk, n);
                 const int64_t place = value_places[chunk * 8];
                 if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
-                    if constexpr (HOLDS_COPIES) {
-                        hold<CODE_WORDS * 4>(held[n], value_cache + place + dim * BLOCK_SIZE, true);
-                    } else {
-                        copy_chunk(run, value_cache + place + dim * BLOCK_SIZE, true);
-                    }
+                    const cache_t* const from = value_cache + dim * BLOCK_SIZE + place;
+                    if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, true);
+                    else cp_async<16>(run, from);
                 } else {  // a value that no row sees may be NaN, and 0 * NaN is NaN
                     Vec<cache_t, 8> codes = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];
-                        if constexpr (!HOLDS_COPIES) {
-                            run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(value_cache[at + dim * BLOCK_SIZE]));
-                        } else if (at >= 0) {
-                            codes.data[k] = value_cache[at + dim * BLOCK_SIZE];
-                        }
+                        if (at >= 0) codes.data[k] = value_cache[at + dim * BLOCK_SIZE];
                     }
+                    if constexpr (IN_REGISTERS) {
 #pragma unroll
-                    for (int j = 0; HOLDS_COPIES && j < CODE_WORDS; ++j) {
-                        held[n][j] = codes.template word<WORD_CODES>(j * WORD_CODES);
+                        for (int j = 0; j < CODE_WORDS; ++j)
+                            held[n][j] = codes.template word<WORD_CODES>(j * WORD_CODES);
+                    } else {
+                        *reinterpret_cast<Vec<cache_t, 8>*>(run) = codes;
                     }
                 }
             });
         } else {
-            each_item<TOKENS * VALUE_CHUNKS>([&](int i, int n) {
-                const int row = token_of(i), chunk = chunk_of(i);
+            each_value([&](int row, int chunk, int n) {
                 const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? value_places[row] : NOWHERE;
-                const cache_t* const from = value_cache + place + chunk * 8;
-                if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
-                else copy_chunk(values_tile{to}.at(row, chunk), from, place >= 0);
+                const cache_t* const from = value_cache + chunk * 8 + place;
+                if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
+                else cp_async<16>(item_at<VALUE_CHUNKS>(values_tile{to}, row, chunk, n), from, place >= 0);
             });
         }
         cp_async_commit();
     }
     DEVICE void store_values(const held_t& held) const {
-        if constexpr (HOLDS_COPIES) {
-            const dims_tile values{values_at(0)};
-            each_item<TOKENS * VALUE_CHUNKS>([&](int i, int n) {
+        if constexpr (!IN_REGISTERS) return;
+        const dims_tile by_dim{values_at(0)};
+        if constexpr (PACKED) {
+            each_item<VALUE_SIZE, TOKENS / 8>([&](int dim, int chunk, int n) {
+                *reinterpret_cast<Vec<scalar_t, 8>*>(item_at<TOKENS / 8>(by_dim, dim, chunk, n)) = elements_of(held[n]);
+            });
+        } else {
+            each_value([&](int row, int chunk, int n) {
                 const Vec<scalar_t, 8> elements = elements_of(held[n]);
-                if constexpr (PACKED) {
-                    *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;
-                } else if constexpr (!VALUES_BY_DIM) {
-                    const values_tile rows{values_at(0)};
-                    *reinterpret_cast<Vec<scalar_t, 8>*>(rows.at(token_of(i), chunk_of(i))) = elements;
+                if constexpr (!VALUES_BY_DIM) {
+                    *reinterpret_cast<Vec<scalar_t, 8>*>(
+                        item_at<VALUE_CHUNKS>(values_tile{values_at(0)}, row, chunk, n)) = elements;
                 } else {
-                    const int row = token_of(i), chunk = chunk_of(i);
 #pragma unroll
-                    for (int k = 0; k < 8; ++k) values.at(chunk * 8 + k, row / 8)[row % 8] = elements.data[k];
+                    for (int k = 0; k < 8; ++k) by_dim.at(chunk * 8 + k, row / 8)[row % 8] = elements.data[k];
                 }
             });
         }

@@ -141,6 +141,7 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
 // Converts four fp8 elements of type C to two words of pairs of T, float16 or bfloat16. Both represent every fp8 value.
 template <typename T, typename C>
 DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
+    if constexpr (is_same<T, bf16_t> && is_same<C, fp8_e4m3_t> && !MAKES_FLOATS<C>) return fp8_to_bf16(codes, pairs);
     fp8_to_half<C>(codes, pairs);
 #pragma unroll
     for (int i = 0; i < 2 && is_same<T, bf16_t>; ++i) {

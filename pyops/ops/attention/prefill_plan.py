@@ -25,10 +25,9 @@ _NUM_WARPS = 4  # warps of a block
 _TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads that share a key-value head
 # Most bytes of static shared memory of a block: slots of 64 keys and values of two tiles, and flags of missing tokens.
 _STATIC_SHARED_MEMORY = 2176
-# docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
+# docs/performance/prefill.md, "Two tiles of 16 rows to a warp".
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
-# Largest head size with two tiles per warp, for fp8 or logit options; otherwise 128 on sm_90 ("two tiles spill").
-_MAX_HEAD_SIZE_OF_TWO_TILES = 64
+_CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 
 # {largest head size: operations per microsecond of prefill_mma.cu on an H200}: docs/performance/prefill.md, "1 x 8192".
 _MMA_RATES = {64: 212e6, 128: 261e6, 256: 192e6}
@@ -47,6 +46,7 @@ class PrefillMmaConfig:
         step_tokens: tokens of a KV tile: its keys and values are in shared memory at once.
         min_blocks: blocks per SM; bounds the registers.
         max_splits: split-KV: most splits of a tile of rows; a block takes one split.
+        stages: KV tiles in shared memory, where asynchronous copies bring them there.
     """
 
     num_warps: int
@@ -54,6 +54,7 @@ class PrefillMmaConfig:
     step_tokens: int
     min_blocks: int
     max_splits: int = 1
+    stages: int = 2
 
     @property
     def rows(self) -> int:
@@ -70,6 +71,7 @@ class PrefillMmaConfig:
             row_tiles=(1, 2),
             step_tokens=tuning.beside(self.step_tokens, 16, 16 * self.num_warps),
             min_blocks=(1, 2, 3),
+            stages=(1, 2),
         )
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
@@ -110,22 +112,40 @@ def _is_faster(problem: PrefillProblem, of_mma: PrefillMmaConfig, of_wgmma: Pref
 
 def _choose_mma(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
     """The geometry of prefill_mma.cu, and split-KV of few query rows."""
-    head_size = problem.query.shape[2]
-    is_plain = problem.has_plain_logits and not problem.is_fp8
-    max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
-    many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
-    # Few rows that need two tiles per warp to read the cache once.
-    many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS or tuning.batch_invariant()
-    has_registers = device.supports("async_copies") or device.warp_size == 64  # also for loads held in registers
+    row_tiles = _row_tiles(problem, device)
     config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,
-        row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
-        step_tokens=_step_tokens(problem, device),
+        row_tiles=row_tiles,
+        step_tokens=_step_tokens(problem, device, row_tiles),
         min_blocks=2,
     )
+    config = replace(config, stages=_choose_stages(problem, config, device))
     fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
     config = config if fits else replace(config, num_warps=_NUM_WARPS // 2)
     return replace(config, max_splits=_choose_splits(problem, config, device))
+
+
+def _row_tiles(problem: PrefillProblem, device: Device) -> int:
+    """Tiles of 16 rows per warp: two, which halve what MMAs read from shared memory, where there are the rows and the
+    registers. Two tiles of heads above 64 elements leave none for soft caps and ALiBi slopes.
+    """
+    many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
+    # Few rows that need two tiles per warp to read the cache once.
+    many_rows |= problem.few_rows > _NUM_WARPS * _TILE_ROWS or tuning.batch_invariant()
+    copies = device.supports("async_copies")
+    max_head_size = 128 if copies and problem.has_plain_logits and not problem.p_hi_lo else 64
+    has_registers = copies or device.warp_size == 64  # also for loads held in registers
+    return 2 if many_rows and has_registers and problem.query.shape[2] <= max_head_size else 1
+
+
+def _choose_stages(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
+    """One stage if more CTAs then fit on an SM: they hide more of a latency than a second stage does."""
+
+    def ctas(stages: int) -> int:
+        own = shared_memory(problem, replace(config, stages=stages)) + _STATIC_SHARED_MEMORY + _CTA_RESERVE
+        return min(config.min_blocks, (device.shared_memory + _CTA_RESERVE) // own)
+
+    return 2 if ctas(2) >= ctas(1) else 1
 
 
 def _choose_splits(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
@@ -155,12 +175,22 @@ def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     return problem.num_rows // config.rows + problem.num_seqs
 
 
-def _step_tokens(problem: PrefillProblem, device: Device) -> int:
-    """Tokens of a KV tile, as registers allow. With WMMA a lane has twice the accumulators that it has with MFMA, and
-    on gfx11 each lane holds a whole operand row. On sm_75 a lane also holds its part of the next keys and values."""
+def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int:
+    """Tokens of a KV tile, as registers allow. The next fp8 values of a cache are in registers, too, and ptxas
+    spills more on sm_100 and later. A thread has more
+    addresses where values are packed, or where the 16-byte chunks of a row do not divide the threads.
+
+    With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
+    On sm_75 a lane also holds its part of the next keys and values.
+    """
     head_size = problem.query.shape[2]
+    if row_tiles == 2 and head_size > 64:
+        repeats = _NUM_WARPS * device.warp_size % (-(-head_size // 16) * 2) == 0
+        repeats &= device.arch.startswith("sm_8")
+        return 48 if repeats and not problem.is_fp8 and not problem.layout.packed else 32
     if device.supports("async_copies") or device.warp_size == 64:
-        return 64 if head_size <= 128 else 16 if problem.p_hi_lo else 32
+        is_crowded = problem.p_hi_lo or (problem.is_fp8 and head_size > 192)
+        return 64 if head_size <= 128 else 16 if is_crowded else 32
     if device.supports("mma"):
         return 64 if head_size <= 64 else 32
     is_crowded = head_size > 64 or problem.is_fp8
@@ -179,8 +209,12 @@ def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
     value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
-    stages = 2 if device.supports("async_copies") else 1
-    return config.rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
+    return config.rows * head_bytes + _stages(problem, config) * (tokens * head_bytes + value_bytes)
+
+
+def _stages(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
+    """KV tiles in shared memory. One where registers hold the next tile: without asynchronous copies, and for fp8."""
+    return config.stages if problem.query.device.supports("async_copies") and not problem.is_fp8 else 1
 
 
 def _row_bytes(elements: int) -> int:
@@ -245,6 +279,7 @@ def _launch_mma(
         **constants,
         TOKENS=config.step_tokens,
         ROW_TILES=config.row_tiles,
+        STAGES=_stages(problem, config),
         MIN_BLOCKS=config.min_blocks,
         OUT_ACCESS=2 if pairs else 1,
         HAS_SPLITS=splits > 1,

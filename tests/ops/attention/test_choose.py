@@ -254,11 +254,11 @@ def test_choose_num_warps(blocks: int, warps: int) -> None:
     ("num_tokens", "axes", "expected"),
     [
         (255, {}, (4, 1, 64, 2)),
-        (256, {}, (4, 2, 64, 2)),  # three sequences, and three heads per key-value head
+        (256, {}, (4, 2, 32, 2)),  # three sequences, and three heads per key-value head
         (256, {"options": True}, (4, 1, 64, 2)),
         (256, {"options": True, "head_size": 64}, (4, 2, 64, 2)),
-        (256, {"kv_cache_dtype": "fp8"}, (4, 1, 64, 2)),
-        (256, {"arch": "sm_80"}, (4, 1, 64, 2)),
+        (256, {"kv_cache_dtype": "fp8"}, (4, 2, 32, 2)),
+        (256, {"arch": "sm_80"}, (4, 2, 32, 2)),
         (4096, {"head_size": 256}, (4, 1, 32, 2)),
     ],
 )
@@ -268,6 +268,21 @@ def test_varlen_configs(num_tokens: int, axes: dict[str, Any], expected: tuple[i
     """
     found = chosen(VARLEN, num_tokens=num_tokens, packed=True, **axes)
     assert (found.num_warps, found.row_tiles, found.step_tokens, found.min_blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_size", "expected"),
+    [
+        ("sm_80", 128, (2, 48, 1)),  # 56 KB of each of two CTAs; 80 KB with two stages
+        ("sm_80", 64, (2, 64, 2)),
+        ("sm_80", 256, (1, 32, 1)),
+        ("sm_89", 128, (2, 48, 2)),  # one CTA per SM in any case
+    ],
+)
+def test_varlen_stages(arch: str, head_size: int, expected: tuple[int, ...]) -> None:
+    """One stage where an SM has room for two CTAs with one, but not with two."""
+    found = chosen(VARLEN, num_tokens=4096, head_size=head_size, arch=arch)
+    assert (found.row_tiles, found.step_tokens, found.stages) == expected
 
 
 def test_mla_configs() -> None:

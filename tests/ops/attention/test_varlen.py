@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import pyops
+from pyops import tuning
 from pyops._core import config
 from pyops._core.system import device
-from pyops.testing import assert_matches_reference
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig
+from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
 from tests.support.calls import DEVICES, Host
 
@@ -94,6 +96,24 @@ def test_single_tokens_go_to_decode_attention(on: str) -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 1), (40, 2), (9, 1)])
 def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
     _assert_is_attention(_call([20, 3], [31, 3], heads, dtype=torch.bfloat16, on=on))
+
+
+@pytest.mark.parametrize(
+    ("one", "is_fp8"),
+    [(PrefillMmaConfig(4, 2, 48, 2, stages=1), False), (PrefillMmaConfig(2, 2, 32, 2), True)],
+    ids=["one stage", "fp8 in registers"],
+)
+def test_one_tile_in_shared_memory(on: str, one: PrefillMmaConfig, is_fp8: bool) -> None:
+    """The next tile comes into the memory of the last: by asynchronous copies during the MMAs, or from registers."""
+    call = _call([70, 1, 9], [170, 9, 48], head_size=80 if is_fp8 else 72, dtype=torch.bfloat16, on=on)
+    call = in_codes_of_heads(call, [0.5, 0.25], [3.0, -0.5]) if is_fp8 else call
+    call |= {"sliding_window": 90, "lse": torch.empty(4, 80, device=on)}
+    for schedule in SCHEDULES if on == "cpu" else SCHEDULES[:1]:
+        VARLEN.forget()
+        with tuning.forced(VARLEN.name, one), scheduled(schedule):
+            _assert_is_attention(dict(call))
+        assert on != "cpu" or tuning.last[VARLEN.name] == one
+    VARLEN.forget()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
