@@ -38,6 +38,8 @@ _ALIASES = {
     ".weight_scale_inv": ".weight_scale",
     ".activation_scale": ".input_scale",
     "embed_out.weight": "lm_head.weight",
+    # dense MLPs of Kimi Linear, as transformers writes them
+    **{f".block_sparse_moe.{part}_proj.weight": f".mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     # scales of an fp8 cache, as ModelOpt, early llm-compressor and vLLM's module names spell them
     **{f".{kind}_proj.{kind}_scale": f".{kind}_scale" for kind in "kv"},
     **{f".{module}.{kind}_scale": f".{kind}_scale" for kind in "kv" for module in ("qkv_proj", "attn")},

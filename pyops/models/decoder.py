@@ -78,7 +78,7 @@ class Layer(NamedTuple):
             *mixers,
             (names.attention_out_norm, self.mixer_out_norm),
             (names.mlp_norm, self.mlp_norm),
-            (names.mlp, self.mlp),
+            (names.mlp_of(isinstance(self.mlp, Experts)), self.mlp),
             (names.mlp_out_norm, self.mlp_out_norm),
         )
         owned = [(at, part.tensors()) for at, part in parts if part is not None]
@@ -123,14 +123,14 @@ class Decoder:
         """Make layer number `i`. The type of the layer selects its token mixer and its cache."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
-        mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
         has_mlp, norms = config.intermediate_size > 0 and MLP_ALONE not in config.layer_types, config.norms
         is_before, is_after = norms.place != "after", norms.place != "before"
         own_norm = has_mlp and not config.shares_norm
         has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
         made = (Norm(norms, config.rms_norm_eps, place, hidden_size) if one else None for one in has_norm)
-        mlp = self._mlp(i, place._replace(module=f"{at}.{config.names.mlp}")) if has_mlp else None
-        return Layer(mixer, mlp, *made)
+        mlp_name = config.names.mlp_of(config.mixture is not None and config.mixture.layers[i])
+        mlp = self._mlp(i, place._replace(module=f"{at}.{mlp_name}")) if has_mlp else None
+        return Layer(self._mixer(i, place._replace(module=f"{at}.{config.names.attention}")), mlp, *made)
 
     def _mixer(self, i: int, place: Place) -> Mixer:
         config, kind = self.config, self.config.layer_types[i]
@@ -139,7 +139,7 @@ class Decoder:
         if kind not in ("attention", BOTH):
             return StateSpaceLayer(config, place)
         if config.latent is not None:
-            return LatentAttention(config, config.latent, place)
+            return LatentAttention(config, config.latent, config.rope_of(i), place)
         attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
         return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
 

@@ -144,11 +144,13 @@ def window_of(values: dict[str, Any]) -> int:
     return 0 if window is None else size("sliding_window", window)
 
 
-def layer_kinds(values: dict[str, Any], kinds: list[str], served: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
-    """The kind of each layer: ``layer_types``, or `kinds` if absent. ModelError for a kind that is not in `served`."""
-    found = first(values.get("layer_types"), kinds)
+def layer_kinds(
+    values: dict[str, Any], kinds: list[str], served: tuple[str, ...] = (FULL, SLIDING), name: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer: the field `name`, or `kinds` if absent. ModelError for a kind that is not in `served`."""
+    found = first(values.get(name), kinds)
     if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
-        raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
+        raise refuse(name, f"{len(kinds)} of {' or '.join(served)}", found)
     return found
 
 

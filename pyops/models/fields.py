@@ -55,13 +55,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "attention_chunk_size": (),
     "attn_logit_softcapping": (),
+    "attn_res_block_size": (),
     "attn_output_gate": (False,),
     "clip_qkv": (),
     "final_logit_softcapping": (),
+    "gate_lower_bound": (),
     "hidden_activation": ("gelu_pytorch_tanh",),  # Gemma 1 supports only this activation
     "is_encoder_decoder": (False,),
     "mamba_hidden_act": ("silu",),
     "mamba_proj_bias": (False,),
+    "mla_use_output_gate": (False,),
     "mlp_only_layers": ([],),
     "mlp_type": ("default",),
     "norm_type": ("layer_norm",),
@@ -72,8 +75,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization": (),  # MLX writes it
     "residual_in_fp32": (False,),
     "rms_norm": (True,),
+    "routed_expert_hidden_size": (),
     "scoring_func": ("softmax",),
     "use_bidirectional_attention": (False,),
+    "use_full_rank_gate": (False,),
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }

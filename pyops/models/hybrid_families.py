@@ -6,13 +6,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .config_values import first, flag, number, refuse, size
+from .config_values import first, flag, is_integer, number, refuse, size
 from .families import granite
 from .family import FULL, Family, layer_kinds
-from .mixture import Mixture, parse_qwen3_moe
+from .mixed_families import deepseek
+from .mixture import Mixture, parse_deepseek_v3, parse_qwen3_moe
 from .parts import BOTH, MLP_ALONE, Multipliers, Names, Norms
 from .rope import Rope
-from .state_space import StateSpace, parse_bamba, parse_delta_rule, parse_falcon_h1, parse_nemotron_h
+from .state_space import (
+    StateSpace,
+    kimi_attention,
+    parse_bamba,
+    parse_delta_rule,
+    parse_falcon_h1,
+    parse_kimi_delta,
+    parse_nemotron_h,
+)
 
 _Values = dict[str, Any]
 _LINEAR = "linear_attention"
@@ -202,6 +211,48 @@ def _nemotron_h(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _kimi_renamed(values: _Values) -> _Values:
+    """The names of DeepSeek-V3 for those of Kimi Linear."""
+    found = {name: first(*map(values.get, (*given, name)), default) for name, (given, default) in _KIMI_FIELDS.items()}
+    return values | found
+
+
+def _kimi_linear(values: _Values, layers: int) -> dict[str, Any]:
+    """Kimi Linear: Kimi Delta Attention, in some layers latent attention without RoPE; DeepSeek-V3's mixtures."""
+    for name in ("mla_use_nope", "use_grouped_topk"):
+        if not flag(values, name, True):
+            raise refuse(name, "true", False)
+    if (scores := values.get("moe_router_activation_func")) not in ("sigmoid", None):
+        raise refuse("moe_router_activation_func", "'sigmoid'", scores)
+    found = deepseek(parse_deepseek_v3, values, layers)
+    mixture, kinds = found["mixture"], layer_kinds(values, _kimi_kinds(values, layers), (_LINEAR, FULL))
+    mlps = ["sparse" if has_experts else "dense" for has_experts in mixture.layers]
+    has_experts = [kind == "sparse" for kind in layer_kinds(values, mlps, ("dense", "sparse"), "mlp_layer_types")]
+    return found | {
+        "layer_types": tuple("attention" if kind == FULL else "kda" for kind in kinds),
+        "state_space": parse_kimi_delta(values),
+        "mixture": replace(mixture, layers=tuple(has_experts), gate="w1", up="w3", down="w2"),
+        "latent": replace(found["latent"], mscale=1.0),  # as there is no RoPE, its scaling has no effect
+        "layer_ropes": (None,) * layers,
+        "sliding_windows": (0,) * layers,
+    }
+
+
+def _kimi_kinds(values: _Values, layers: int) -> list[str]:
+    """The kinds of layers by the two lists of ``linear_attn_config``, which count layers from 1.
+
+    Without the lists, every fourth layer after the first is latent attention, as in transformers.
+    """
+    linear, full = map(kimi_attention(values).get, ("kda_layers", "full_attn_layers"))
+    if linear is None and full is None:
+        return [FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
+    both = linear + full if isinstance(linear, list) and isinstance(full, list) else []
+    if full is None or not all(map(is_integer, both)) or sorted(both) != list(range(1, layers + 1)):
+        expected = f"each layer from 1 to {layers} in kda_layers or full_attn_layers"
+        raise refuse("linear_attn_config", expected, {"kda_layers": linear, "full_attn_layers": full})
+    return [FULL if i + 1 in full else _LINEAR for i in range(layers)]
+
+
 def _numbers(values: _Values, name: str, count: int) -> list[float]:
     found = first(values.get(name), [1.0] * count)
     if not isinstance(found, list) or len(found) != count:
@@ -226,6 +277,17 @@ _NEMOTRON_H |= {
     "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688,
 }
+# Kimi Linear: {DeepSeek-V3's name of a field: (its names in files, transformers' default)}.
+_KIMI_FIELDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "n_routed_experts": (("num_experts", "num_local_experts"), 256),
+    "num_experts_per_tok": (("num_experts_per_token",), 8),
+    "n_shared_experts": (("num_shared_experts",), 1),
+    "n_group": (("num_expert_group",), 1),
+    "norm_topk_prob": (("moe_renormalize",), True),
+    "max_position_embeddings": (("model_max_length",), 1 << 20),
+}
+_KIMI: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 163586, "q_lora_rank": None, "first_k_dense_replace": 1}
+_KIMI |= {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.446, "topk_group": 1}
 _GRANITE_NAMES = Names(gate_up=("input_linear",), down="output_linear")
 _QWEN_NORMS, _QWEN_NAMES = Norms("gemma"), Names(state_space="linear_attn")
 _QWEN_ROTARY_FACTOR = 0.25
@@ -268,6 +330,12 @@ HYBRID_FAMILIES = {
         mlp_bias="mlp_bias",
         renamed=_nemotron_renamed,
         fields=_nemotron_h,
+    ),
+    "KimiLinearForCausalLM": Family(
+        _KIMI,
+        names=Names(state_space="self_attn", experts="block_sparse_moe"),
+        renamed=_kimi_renamed,
+        fields=_kimi_linear,
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,

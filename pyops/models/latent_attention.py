@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .._core.system.lazy import torch
-from ..ops.cache import concat_and_cache_mla_rope_fused
+from ..ops.cache import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
 from .config import Config
@@ -32,14 +32,15 @@ class LatentAttention:
     Args:
         config: sizes and options of the model.
         latent: sizes and options of this attention.
+        rope: the rotary embedding; None for none.
         place: dtype, device and quantization of the weights.
     """
 
     slot_bytes = 0
 
-    def __init__(self, config: Config, latent: Latent, place: Place) -> None:
+    def __init__(self, config: Config, latent: Latent, rope: Rope | None, place: Place) -> None:
         heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
-        self.latent, self.place, self.num_heads, self.rope = latent, place, heads, config.rope
+        self.latent, self.place, self.num_heads, self.rope = latent, place, heads, rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
         self.q_norm, self.q_rank = None, latent.q_lora_rank or 0
@@ -75,13 +76,16 @@ class LatentAttention:
         q_c, kv_c, k_pe = self.a(hidden).split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
         query = self._query(hidden if self.q_norm is None else q_c)
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
-        turned = query[..., latent.qk_nope_head_dim :]
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
-        kept = batch.slot_mapping, entries, kv_cache_dtype, k_scale
-        concat_and_cache_mla_rope_fused(
-            batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
-        )
-        self.rope.scale_queries(query, batch.positions)
+        if self.rope is None:
+            concat_and_cache_mla(kv_c, k_pe, entries, batch.slot_mapping, kv_cache_dtype, k_scale)
+        else:
+            turned = query[..., latent.qk_nope_head_dim :]
+            concat_and_cache_mla_rope_fused(
+                *(batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved),
+                *(batch.slot_mapping, entries, kv_cache_dtype, k_scale),
+            )
+            self.rope.scale_queries(query, batch.positions)
         up = self._up.unflatten(0, (self.num_heads, -1))
         texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
         return self.o(latent_attention(query, up, entries, *texts, latent.scale, k_scale, self.scales.first))

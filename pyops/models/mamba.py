@@ -14,13 +14,14 @@ from .batch import Batch
 from .config import Config
 from .linear import Place
 from .rope import Rope
+from .state_space import StateSpace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class StateSpaceLayer:
-    """A mixer of Mamba, Mamba-2 or the gated delta rule.
+    """A mixer of Mamba, Mamba-2, the gated delta rule or Kimi Delta Attention.
 
     Its cache holds the last inputs of the convolution and the state of the scan, in slots.
 
@@ -35,9 +36,10 @@ class StateSpaceLayer:
     token_size, scales = 0, None
 
     def __init__(self, config: Config, place: Place) -> None:
+        assert config.state_space is not None
         self.place, self.sizes = place, config.state_space
         with _made_at(place):
-            self.mixer = _mixer(config).requires_grad_(False)
+            self.mixer = _mixer(config, self.sizes).requires_grad_(False)
         channels, _, taps = self.mixer.conv1d.weight.shape
         self._conv_shape, self._ssm_shape = (taps - 1, channels), self.mixer.state_shape
         self.slot_bytes = prod(self._conv_shape) * place.dtype.itemsize + prod(self._ssm_shape) * torch.float32.itemsize
@@ -48,7 +50,10 @@ class StateSpaceLayer:
         If the mixer holds decays, the entry ``A_log`` is the tensor in which `Decoder.write` stores ``-exp(A_log)``.
         """
         found = {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
-        if self.sizes is None or self.sizes.kind != "delta_rule" or self.sizes.is_by_group:
+        if self.sizes.kind == "kda":
+            convolutions = found.pop("conv1d.weight").chunk(3)
+            return found | {f"{name}_conv1d.weight": part for name, part in zip("qkv", convolutions, strict=True)}
+        if self.sizes.kind != "delta_rule" or self.sizes.is_by_group:
             return found
         qkvz, ba = found.pop("in_proj_qkvz.weight"), found.pop("in_proj_ba.weight")
         heads, values = self.sizes.num_heads, self.sizes.intermediate_size
@@ -89,11 +94,20 @@ class AttentionBesideStates:
         return mixed.add_(self.attention(hidden, batch, cache[:2], tables))
 
 
-def _mixer(config: Config) -> Any:
-    from ..nn import MambaMixer, MambaMixer2, QwenGatedDeltaNetAttention
+def _mixer(config: Config, sizes: StateSpace) -> Any:
+    from ..nn import KimiGatedDeltaNetAttention, MambaMixer, MambaMixer2, QwenGatedDeltaNetAttention
 
-    sizes = config.state_space
-    assert sizes is not None
+    if sizes.kind == "kda":
+        said = SimpleNamespace(
+            hidden_size=config.hidden_size,
+            rms_norm_eps=config.rms_norm_eps,
+            linear_attn_config={
+                "num_heads": sizes.num_heads,
+                "head_dim": sizes.head_dim,
+                "short_conv_kernel_size": sizes.conv_kernel,
+            },
+        )
+        return KimiGatedDeltaNetAttention(said, None)
     if sizes.kind == "delta_rule":
         said = SimpleNamespace(
             hidden_size=config.hidden_size,

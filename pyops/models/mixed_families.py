@@ -64,7 +64,8 @@ def _not_read(values: _Values, layers: int) -> tuple[str, ...]:
     return tuple(f"{Names().layers}.{i}." for i in range(layers, layers + count))
 
 
-def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
+def deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
+    """Latent attention, and the mixture that `parse` reads."""
     return {
         "mixture": parse(values, layers),
         "latent": Latent.parse(values),
@@ -76,7 +77,7 @@ def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers:
 
 def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
     """Mistral 4: latent attention with position-dependent query scaling, and experts routed by softmax."""
-    found = _deepseek(parse_mistral4, values, layers)
+    found = deepseek(parse_mistral4, values, layers)
     latent = found["latent"]
     rope = Rope.parse_mistral(values, latent.qk_rope_head_dim / latent.qk_head_dim)
     if rope.rotary_dim(latent.qk_head_dim) != latent.qk_rope_head_dim:
@@ -142,9 +143,9 @@ MIXED_FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 4, "eos_token_id": None}, fields=_qwen3_moe
     ),
-    "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(_deepseek, parse_deepseek_v2)),
+    "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(deepseek, parse_deepseek_v2)),
     "DeepseekV3ForCausalLM": Family(
-        {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(_deepseek, parse_deepseek_v3)
+        {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(deepseek, parse_deepseek_v3)
     ),
     "Mistral4ForCausalLM": Family(_MISTRAL4, fields=_mistral4),
     "Glm4MoeForCausalLM": Family(

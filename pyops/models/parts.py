@@ -19,6 +19,7 @@ class Names(NamedTuple):
     Attributes:
         input_norm, mlp_norm: norms before attention, or a mixer, and before an MLP.
         mlp: the MLP; "" if the projections, or the experts, are direct children of the layer.
+        experts: the mixture of experts, if its name is not that of an MLP; "" if it is.
         attention_out_norm, mlp_out_norm: norms after attention and after the MLP.
         qkv, gate_up: projections, in the order of their rows. A single name stands for one fused projection.
 
@@ -37,6 +38,7 @@ class Names(NamedTuple):
     state_space: str = "mamba"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    experts: str = ""
     attention_out_norm: str = ""
     mlp_out_norm: str = ""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -45,6 +47,10 @@ class Names(NamedTuple):
     k_norm: str = "k_norm"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+
+    def mlp_of(self, has_experts: bool) -> str:
+        """The name of a layer's MLP, or of its mixture of experts."""
+        return (self.experts if has_experts else "") or self.mlp
 
 
 @dataclass(frozen=True)

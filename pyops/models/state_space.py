@@ -1,4 +1,4 @@
-"""State-space layers as ``config.json`` describes them: Mamba, Mamba-2 and the gated delta rule."""
+"""State-space layers as ``config.json`` describes them: Mamba, Mamba-2, the gated delta rule, Kimi Delta Attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config_values import first, flag, number, refuse, size
 _NO_LIMIT = 0.0, float("inf")
 # {kind of layer: the sizes that only this kind has}
 _HEAD_SIZES = "num_heads", "head_dim", "n_groups"
-_SIZES = {"mamba": ("time_step_rank",), "mamba2": _HEAD_SIZES, "delta_rule": _HEAD_SIZES}
+_SIZES = {"mamba": ("time_step_rank",), "mamba2": _HEAD_SIZES, "delta_rule": _HEAD_SIZES, "kda": _HEAD_SIZES}
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,17 @@ class StateSpace:
     """Sizes and options that all state-space layers of a decoder share.
 
     Attributes:
-        kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752), "mamba2" (Dao and Gu 2024, arXiv:2405.21060) or "delta_rule",
-            the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
+        kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752), "mamba2" (Dao and Gu 2024, arXiv:2405.21060), "delta_rule",
+            the gated delta rule (Yang et al. 2024, arXiv:2412.06464), or "kda", Kimi Delta Attention (Kimi Team 2025,
+            arXiv:2510.26692).
         intermediate_size: channels.
-        state_size: state elements per channel; for "delta_rule", elements of a key.
+        state_size: state elements per channel; for "delta_rule" and "kda", elements of a key.
         conv_kernel: taps of the convolution.
         conv_bias, proj_bias: whether the convolution, and the projections in and out, have a bias.
         time_step_rank: rank of the projection to time steps; of "mamba".
-        num_heads, head_dim: heads and their channels; of "mamba2" and "delta_rule".
+        num_heads, head_dim: heads and their channels; of "mamba2", "delta_rule" and "kda".
         n_groups: groups of heads that share B and C, and groups of the gated norm, of "mamba2"; groups of heads that
-            share a query and a key, of "delta_rule".
+            share a query and a key, of "delta_rule"; `num_heads` of "kda".
         is_by_group: whether a "delta_rule" checkpoint has one projection with rows sorted by group, and not separate
             tensors for all queries, keys, values and gates.
         has_norm: whether "mamba2" normalises its gated output.
@@ -72,7 +73,7 @@ class StateSpace:
     @property
     def has_decays(self) -> bool:
         """Whether the layers hold the decays ``A = -exp(A_log)`` and not ``A_log``."""
-        return self.kind != "delta_rule"
+        return self.kind not in ("delta_rule", "kda")
 
 
 def parse_mamba(values: dict[str, Any]) -> StateSpace:
@@ -186,6 +187,40 @@ def parse_delta_rule(values: dict[str, Any], is_by_group: bool) -> StateSpace:
         n_groups=n_groups,
         is_by_group=is_by_group,
     )
+
+
+def parse_kimi_delta(values: dict[str, Any]) -> StateSpace:
+    """The linear attention of a Kimi Linear, with the defaults of transformers.
+
+    The sizes in ``linear_attn_config`` precede those that transformers writes.
+    """
+    given = kimi_attention(values)
+    num_heads, head_dim, conv_kernel = (
+        size(name, first(given.get(published), values.get(name), default))
+        for name, published, default in (
+            ("linear_num_heads", "num_heads", 32),
+            ("linear_head_dim", "head_dim", 128),
+            ("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+        )
+    )
+    return StateSpace(
+        kind="kda",
+        intermediate_size=num_heads * head_dim,
+        state_size=head_dim,
+        conv_kernel=conv_kernel,
+        conv_bias=False,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        n_groups=num_heads,
+    )
+
+
+def kimi_attention(values: dict[str, Any]) -> dict[str, Any]:
+    """The object ``linear_attn_config`` of a Kimi Linear; {} if absent."""
+    found = first(values.get("linear_attn_config"), {})
+    if not isinstance(found, dict):
+        raise refuse("linear_attn_config", "an object", found)
+    return found
 
 
 def _channels(hidden_size: int, expand: Any) -> int:

@@ -36,6 +36,10 @@ NEMOTRON: dict[str, Any] = {"layers_block_type": ["linear_attention", "moe", "fu
 NEMOTRON |= {"num_key_value_heads": 2, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2}
 NEMOTRON |= {"n_routed_experts": 6, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
 NEMOTRON |= {"chunk_size": 16}
+KIMI: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+KIMI |= {"v_head_dim": 8, "linear_num_heads": 3, "linear_head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
+KIMI |= {"moe_intermediate_size": 16, "num_hidden_layers": 3}
+KIMI |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 LAYERS_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
 # {description: (family, seed of its weights, options)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -77,6 +81,20 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         18,
         {**DELTA, **EXPERTS, "linear_value_head_dim": 12, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}
         | {"num_key_value_heads": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_experts": 4},
+    ),
+    "kimi-linear": ("KimiLinear", 19, KIMI),
+    "kimi-linear, groups of experts, a rank of queries, biases": (
+        "KimiLinear",
+        20,
+        {**KIMI, "n_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 2, "q_lora_rank": 12}
+        | {"attention_bias": True, "linear_conv_kernel_dim": 3, "linear_head_dim": 12, "v_head_dim": 12}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
+    ),
+    "kimi-linear, one wide head, one expert": (
+        "KimiLinear",
+        21,
+        {**KIMI, "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "linear_head_dim": 20}
+        | {"linear_num_heads": 1, "num_experts_per_tok": 1, "linear_conv_kernel_dim": 2, "routed_scaling_factor": 1.0},
     ),
     "falcon-h1": ("FalconH1", 7, FALCON_H1),
     "falcon-h1, multipliers, biases, a norm": (
@@ -196,6 +214,31 @@ def test_multimodal_model_generates_its_decoders_tokens(
     assert first == second
 
 
+# {the name that transformers writes: that of published files}.
+PUBLISHED_KIMI = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
+PUBLISHED_KIMI |= {"linear_conv_kernel_dim": "short_conv_kernel_size"}
+
+
+def test_published_folder_of_kimi_linear(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Layers are numbered from 1; dense MLPs and mixtures have different names, which transformers makes one."""
+    own = folder("kimi-linear")
+    tensors = safetensors.torch.load_file(own / "model.safetensors")
+    named = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()}
+    assert named.keys() != tensors.keys()
+    safetensors.torch.save_file(named, tmp_path / "model.safetensors")
+    values = json.loads((own / "config.json").read_text(encoding="utf-8"))
+    sizes = {published: values.pop(name) for name, published in PUBLISHED_KIMI.items()}
+    values |= {"linear_attn_config": sizes | {"kda_layers": [1, 3], "full_attn_layers": [2]}}
+    values |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"}
+    values |= {"mla_use_nope": True, "use_grouped_topk": True, "num_nextn_predict_layers": 0, "rope_theta": 1e4}
+    del values["layer_types"], values["mlp_layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    first, second = load(own), load(tmp_path)
+    assert first.config == second.config
+    found = second.tensors()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in first.tensors().items())
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a layer": ("qwen3-next", {"layer_types": ["full_attention", "mamba"] * 2}, "layer_types: expected 4 of linear_"),
     "an interval": ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: exp"),
@@ -213,6 +256,35 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "an activation": ("nemotron-h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act: expected 'relu2', got 'gelu'"),
     "a letter": ("nemotron-h", {"layers_block_type": "M-X"}, "layers_block_type: expected layers of M, "),
     "heads": ("qwen3-next", {"linear_num_value_heads": 5}, "n_groups: expected a divisor of num_heads=5, got 2"),
+    "positions": ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope: expected true, got False"),
+    "ungrouped": ("kimi-linear", {"use_grouped_topk": False}, "use_grouped_topk: expected true, got False"),
+    "softmax": (
+        "kimi-linear",
+        {"moe_router_activation_func": "softmax"},
+        "moe_router_activation_func: expected 'sigmoid', got 'softmax'",
+    ),
+    "a bounded gate": (
+        "kimi-linear",
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        "linear_attn_config.gate_lower_bound: expected null, got -5.0",
+    ),
+    "a layer twice": (
+        "kimi-linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
+        "linear_attn_config: expected each layer from 1 to 3 in kda_layers or full_attn_layers, got {",
+    ),
+    "one list": (
+        "kimi-linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1, 2, 3]}},
+        "linear_attn_config: expected each layer from 1 to 3 in kda_layers or full_attn_layers, got {",
+    ),
+    "no object": ("kimi-linear", {"linear_attn_config": [1]}, "linear_attn_config: expected an object, got"),
+    "an MLP": ("kimi-linear", {"mlp_layer_types": ["dense", "none"]}, "mlp_layer_types: expected 3 of dense or sparse"),
+    "quantized weights": (
+        "kimi-linear",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantization_config: expected None with state-space layers",
+    ),
     "wide keys": ("qwen3-next", {"linear_key_head_dim": 257}, "state_size: expected at most 256 states, got 257"),
 }
 

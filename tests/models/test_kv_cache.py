@@ -136,13 +136,14 @@ def check_texts(
         ("deepseek v2 with entries of the op", False),
         ("falcon-h1", True),
         ("nemotron-h", False),
+        ("kimi-linear", False),
     ],
 )
 def test_tokens_match_rounded_keys_and_values(case: str, per_head: bool, folder: Callable[[str], Path]) -> None:
     """Chunked prompts together with decode tokens of other sequences."""
     ours = load(folder(case))
     found = calibrate_kv_scales(ours, PROMPTS[:1], per_head=per_head)
-    heads = 1 if "deepseek" in case else ours.config.num_key_value_heads
+    heads = 1 if ours.config.latent else ours.config.num_key_value_heads
     assert {tuple(scale.shape) for scale in found.values()} == {(heads if per_head else 1,)}
     # Small scales clip two thirds of the range, so that tokens show whether scales count.
     scales = {name: scale * (0.3 + 0.1 * i) for i, (name, scale) in enumerate(found.items())}

@@ -41,5 +41,8 @@ def random_model(family: str, options: dict[str, Any], seed: int = 1) -> Any:
             parameter.data.normal_(0.0, 0.3)
         elif "norm" in name or name.endswith("bias"):
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0.0, 0.2)
     heed_groups(model)
     return model.eval()
