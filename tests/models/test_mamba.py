@@ -421,7 +421,7 @@ def test_layers_without_sizes_are_refused() -> None:
         ModelError, match="layer_types: expected 1 of attention or mamba2 or attention and states or mlp, got"
     ):
         Config(**sizes, state_space=TINY_MAMBA2)
-    with pytest.raises(ModelError, match="kind: expected mamba or mamba2 or delta_rule, got 'mamba3'"):
+    with pytest.raises(ModelError, match="kind: expected mamba or mamba2 or delta_rule or kda, got 'mamba3'"):
         StateSpace("mamba3", 32, 4, 3)
 
 
