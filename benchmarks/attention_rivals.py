@@ -210,7 +210,7 @@ def flash_attention_3(call: Arguments) -> Call:
 
 
 def _named(op: Any, given: Arguments) -> Call:
-    """A call of a torch op whose arguments have no defaults. Those not given are None."""
+    """A call of a torch op without defaults of arguments. Those not given are None."""
     return partial(op, *(given.get(one.name) for one in op.default._schema.arguments))
 
 

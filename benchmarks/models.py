@@ -10,7 +10,7 @@ attention (`benchmarks.attention_batches`), scans and convolutions (`benchmarks.
 quantization, rotary embedding, cache writes and sampling (`benchmarks.row_layers`). The modules say what a row is.
 Prints, for each kind, the geometric mean of pyops' time over the best rival's and over each rival's, the rows more than
 2 % behind, and the worst rows. Rivals that cannot be imported, that fail, or that refuse a row, are named on stderr and
-left out; each row says which were timed. Without --seed each run draws its own. Kinds take turns, so that a run which
+left out; each row says which were timed. Without --seed each run draws its own. Kinds alternate, so that a run which
 ends after --minutes has rows of each. Rows are measured in a process of their own: a kernel that faults, or a rival
 that crashes or hangs, costs its row.
 """

@@ -160,17 +160,17 @@ struct Tiles {
                     if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, true);
                     else cp_async<16>(run, from);
                 } else {  // a value that no row sees may be NaN, and 0 * NaN is NaN
-                    Vec<cache_t, 8> codes = Vec<cache_t, 8>::full(0.0f);
+                    Vec<cache_t, 8> run_of = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];
-                        if (at >= 0) codes.data[k] = value_cache[at + dim * BLOCK_SIZE];
+                        if (at >= 0) run_of.data[k] = value_cache[at + dim * BLOCK_SIZE];
                     }
                     if constexpr (IN_REGISTERS) {
 #pragma unroll
                         for (int j = 0; j < CODE_WORDS; ++j)
-                            held[n][j] = codes.template word<WORD_CODES>(j * WORD_CODES);
+                            held[n][j] = run_of.template word<WORD_CODES>(j * WORD_CODES);
                     } else {
-                        *reinterpret_cast<Vec<cache_t, 8>*>(run) = codes;
+                        *reinterpret_cast<Vec<cache_t, 8>*>(run) = run_of;
                     }
                 }
             });

@@ -19,9 +19,9 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
 //     TOKENS         keys of a KV tile: a multiple of 32
-//     OVERLAP        Q K^T of the next tile is in flight beside P V of the current one; otherwise it follows, and P V
+//     OVERLAP        Q K^T of the next tile is in flight with P V of the current one; otherwise it follows, and P V
 //                    takes the registers of S
-//     PING_PONG      consumers take turns at issuing WGMMAs
+//     PING_PONG      consumers alternate in issuing WGMMAs
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
 //     HEAD_SCALES    each KV head has its own scales of keys and values

@@ -48,7 +48,7 @@ struct HeldChunks {
     }
 };
 
-// Copies one chunk of a row to shared memory, or to the registers `held`. The row has `left` elements, `step` apart, from
+// Copies one chunk of a row to shared memory, or to the registers `held`. The row has `left` elements at distances of `step`, from
 // `from` on, read VEC_SIZE at a time; VEC_SIZE is 1 if they are not adjacent. Elements past these, and all elements of a
 // row that does not exist, are zeros.
 template <int VEC_SIZE>

@@ -10,7 +10,7 @@
 // A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row threadIdx.x / 8 on.
 constexpr int ROWS_APART = NUM_THREADS / 8;
 
-// Rows a constant distance apart.
+// Rows a constant distance from each other.
 struct StridedRows {
     const scalar_t* first;
     int64_t between;  // elements from each row to the next
@@ -21,11 +21,11 @@ struct StridedRows {
     DEVICE void advance(int64_t elements) { first += elements; }
 };
 
-// The rows that a thread copies: row `row` and others `apart` rows further each, where `left` of the tile's rows exist
+// The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
 // from the first on. A row that does not exist gets the address of one that does: rows of one alone may begin anywhere.
-DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int apart, int64_t left) {
+DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
     const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(TILE_M + TILE_N)));
-    return {base + (count > 0 ? row : 0) * stride, count > 1 ? apart * stride : 0, count};
+    return {base + (count > 0 ? row : 0) * stride, count > 1 ? step * stride : 0, count};
 }
 
 // Rows anywhere.
@@ -50,8 +50,8 @@ struct OperandCopies {
     HeldChunks<ROWS, NUM_THREADS> held;
 
     DEVICE explicit OperandCopies(const Rows& rows) : rows(rows) {}
-    // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left` elements,
-    // `step` apart.
+    // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left` elements at
+    // distances of `step`.
     DEVICE void load(const tile_t& stage, int first, int64_t step, int64_t left) {
         uint16_t* const to = stage.at(first + threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
@@ -79,12 +79,12 @@ struct Fragments {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES / HALVES; ++j) ldmatrix<WORDS>(columns[j], b + j * tile_t::bytes(16) / 2);
     }
-    DEVICE void multiply(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS]) const {
+    DEVICE void multiply(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS]) const {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; ++j) {
 #pragma unroll
             for (int i = 0; i < ROW_TILES; ++i) {
-                product<T>(sums[i][j], rows[i], columns[j / HALVES], j % HALVES);
+                product<T>(accum[i][j], rows[i], columns[j / HALVES], j % HALVES);
             }
         }
     }

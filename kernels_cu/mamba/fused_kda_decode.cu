@@ -73,7 +73,7 @@ fused_kda_decode(scalar_t* out,                 // [num_seqs, num_heads, HEAD_SI
 
     float s[PASSES][RUNS][4] = {};
     // Calls `visit` with each run of STATE_VEC columns of the thread, and its address. A thread computes its addresses
-    // anew for loads and for stores, so that no registers hold them meanwhile.
+    // again for loads and for stores, so that no registers hold them meanwhile.
     const auto each_of_state = [&](int pass, auto visit) {
         const int thread = made_anew(threadIdx.x), row = pass * ROWS + thread / LANES;
         state_t* const own_state =

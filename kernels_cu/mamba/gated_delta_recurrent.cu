@@ -9,7 +9,7 @@
 // Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES threads share four rows, and a thread
 // holds every LANES-th run of four columns of them, so that an access takes adjacent elements of either order. Adjacent
 // threads take adjacent elements: runs of the same rows, or the same columns of the next rows. In the second case the
-// threads of a row are in all warps, and add their sums through shared memory. Tiles of TOKENS tokens are staged in
+// threads of a row are in all warps, and add their totals through shared memory. Tiles of TOKENS tokens are staged in
 // shared memory.
 //
 // SLOTS: sequence i begins with the state in slot indices[i, max(accepted[i], 1) - 1]. PER_TOKEN: the state after token
@@ -54,28 +54,28 @@ DEVICE int lane_of(int thread) { return STATE_V_FIRST ? thread % LANES : thread 
 DEVICE int column_of(int i, int lane) { return (i / 4 * LANES + lane) * 4 + i % 4; }
 DEVICE constexpr int place_of(int i, int value) { return STATE_V_FIRST ? value * 4 * RUNS + i : i * VALUES + value; }
 
-// Adds the sums of the threads that share rows. Every thread calls it, in turn with each of the two buffers `partial`.
-DEVICE void add_lanes(float (&sums)[VALUES], float (&partial)[WARPS][ROWS]) {
+// Adds the totals of the threads that share rows. Every thread calls it, alternately with both buffers `partial`.
+DEVICE void add_lanes(float (&totals)[VALUES], float (&partial)[WARPS][ROWS]) {
     if constexpr (STATE_V_FIRST) {
 #pragma unroll
-        for (int n = 0; n < VALUES; ++n) sums[n] = lane_reduce<Sum, LANES>(sums[n]);
+        for (int n = 0; n < VALUES; ++n) totals[n] = lane_reduce<Sum, LANES>(totals[n]);
     } else {
         const int group = threadIdx.x % GROUPS, warp = threadIdx.x / WARP_SIZE;
 #pragma unroll
         for (int n = 0; n < VALUES; ++n) {
 #pragma unroll
-            for (int distance = GROUPS; distance < WARP_SIZE; distance *= 2) sums[n] += shfl_xor(sums[n], distance);
+            for (int distance = GROUPS; distance < WARP_SIZE; distance *= 2) totals[n] += shfl_xor(totals[n], distance);
         }
         if (threadIdx.x % WARP_SIZE < GROUPS) {
 #pragma unroll
-            for (int n = 0; n < VALUES; ++n) partial[warp][group * VALUES + n] = sums[n];
+            for (int n = 0; n < VALUES; ++n) partial[warp][group * VALUES + n] = totals[n];
         }
         __syncthreads();
 #pragma unroll
         for (int n = 0; n < VALUES; ++n) {
-            sums[n] = 0.0f;
+            totals[n] = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) sums[n] += partial[w][group * VALUES + n];
+            for (int w = 0; w < WARPS; ++w) totals[n] += partial[w][group * VALUES + n];
         }
     }
 }
@@ -179,7 +179,7 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     float s[RUNS * 4 * VALUES] = {};
     // Calls `visit` with each STATE_VEC adjacent elements of the thread, and their offset in a state of all heads.
     const auto each_of_state = [&](auto visit) {
-        // A thread computes its addresses anew for each state, so that no registers hold them meanwhile.
+        // A thread computes its addresses again for each state, so that no registers hold them meanwhile.
         const int own_row = row_of(made_anew(threadIdx.x)), own_lane = lane_of(made_anew(threadIdx.x));
         const int64_t own = int64_t(made_anew(head)) * (VALUE_SIZE * KEY_SIZE) + (first_row + own_row) * ROW_STRIDE;
 #pragma unroll

@@ -25,7 +25,7 @@ struct Prepared {
 // The sum of squares of a token's row. In a warp of 64 lanes, lanes i and i + 32 share the row. With SCALES, the row is
 // first multiplied by DOWN in the tile, and lanes without takes_part skip it.
 template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, bool takes_part) {
-    float sums[4] = {};  // independent, because one warp adds them and nothing hides its latency
+    float four[4] = {};  // independent, because one warp adds them and nothing hides its latency
 #pragma unroll 4
     for (int chunk = threadIdx.x % WARP_SIZE / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
         if (SCALES && !takes_part) break;
@@ -35,9 +35,9 @@ template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, boo
             x.store_shared(tile.at(token, chunk));
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i % 4] = fmaf(x[i], x[i], sums[i % 4]);
+        for (int i = 0; i < 8; ++i) four[i % 4] = fmaf(x[i], x[i], four[i % 4]);
     }
-    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float sum = (four[0] + four[1]) + (four[2] + four[3]);
     if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
     return sum;
 }

@@ -240,7 +240,7 @@ def test_padded_rows_touch_no_states(case: str, folder: Callable[[str], Path]) -
         assert testing.same_bits(old[2], new[2])
         assert all(not torch.equal(old[slot], new[slot]) for slot in slots)
     before, rows = [tensor.clone() for tensor in states], runner._rows.clone()
-    runner._load_kernels(4)  # the warm-up before a capture must compute no step
+    runner._load_kernels(4, None)  # the warm-up before a capture must compute no step
     assert torch.equal(runner._rows, rows)
     assert all(testing.same_bits(old, new) for old, new in zip(before, states, strict=True))
 

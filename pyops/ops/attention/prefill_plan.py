@@ -29,12 +29,6 @@ _STATIC_SHARED_MEMORY = 2176
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
 _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 
-# {largest head size: operations per microsecond of prefill_mma.cu on an H200}: docs/performance/prefill.md, "1 x 8192".
-_MMA_RATES = {64: 212e6, 128: 261e6, 256: 192e6}
-# Microseconds of a KV tile of prefill_sm90.cu, and its keys: "A work tile costs 3.2 us" there.
-_WGMMA_TILE_US, _WGMMA_TILE_TOKENS = 1.83, 128
-_SINGLE_ROWS_US = 3.5  # least microseconds of a separate launch for single rows: "prompts only" there
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillMmaConfig:
@@ -83,31 +77,19 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     of_mma = _choose_mma(problem, device)
     if not problem.uses_wgmma:
         return of_mma
-    of_wgmma = prefill_sm90.choose(problem, device)
-    return of_mma if _is_faster(problem, of_mma, of_wgmma, device) else of_wgmma
+    return of_mma if _is_faster(problem, of_mma, device) else prefill_sm90.choose(problem, device)
 
 
-def _is_faster(problem: PrefillProblem, of_mma: PrefillMmaConfig, of_wgmma: PrefillSm90Config, device: Device) -> bool:
-    """Whether prefill_mma.cu takes less time than prefill_sm90.cu by the cost model: few rows and short sequences.
+def _is_faster(problem: PrefillProblem, of_mma: PrefillMmaConfig, device: Device) -> bool:
+    """Whether prefill_mma.cu is faster than prefill_sm90.cu: if a sequence is one KV tile, and all items run at once.
 
-    Only if one wave has all items: the model does not count that persistent CTAs overlap an item with the next one.
+    All of the call is then fixed cost, and prefill_mma.cu has one launch without roles of warps, counter and combine. A
+    second KV tile costs it more than that (docs/performance/prefill.md, "Sequences of one KV tile").
     """
     if problem.layout.ragged or problem.cu_seqlens_q is None or tuning.batch_invariant():
         return False
-    work, splits = _work_of(problem, of_mma, device), of_mma.max_splits
-    if work.items * splits > work.slots:
-        return False
-    head_size = problem.query.shape[2]
-    rate = next(rate for largest, rate in _MMA_RATES.items() if head_size <= largest)
-    neighbours = min(of_mma.min_blocks, -(-work.items * splits // device.num_sms))  # CTAs that share an SM
-    operations = 2 * of_mma.rows * of_mma.step_tokens * (head_size + problem.value_size)
-    alone_us = operations * device.num_sms / rate  # of a KV tile, if the CTA has the SM to itself
-    mma_us = work.time(splits, alone_us * neighbours, alone_us)
-    rows, tokens = 64 * of_wgmma.consumers, of_wgmma.tokens
-    other = prefill_sm90.work_of(problem, rows, tokens, device, of_wgmma.min_blocks)
-    tile_us = _WGMMA_TILE_US * tokens / _WGMMA_TILE_TOKENS
-    wgmma_us = other.time(of_wgmma.max_splits, tile_us, _WGMMA_TILE_US)
-    return mma_us < wgmma_us + (_SINGLE_ROWS_US if problem.single_rows else 0)
+    work = _work_of(problem, of_mma, device)
+    return problem.expected_tokens <= of_mma.step_tokens and work.items <= work.slots
 
 
 def _choose_mma(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:

@@ -47,8 +47,8 @@ class E4m3Config:
     Attributes:
         tokens: keys of a KV tile.
         consumers: consumer warpgroups, each with 64 rows of queries.
-        overlap: Q K^T of the next KV tile is computed beside P V of the current one.
-        ping_pong: consumer warpgroups take turns at issuing WGMMAs.
+        overlap: Q K^T of the next KV tile is computed during P V of the current one.
+        ping_pong: consumer warpgroups alternate in issuing WGMMAs.
     """
 
     tokens: int

@@ -21,8 +21,8 @@ _MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
 _SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
 _MAX_SPLITS = 8  # split-K: most blocks that share a tile
 _MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each block
-_MAX_SUMS = 128  # most accumulators of a thread: half of its registers
-_MAX_RESIDENT_SUMS = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
+_MAX_ACCUMULATORS = 128  # most accumulators of a thread: half of its registers
+_MAX_RESIDENT = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
 _GROUP_ROWS = 8  # row tiles that run together for each column tile, so that the L2 cache holds the rows that they share
 
 
@@ -77,9 +77,11 @@ class MmaConfig:
 
     def _fits(self, problem: GemmProblem, device: Device) -> bool:
         """Whether shared memory and registers suffice."""
-        sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
-        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
-        return enough and sums <= _max_sums(problem.dtype, device) and self.shared_memory <= device.shared_memory
+        held = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
+        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * held <= _MAX_RESIDENT
+        return (
+            enough and held <= _max_accumulators(problem.dtype, device) and self.shared_memory <= device.shared_memory
+        )
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
@@ -118,7 +120,7 @@ _TILES = (
     (64, 256, 1, 4),
     (128, 256, 2, 4),
 )
-_SMALL_TILES = 5  # the tiles at the beginning whose warps have at most 64 x 32: for copies that registers hold
+_SMALL_TILES = 5  # these first tiles have warps of at most 64 x 32, for copies that registers hold
 
 
 def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
@@ -128,8 +130,8 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
     for tile_m, tile_n, warps_m, warps_n in tiles_of:
         if tile_m > 16 and 2 * shape.m <= tile_m:
             continue  # half of the tile would be padding
-        sums = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
-        if sums * (2 if shape.block_scaled else 1) > _max_sums(shape.dtype, device):
+        held = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
+        if held * (2 if shape.block_scaled else 1) > _max_accumulators(shape.dtype, device):
             continue
         stage_bytes = (tile_m + tile_n) * _STEP_BYTES
         blocks = 2 if stage_bytes <= _SMALL_TILE else 1  # per SM; they share its shared memory
@@ -148,7 +150,7 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
                 break
 
 
-def _max_sums(dtype: DType, device: Device) -> int:
+def _max_accumulators(dtype: DType, device: Device) -> int:
     """Most accumulators of a thread: a half where fp8 operands are converted, or copies are held in registers."""
     converts = dtype in FP8 and not device.supports("fp8_products")
-    return _MAX_SUMS if device.supports("async_copies") and not converts else _MAX_SUMS // 2
+    return _MAX_ACCUMULATORS if device.supports("async_copies") and not converts else _MAX_ACCUMULATORS // 2

@@ -280,7 +280,7 @@ def test_varlen_configs(num_tokens: int, axes: dict[str, Any], expected: tuple[i
     ],
 )
 def test_varlen_stages(arch: str, head_size: int, expected: tuple[int, ...]) -> None:
-    """One stage where an SM has room for two CTAs with one, but not with two."""
+    """One stage where an SM holds two CTAs with one, but not with two."""
     found = chosen(VARLEN, num_tokens=4096, head_size=head_size, arch=arch)
     assert (found.row_tiles, found.step_tokens, found.stages) == expected
 

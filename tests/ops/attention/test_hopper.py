@@ -517,8 +517,8 @@ def test_choice_of_kernel() -> None:
 
 
 def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows over few keys are one launch of prefill_mma.cu, also where there are sequences of one token; but not
-    many rows, long sequences, or where the batch must not matter.
+    """Few rows over one KV tile are one launch of prefill_mma.cu, also where there are sequences of one token; but not
+    many rows, longer sequences, or where the batch must not matter.
     """
 
     def files(count: int, num_seqs: int, blocks: int, **changes: Any) -> list[str]:
@@ -528,14 +528,14 @@ def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
         launches = launch(problem, choose(problem, HOPPER))
         return [one.specialisation.kernel.file.removeprefix("attention/") for one in launches]
 
-    for count, num_seqs, blocks, codes in ((6, 2, 2, False), (555, 84, 2, True), (28, 14, 56, True)):
-        changes = {"cache_dtype": "uint8"} if codes else {}
+    for count, num_seqs, blocks, is_fp8 in ((6, 2, 2, False), (555, 84, 2, True)):
+        changes = {"cache_dtype": "uint8"} if is_fp8 else {}
         assert files(count, num_seqs, blocks, **changes) == ["prefill_mma.cu"]
         with monkeypatch.context() as patch:
             patch.setenv("PYOPS_BATCH_INVARIANT", "1")
             assert "prefill_mma.cu" not in files(count, num_seqs, blocks, **changes)
-        assert "prefill_mma.cu" not in files(count, num_seqs, 8192, **changes)
-        assert "prefill_mma.cu" not in files(count * 64, num_seqs, blocks, **changes)
+        assert "prefill_mma.cu" not in files(count, num_seqs, 9, **changes)
+        assert "prefill_mma.cu" not in files(count * 4096, num_seqs, blocks, **changes)
 
 
 def test_choice_of_decode_attention() -> None:
@@ -815,7 +815,7 @@ def test_mla_cuts_where_a_combine_pays(join_units: float, is_cut: bool) -> None:
     ("num_seqs", "num_heads", "tokens", "page_size", "grid", "combines"),
     [
         (64, 128, 4096, 64, (2, 66, 1), True),
-        (64, 24, 4096, 16, (1, 132, 1), False),
+        (64, 24, 4096, 16, (1, 132, 1), True),
         (1, 128, 4096, 64, (2, 32, 1), False),
         (1, 128, 32768, 64, (2, 66, 1), False),
         (1, 24, 32768, 8, (1, 132, 1), False),
