@@ -63,6 +63,7 @@ LARGE = {
     "gptq_gemm": "linear/gemm_sm90_swap_ab.cu",
     "grouped_gemm": "linear/gemm_sm80.cu",
     "kda": "mamba/kda_chunk.cu",
+    "lora_expand": "linear/lora_mma.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",
     "marlin_gemm": "linear/gemm_sm90.cu",
 }

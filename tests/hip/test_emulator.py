@@ -189,6 +189,6 @@ def test_cases_reach_every_kernel_of_few_blocks(arch: str) -> None:
     # These kernels serve only long rows and many tokens; kernels of several ranks need more than one device.
     large = {"sampling/sampling_filter.cu", "cache/group_slots.cu", "cache/reshape_and_cache_groups.cu"}
     large |= {"mamba/chunk_scan_pass.cu", "mamba/selective_scan_tokens.cu", "mamba/gated_delta_chunk.cu"}
-    large |= {"linear/wna16_to_dense.cu"}
+    large |= {"linear/wna16_to_dense.cu", "linear/lora_mma.cu"}
     one_rank = {file for file in specialisations.of_arch(arch) if not file.startswith("collective/")}
     assert one_rank - reached <= large

@@ -303,7 +303,7 @@ def test_bad_folder_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_sizes_that_words_or_groups_do_not_divide() -> None:
     for quantization, message in (
         (PackedQuantization("awq", 4, 24), "group_size: expected a number that divides 32, got 24"),
-        (PackedQuantization("gptq", 3, 32), "k_proj: expected a multiple of 32 for 3 bits, got 16"),
+        (PackedQuantization("gptq", 3, 32), "gate_proj: expected a multiple of 32 for 3 bits, got 144"),
     ):
         with pytest.raises(ModelError, match=message):
             Decoder(Config(**TINY, quantization=quantization))

@@ -65,7 +65,7 @@ class PrefillMmaConfig:
             row_tiles=(1, 2),
             step_tokens=tuning.beside(self.step_tokens, 16, 16 * self.num_warps),
             min_blocks=(1, 2, 3),
-            stages=(1, 2),
+            stages=(1, 2) if device.supports("async_copies") and not problem.is_fp8 else (),
         )
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 

@@ -35,7 +35,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(
-    ("one", "heads", "head_size", "block_size", "is_fp8", "packed", "window"), few(STEPS, 3), ids=str
+    ("one", "heads", "head_size", "block_size", "is_fp8", "packed", "window"), few(STEPS, 2), ids=str
 )
 def test_steps_of_a_warp(
     one: DecodeConfig,

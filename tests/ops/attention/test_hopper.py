@@ -680,7 +680,7 @@ def test_mla_decode_fp8(
             (20, 16, torch.bfloat16, FP8),
             (70, 64, torch.bfloat16, torch.uint8),
         ],
-        3,
+        2,
     ),
 )
 @pytest.mark.parametrize(("num_shares", "combines"), [(3, False), (2, True), (3, True), (16, True)])

@@ -16,6 +16,7 @@ from pyops.ops.attention.prefill_plan import PrefillMmaConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
 from tests.support.calls import DEVICES, Host
+from tests.support.profiles import few
 
 VARLEN = pyops.registry["paged_attention_varlen"]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -100,8 +101,8 @@ def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("one", "is_fp8"),
-    [(PrefillMmaConfig(4, 2, 48, 2, stages=1), False), (PrefillMmaConfig(2, 2, 32, 2), True)],
-    ids=["one stage", "fp8 in registers"],
+    few([(PrefillMmaConfig(4, 2, 48, 2, stages=1), False), (PrefillMmaConfig(2, 2, 32, 2), True)], 1),
+    ids=str,
 )
 def test_one_tile_in_shared_memory(on: str, one: PrefillMmaConfig, is_fp8: bool) -> None:
     """The next tile comes into the memory of the last: by asynchronous copies during the MMAs, or from registers."""
