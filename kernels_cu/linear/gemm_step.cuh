@@ -30,7 +30,6 @@ struct HeldChunks {
     static constexpr int STRIDE = NUM_THREADS / 8, COUNT = ceil_div(ROWS, STRIDE);
     uint32_t chunks[HOLDS_COPIES ? COUNT : 1][4];
 
-    DEVICE uint32_t* of(int row) { return chunks[HOLDS_COPIES ? (row - int(threadIdx.x / 8)) / STRIDE : 0]; }
     // Stores the held chunks to the rows of a stage, from `first` on. The caller puts MMAs between the loads and this
     // call to hide the latency, and a barrier between the last MMAs that read the stage and this call.
     DEVICE void store(const tile_t& stage, int first) const {
@@ -48,9 +47,9 @@ struct HeldChunks {
     }
 };
 
-// Copies one chunk of a row to shared memory, or to the registers `held`. The row has `left` elements at distances of `step`, from
-// `from` on, read VEC_SIZE at a time; VEC_SIZE is 1 if they are not adjacent. Elements past these, and all elements of a
-// row that does not exist, are zeros.
+// Copies one chunk of a row to shared memory, or to the registers `held`. The row has `left` elements at distances of
+// `step`, from `from` on, read VEC_SIZE at a time; VEC_SIZE is 1 if they are not adjacent. Elements past these, and all
+// elements of a row that does not exist, are zeros.
 template <int VEC_SIZE>
 DEVICE void copy_chunk(uint32_t* held, uint16_t* to, const scalar_t* from, int64_t step, int64_t left, bool exists) {
     constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
