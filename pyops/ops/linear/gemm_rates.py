@@ -41,8 +41,8 @@ class GemmRates:
         mma_k_tile, mma_area: a k-tile, and its MMAs, for each element of the tile.
         mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
         mma_block: to begin and end a block's tile.
-        mma_split, mma_split_byte: to reduce the parts of a tile of split-K through device memory, and for each byte of
-            them.
+        mma_split, mma_split_byte: to reduce the partial accumulators of split-K through device memory, and for each
+            byte of them.
         gemv_launch, gemv_bytes_per_us: gemv.cu: a launch, and the bytes that it loads.
         gemv_row: for each element of the weight of an SM, and each further row of a.
         simt: gemm_simt.cu: a multiplication of an SM.

@@ -8,11 +8,11 @@ from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e5m2, float16
 from .gemm_problem import GemmProblem
 
 FP8 = float8_e4m3fn, float8_e5m2
-K_TILE_BYTES = 128  # bytes of K in a k-tile of the WGMMA kernels: one row of the 128-byte swizzle
+K_TILE_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
 
 
 def num_k_tiles(k: int, dtype: DType) -> int:
-    """k-tiles of the WGMMA kernels."""
+    """k-tiles of K."""
     return -(-k * dtype.itemsize // K_TILE_BYTES)
 
 
@@ -73,7 +73,7 @@ class GemmShape:
 
     @property
     def num_k_tiles(self) -> int:
-        """k-tiles of the WGMMA kernels."""
+        """k-tiles of K."""
         return num_k_tiles(self.k, self.dtype)
 
     @property

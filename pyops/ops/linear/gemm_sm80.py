@@ -12,15 +12,14 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType
 from .gemm_problem import HELD_STAGES, GemmProblem
-from .gemm_shape import FP8, GemmShape
+from .gemm_shape import FP8, K_TILE_BYTES, GemmShape
 
 _mma = Kernel("linear/gemm_sm80.cu")
 
-_STEP_BYTES = 128  # bytes of K in a k-tile of gemm_sm80.cu
 _MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
 _SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
 _MAX_SPLITS = 8  # split-K: most blocks that share a tile
-_MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each block
+_MIN_SPLIT_K_TILES = 4  # split-K: fewest k-tiles of each block
 _MAX_ACCUMULATORS = 128  # most accumulators of a thread: half of its registers
 _MAX_RESIDENT = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
 _GROUP_ROWS = 8  # row tiles that run together for each column tile, so that the L2 cache holds the rows that they share
@@ -52,13 +51,13 @@ class MmaConfig:
 
     @property
     def shared_memory(self) -> int:
-        return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
+        return self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
 
     @property
-    def step_traffic(self) -> int:
+    def k_tile_traffic(self) -> int:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
         of_warps = self.warps_n * self.tile_m + self.warps_m * self.tile_n
-        return (self.tile_m + self.tile_n + of_warps) * _STEP_BYTES
+        return (self.tile_m + self.tile_n + of_warps) * K_TILE_BYTES
 
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
@@ -125,7 +124,6 @@ _SMALL_TILES = 5  # these first tiles have warps of at most 64 x 32, for copies 
 
 def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
     """Tiles that registers and shared memory allow, each whole and with split-K while SMs would idle."""
-    k_tiles = -(-shape.k * shape.dtype.itemsize // _STEP_BYTES)
     tiles_of = _TILES if device.supports("async_copies") else _TILES[:_SMALL_TILES]
     for tile_m, tile_n, warps_m, warps_n in tiles_of:
         if tile_m > 16 and 2 * shape.m <= tile_m:
@@ -133,7 +131,7 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
         held = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
         if held * (2 if shape.block_scaled else 1) > _max_accumulators(shape.dtype, device):
             continue
-        stage_bytes = (tile_m + tile_n) * _STEP_BYTES
+        stage_bytes = (tile_m + tile_n) * K_TILE_BYTES
         blocks = 2 if stage_bytes <= _SMALL_TILE else 1  # per SM; they share its shared memory
         most = _MAX_STAGES[stage_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
         stages = min(most, device.shared_memory // blocks // stage_bytes)
@@ -142,7 +140,7 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
         tiles, splits = -(-shape.m // tile_m) * -(-shape.n // tile_n), 1
         # Split-K takes static shared memory for a flag.
         has_flag = stages * stage_bytes * blocks < device.shared_memory
-        most_splits = min(_MAX_SPLITS, k_tiles // _MIN_SPLIT_STEPS) if has_flag else 1
+        most_splits = min(_MAX_SPLITS, shape.num_k_tiles // _MIN_SPLIT_K_TILES) if has_flag else 1
         while True:
             yield MmaConfig(tile_m, tile_n, warps_m, warps_n, stages, splits, blocks)
             splits *= 2
