@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -31,9 +32,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @cache
 def transformers_rule() -> Any:
-    """The recurrence of Qwen3-Next in transformers."""
+    """The recurrence of Qwen3-Next in transformers, by torch. Where FLA is installed, the name is its kernel."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    return modeling.torch_recurrent_gated_delta_rule
+    return inspect.unwrap(modeling.torch_recurrent_gated_delta_rule)
 
 
 def tokens(
