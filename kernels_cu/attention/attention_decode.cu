@@ -36,6 +36,7 @@
 //     NUM_KV_HEADS   KV heads
 //     GROUP          query heads per KV head
 //     HEADS          query heads of a CTA: 8 or 16
+//     QUERY_ACCESS   elements of an access to query
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        CTAs of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
@@ -291,11 +292,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     __syncthreads();
 
     // A warp combines the results of a head and writes them. In a cluster, it leaves them in shared memory, and one CTA
-    // of the cluster combines and writes the results of all CTAs for a head.
-    constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
-    constexpr int WRITERS = CLUSTER == 1                         ? WARP_SIZE
-                            : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS
-                                                                 : MIN_CLUSTER_THREADS;
+    // of the cluster combines and writes the results of all CTAs for a head. A CTA combines its heads at the same time,
+    // as far as it has warps for them: a head takes as long as three loads from other CTAs one after the other.
+    constexpr int HEADS_OF_BLOCK = ceil_div(MAX_HEADS, CLUSTER);  // heads that a CTA of a cluster combines
+    constexpr int WARPS_EACH = MIN_CLUSTER_WARPS / HEADS_OF_BLOCK, MOST_WARPS = ceil_div(HEAD_SIZE, 32);
+    constexpr int HEAD_WARPS = WARPS_EACH < 1 ? 1 : WARPS_EACH < MOST_WARPS ? WARPS_EACH : MOST_WARPS;
+    constexpr int WRITERS = CLUSTER == 1 ? WARP_SIZE : 32 * HEAD_WARPS;
+    struct RowState { float max_logit, exp_sum; };
     const auto write = [&](int head, const auto& combine, auto total) {
         const int64_t query_head = first_head + head, row = find_row();
         if constexpr (MAY_BALANCE) {
@@ -320,25 +323,47 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     };
     __shared__ float block_max[HEADS];
     __shared__ float block_sum[HEADS];
-    for (int head = warp; head < num_heads; head += num_warps) {
-        const Combine<MAX_WARPS> combine([&](int w) { return warp_max[w * HEADS + head]; },
-                                         [&](int w) { return warp_sum[w * HEADS + head]; });
-        const auto total = [&](int i, int) {
-            return combine.weighted_sum([&](int w) { return combine.factor[w] > 0.0f ? output_of(w, head)[i] : 0.0f; });
-        };
-        if constexpr (CLUSTER == 1) {
-            write(head, combine, total);
-        } else {
-            for (int i = lane; i < HEAD_SIZE; i += 32) output_of(0, head)[i] = total(i, 0);
-            if (lane == 0) {
-                block_max[head] = combine.max_logit;
-                block_sum[head] = combine.exp_sum;
+    // A warp of a CTA of four combines all of its heads at the same time.
+    constexpr int BATCH = ceil_div(MAX_HEADS, 4);
+    for (int first = warp; first < num_heads; first += BATCH * num_warps) {
+        float totals[BATCH][LANE_ELEMENTS];
+        RowState rows[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int head = first + k * num_warps < num_heads ? first + k * num_warps : first;
+            const Combine<MAX_WARPS> combine([&](int w) { return warp_max[w * HEADS + head]; },
+                                             [&](int w) { return warp_sum[w * HEADS + head]; });
+            rows[k] = {combine.max_logit, combine.exp_sum};
+#pragma unroll
+            for (int e = 0; e < LANE_ELEMENTS; ++e) {
+                const int i = lane + e * WARP_SIZE;
+                totals[k][e] = combine.weighted_sum(
+                    [&](int w) { return combine.factor[w] > 0.0f && i < HEAD_SIZE ? output_of(w, head)[i] : 0.0f; });
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int head = first + k * num_warps;
+            if (head >= num_heads) continue;
+            if constexpr (CLUSTER == 1) {
+                write(head, rows[k], [&](int, int e) { return totals[k][e]; });
+            } else {
+#pragma unroll
+                for (int e = 0; e < LANE_ELEMENTS; ++e) {
+                    if (lane + e * WARP_SIZE < HEAD_SIZE) output_of(0, head)[lane + e * WARP_SIZE] = totals[k][e];
+                }
+                if (lane == 0) {
+                    block_max[head] = rows[k].max_logit;
+                    block_sum[head] = rows[k].exp_sum;
+                }
             }
         }
     }
     if constexpr (CLUSTER > 1) {
         sync_cluster<CLUSTER>();
-        for (int head = blockIdx.y; head < num_heads && threadIdx.x < WRITERS; head += CLUSTER) {
+        constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;
+        const int first = threadIdx.x / WRITERS < AT_ONCE ? threadIdx.x / WRITERS * CLUSTER + blockIdx.y : num_heads;
+        for (int head = first; head < num_heads; head += AT_ONCE * CLUSTER) {
             // The loads from all CTAs are in flight together.
             constexpr int ELEMENTS = ceil_div(HEAD_SIZE, WRITERS);
             float outputs[ELEMENTS][CLUSTER];
@@ -347,7 +372,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             };
 #pragma unroll
             for (int k = 0; k < ELEMENTS * CLUSTER; ++k) {
-                const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) + e * WRITERS;
+                const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) % WRITERS + e * WRITERS;
                 if (i < HEAD_SIZE) outputs[e][rank] = load_of_block<CLUSTER>(output_of(0, head) + i, rank);
             }
             const Combine<CLUSTER> combine(of_block(block_max + head), of_block(block_sum + head));

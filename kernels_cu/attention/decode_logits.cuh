@@ -11,30 +11,62 @@
 
 using logits_t = float[TILES][COLUMNS][PRODUCT_SUMS];
 
+// QUERY_LANES lanes share a head, and load QUERY_VEC elements of it at a time.
+constexpr int QUERY_VEC = 16 / sizeof(scalar_t), QUERY_VECS = QUERY_SIZE / QUERY_VEC;
+constexpr int QUERY_LANES = QUERY_VECS <= 8 ? 8 : QUERY_VECS <= 16 ? 16 : 32;
+static_assert(QUERY_SIZE % QUERY_VEC == 0 && HEAD_SIZE % QUERY_VEC == 0);
+
 // Copies the queries of a CTA to shared memory, with zeros for heads and elements that do not exist. query_of(head) is
 // the address of a head's query. units[head] becomes the factor from a score of the head to its logit: key_unit, and
-// with an fp8 cache also the inverse of the power of two that scales the query into the range of float16.
+// with an fp8 cache also the inverse of the power of two that scales the query into the range of float16. All loads of
+// a thread are in flight together: otherwise a call with a short cache waits mostly for them.
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
-    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    for (int head = warp; head < HEADS; head += int(blockDim.x) / WARP_SIZE) {
-        const scalar_t* from = query_of(head);
-        float factor = 1.0f;
-        if (IS_FP8) {
-            float absmax = 0.0f;
-            for (int i = lane; i < HEAD_SIZE && head < num_heads; i += WARP_SIZE) {
-                absmax = fmaxf(absmax, fabsf(to_float(from[i])));
-            }
+    constexpr int BATCH = 2, LANE_VECS = ceil_div(QUERY_VECS, QUERY_LANES), ACCESS = QUERY_STRIDE % 8 == 0 ? 8 : 4;
+    const int lane = threadIdx.x % QUERY_LANES, stride = int(blockDim.x) / QUERY_LANES;
+    for (int first = int(threadIdx.x) / QUERY_LANES; first < HEADS; first += BATCH * stride) {
+        Vec<scalar_t, QUERY_VEC> loaded[BATCH][LANE_VECS];
 #pragma unroll
-            for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
-            factor = inverse_power_of_two(absmax);
+        for (int i = 0; i < BATCH * LANE_VECS; ++i) {
+            const int head = min(first + i / LANE_VECS * stride, num_heads - 1);
+            const int element = min((i % LANE_VECS * QUERY_LANES + lane) * QUERY_VEC, HEAD_SIZE - QUERY_VEC);
+            loaded[i / LANE_VECS][i % LANE_VECS] =
+                Vec<scalar_t, QUERY_VEC>::template load<QUERY_ACCESS>(query_of(head) + element);
         }
-        for (int i = lane; i < QUERY_SIZE; i += WARP_SIZE) {
-            const bool inside = head < num_heads && i < HEAD_SIZE;
-            const float x = inside ? to_float(from[i]) : 0.0f;
-            queries[head * QUERY_STRIDE + i] = from_float<product_t>(IS_FP8 ? x * factor : x);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int head = first + b * stride;
+            float x[LANE_VECS][QUERY_VEC], absmax = 0.0f, factor = 1.0f;
+#pragma unroll
+            for (int i = 0; i < LANE_VECS; ++i) {
+                const bool inside = head < num_heads && (i * QUERY_LANES + lane) * QUERY_VEC < HEAD_SIZE;
+                loaded[b][i].to_floats(x[i]);
+#pragma unroll
+                for (int j = 0; j < QUERY_VEC; ++j) {
+                    if (!inside) x[i][j] = 0.0f;
+                    absmax = fmaxf(absmax, fabsf(x[i][j]));
+                }
+            }
+            if constexpr (IS_FP8) {
+#pragma unroll
+                for (int mask = QUERY_LANES / 2; mask > 0; mask /= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+                factor = inverse_power_of_two(absmax);
+            }
+            if (head >= HEADS) continue;
+#pragma unroll
+            for (int i = 0; i < LANE_VECS; ++i) {
+                const int element = (i * QUERY_LANES + lane) * QUERY_VEC;
+#pragma unroll
+                for (int j = 0; j < QUERY_VEC; j += ACCESS) {
+                    float part[ACCESS];
+#pragma unroll
+                    for (int k = 0; k < ACCESS; ++k) part[k] = IS_FP8 ? x[i][j + k] * factor : x[i][j + k];
+                    if (QUERY_VECS % QUERY_LANES > 0 && element >= QUERY_SIZE) continue;
+                    Vec<product_t, ACCESS>::from_floats(part).store_shared(queries + head * QUERY_STRIDE + element + j);
+                }
+            }
+            if (lane == 0) units[head] = key_unit * (IS_FP8 ? 1.0f / factor : 1.0f);
         }
-        if (lane == 0) units[head] = key_unit * (IS_FP8 ? 1.0f / factor : 1.0f);
     }
 }
 

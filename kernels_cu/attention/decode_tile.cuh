@@ -10,7 +10,7 @@
 #include "decode_operand.cuh"
 
 constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4;
-constexpr int MIN_CLUSTER_THREADS = 128;  // a block of a cluster has at least 4 warps
+constexpr int MIN_CLUSTER_WARPS = 4;  // fewest warps of a CTA of a cluster
 constexpr bool MAY_BALANCE = CLUSTER == 1 && DIRECT && PARTITION == 0;
 static_assert(CLUSTER == 1 || DIRECT);
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes

@@ -95,6 +95,7 @@ def _launch_mma(
         NUM_KV_HEADS=problem.kv.num_kv_heads,
         CLUSTER=config.cluster_size,
         HEADS=config.heads_per_block,
+        QUERY_ACCESS=_query_access(problem),
         TILES=config.tiles_per_step,
         ONE_AT_A_TIME=config.one_at_a_time,
         AHEAD=config.ahead,
@@ -113,6 +114,14 @@ def _launch_mma(
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         wave_splits=wave,
     )
+
+
+def _query_access(problem: DecodeProblem) -> int:
+    """Elements of the widest access that divides the query of a head into aligned pieces."""
+    query = problem.query
+    vector = 16 // query.dtype.itemsize
+    bits = vector | problem.head_size | heads_stride(query) | (query.alignment // query.dtype.itemsize or 1)
+    return bits & -bits
 
 
 def _balanced_splits(problem: DecodeProblem, wave: float) -> int:

@@ -51,9 +51,8 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
 
 def _is_faster(problem: DecodeProblem) -> bool:
     """Whether the prefill kernels are faster, by the bytes that CTAs read."""
-    window, layout = problem.options.sliding_window, problem.layout
-    tokens = min(problem.max_tokens, window) if window else problem.max_tokens
+    layout = problem.layout
     token_bytes = layout.num_kv_heads * 2 * problem.head_size * layout.dtype.itemsize
-    nbytes = problem.num_seqs * tokens * token_bytes
+    nbytes = problem.num_seqs * problem.attended_tokens * token_bytes
     rows_us = nbytes / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
     return problem.reads > 1 and rows_us < problem.reads * nbytes / _READ_RATE_OF_DECODE

@@ -75,6 +75,12 @@ class DecodeProblem:
         return min(tokens, self.num_partitions * self.partition) if self.partials else tokens
 
     @property
+    def attended_tokens(self) -> int:
+        """The most tokens that a query attends to."""
+        window = self.options.sliding_window
+        return min(self.max_tokens, window) if window else self.max_tokens
+
+    @property
     def max_head_size(self) -> int:
         """Largest head size of attention_decode.cu: larger heads spill registers."""
         device = self.query.device
