@@ -17,7 +17,8 @@ using logits_t = float[TILES][COLUMNS][PRODUCT_SUMS];
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    for (int head = warp; head < HEADS; head += int(blockDim.x) / WARP_SIZE) {
+    const int num_warps = int(blockDim.x) / WARP_SIZE;
+    const auto prepare = [&](int head) {
         const scalar_t* from = query_of(head);
         float factor = 1.0f;
         if (IS_FP8) {
@@ -35,6 +36,12 @@ DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, flo
             queries[head * QUERY_STRIDE + i] = from_float<product_t>(IS_FP8 ? x * factor : x);
         }
         if (lane == 0) units[head] = key_unit * (IS_FP8 ? 1.0f / factor : 1.0f);
+    };
+    if constexpr (HAS_TOKENS) {
+#pragma unroll 4
+        for (int head = warp; head < HEADS; head += num_warps) prepare(head);  // loads overlap: there may be one warp
+    } else {
+        for (int head = warp; head < HEADS; head += num_warps) prepare(head);
     }
 }
 
@@ -83,7 +90,8 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
 
 // Converts the scores `s` of one column of tiles to logits, and raises max_logit to the largest of the lane's logits.
 // unit, slope and max_logit belong to the lane's heads of the column. Bit tile * SUM_ROWS + i of `attended` is set if
-// the lane's token i of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
+// the lane's token i of the tile is attended; with HAS_TOKENS, each of the lane's heads has TILES * SUM_ROWS such bits.
+// The step begins at token `start` of a sequence of `length` tokens, up to the CTA's first query token.
 DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEADS], const float (&slope)[LANE_HEADS],
                           float logits_soft_cap, unsigned attended, int start, int length, int lane,
                           float (&max_logit)[LANE_HEADS]) {
@@ -96,9 +104,11 @@ DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEAD
             logit = logit_of<HAS_SOFTCAP>(logit, unit[head], logits_soft_cap);
             if (HAS_ALIBI) {
                 const int token = start + token_of(tile, sum_row(lane, row));
-                logit = fmaf(slope[head], float(token + 1 - length), logit);
+                const int own = length + token_of_column(column * TILE_HEADS + sum_head(lane, head));
+                logit = fmaf(slope[head], float(token + 1 - own), logit);
             }
-            if (!(attended >> (SUM_ROWS * tile + row) & 1)) logit = minus_infinity();
+            const int first_bit = HAS_TOKENS ? (column * LANE_HEADS + head) * TILES * SUM_ROWS : 0;
+            if (!(attended >> (first_bit + SUM_ROWS * tile + row) & 1)) logit = minus_infinity();
             max_logit[head] = fmaxf(max_logit[head], logit);
         }
     }
