@@ -15,9 +15,9 @@ mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS                     decode rows and a pro
 mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
 
 CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
-bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones. For decode and MLA, TOKENS of 1-16384
-means evenly spaced lengths from 1 to 16384. Rivals are those of `benchmarks.attention_rivals`; torch's attention reads
-contiguous keys and values.
+bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones, for MLA, too. For decode and MLA,
+TOKENS of 1-16384 means evenly spaced lengths from 1 to 16384. Rivals are those of `benchmarks.attention_rivals`;
+torch's attention reads contiguous keys and values.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ ROWS = (
     *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
+    *(f"mla:{cache}:64x4+4092:16" for cache in ("bf16", "fp8")),
     *(f"mla:bf16:{one}" for one in ("33x1-16000:128", "128x1-8000:16", "1x500:128", "7x500:128", "33x3000:128")),
 )
 _SETS = 2  # sets of operands, each larger than L2, between which calls alternate
@@ -87,8 +88,8 @@ def _mixed(cache: str, num_seqs: int, tokens: int, heads: Sequence[int], block: 
     return attention_calls.paged(cache, [tokens] * num_seqs + [new], [1] * num_seqs + [new], heads, block)
 
 
-def _mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shortest: int) -> dict[str, Any]:
-    return attention_calls.mla(cache, _lengths(num_seqs, shortest, tokens), num_heads, page)
+def _mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shortest: int, new: int) -> dict[str, Any]:
+    return attention_calls.mla(cache, _lengths(num_seqs, shortest, tokens), num_heads, page, new)
 
 
 # {kind: a function that makes the arguments of its op by name, from the numbers of a row}
@@ -143,9 +144,11 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
     new, _, behind = (longest or length).partition("+")
     num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
     if kind == "mla":
+        query_tokens, tokens = tokens if cached else 1, tokens + cached
         num_heads, least = int(heads), int(shortest) if is_mixed else tokens
         operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * attention_calls.LATENT + attention_calls.ROPE)
-        return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least], operations
+        sizes = [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least, query_tokens]
+        return kind, cache, sizes, operations * query_tokens
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
     elements = num_heads * sum(sizes_of_heads[2:])  # elements of K and V per key token, over all query heads

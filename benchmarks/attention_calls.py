@@ -93,22 +93,24 @@ def ragged(lengths: Sequence[int], heads: Sequence[int], causal: bool = True) ->
     }
 
 
-def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int) -> dict[str, Any]:
+def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int, query_tokens: int = 1) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`. `cache`: bf16, fp8, or ds_mla with 656 bytes per token."""
+    num_rows = len(lengths) * query_tokens
     table, num_pages = _tables(lengths, page)
     if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
         entries = torch.randint(0, 60, (num_pages, page, DS_MLA_BYTES), dtype=torch.uint8)
     else:
         entries = randn(num_pages, page, LATENT + ROPE).to(DTYPES[cache])
     return {
-        "out": torch.empty(len(lengths), num_heads, LATENT, dtype=torch.bfloat16),
-        "lse": torch.empty(len(lengths), num_heads),
-        "q_nope": randn(len(lengths), num_heads, LATENT),
-        "q_pe": randn(len(lengths), num_heads, ROPE),
+        "out": torch.empty(num_rows, num_heads, LATENT, dtype=torch.bfloat16),
+        "lse": torch.empty(num_rows, num_heads),
+        "q_nope": randn(num_rows, num_heads, LATENT),
+        "q_pe": randn(num_rows, num_heads, ROPE),
         "kv_c_and_k_pe_cache": entries,
         "seq_lens": _ints(lengths),
         "page_table": table,
         "workspace": None,
         "scale": (LATENT + ROPE) ** -0.5,
         "num_kv_splits": 0,
+        "query_tokens": query_tokens,
     }

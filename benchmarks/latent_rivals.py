@@ -34,8 +34,8 @@ def pages_of(call: Arguments, table: Any, page: int) -> tuple[Any, Any, Any]:
 
 
 def _mla_query(call: Arguments) -> Any:
-    """[num_seqs, 1, heads, 576]."""
-    return torch.cat((call["q_nope"], call["q_pe"]), -1)[:, None]
+    """[num_seqs, query tokens, heads, 576]."""
+    return torch.cat((call["q_nope"], call["q_pe"]), -1).unflatten(0, (len(call["seq_lens"]), -1))
 
 
 def flash_mla(call: Arguments) -> Call:
@@ -48,6 +48,8 @@ def flash_mla(call: Arguments) -> Call:
         raise Unavailable(f"has pages of {_MLA_PAGE} slots")
     query, entries, table = _mla_query(call), cache[:, :, None], call["page_table"]
     if cache.dtype is torch.uint8:
+        if query.shape[1] > 1:
+            raise Unavailable("would need other slots for each query token")
         slots = torch.arange(int(lengths.max()), device=table.device)
         indices = table.long()[:, slots // _MLA_PAGE] * _MLA_PAGE + slots % _MLA_PAGE
         # The kernel takes a multiple of 64 slots; -1 is none.
@@ -56,7 +58,9 @@ def flash_mla(call: Arguments) -> Call:
         return _scheduled(vllm_op("_flashmla_C", "sparse_decode_fwd"), first, rest)
     if cache.dtype.itemsize == 1:
         attend = vllm_op("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
-        schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(lengths, query.shape[2], 1)
+        schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(
+            lengths, query.shape[1] * query.shape[2], 1
+        )
         one = torch.ones(1, device=query.device)
         query = query.to(cache.dtype)
         attend = partial(attend, query, entries, _LATENT, lengths, table, scale, True, *schedule, one, one)
@@ -77,12 +81,13 @@ def flash_infer_mla(call: Arguments) -> Call:
     cache, query = call["kv_c_and_k_pe_cache"], call["q_nope"]
     if cache.dtype is not query.dtype:
         raise Unavailable("attends to a cache of the dtype of its queries")
-    num_seqs, num_heads, _ = query.shape
+    num_rows, num_heads, _ = query.shape
+    num_seqs = len(call["seq_lens"])
     wrapper = module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(query.device))
     ends, pages, _ = pages_of(call, call["page_table"], cache.shape[1])
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device) * (num_rows // num_seqs)
     sizes = (num_heads, _LATENT, cache.shape[2] - _LATENT, cache.shape[1])
     lengths = call["seq_lens"]
-    wrapper.plan(starts, ends, pages, lengths, *sizes, False, call["scale"], query.dtype, cache.dtype)
+    wrapper.plan(starts, ends, pages, lengths, *sizes, num_rows > num_seqs, call["scale"], query.dtype, cache.dtype)
     parts = cache[..., :_LATENT], cache[..., _LATENT:]
     return partial(wrapper.run, query, call["q_pe"], *parts, out=call["out"])

@@ -1,9 +1,10 @@
-// attention_decode: decode attention (one query token per sequence) over a paged KV cache, with tensor core MMAs.
+// attention_decode: decode attention (one or a few query tokens per sequence) over a paged KV cache, with tensor core
+// MMAs.
 //
 //     l_i = softcap(scale * q . k_i) + slope * (i - length + 1)        first <= i < length
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
-// Grid: blockIdx.x counts sequences, KV heads and groups of HEADS query heads; blockIdx.y counts the splits of a
+// Grid (QUERY_TOKENS > 1: decode_tokens.cuh has more of it): blockIdx.x counts sequences, KV heads and groups of HEADS query heads; blockIdx.y counts the splits of a
 // sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and
 // Balance computes the number of splits of each sequence from the lengths of all. CLUSTER > 1: a sequence has one
 // split, which the CLUSTER CTAs of blockIdx.y share; they combine their results through distributed shared memory.
@@ -35,7 +36,8 @@
 //     HEAD_SCALES    each KV head of an fp8 cache has its own scales
 //     NUM_KV_HEADS   KV heads
 //     GROUP          query heads per KV head
-//     HEADS          query heads of a CTA: 8 or 16
+//     HEADS          query heads of a CTA: 8 or 16; with QUERY_TOKENS > 1, pairs of a query token and a head
+//     QUERY_TOKENS   query tokens of a CTA (decode_tokens.cuh); 1: sequences with another number of them are skipped
 //     QUERY_ACCESS   elements of an access to query
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        CTAs of a cluster
@@ -57,8 +59,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
-                 uint32_t* arrived,                // [num_seqs, NUM_KV_HEADS * GROUP] zeros, or null
-                 PassedPair* results,              // [splits of all, NUM_KV_HEADS * GROUP, RESULT_PAIRS] zeros, or null
+                 uint32_t* arrived,                // [num_seqs, ALL_COLUMNS] zeros, or null
+                 PassedPair* results,              // [splits of all, ALL_COLUMNS, RESULT_PAIRS] zeros, or null
                  float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
@@ -77,11 +79,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  float logits_soft_cap) {
     prefetch_first(MAY_BALANCE && wave_splits > 0.0f, query, block_tables, seq_lens, num_seqs, num_rows, max_tokens,
                    query_stride, table_stride, table_step, length_step);
+    if (HAS_TOKENS && int(threadIdx.x) <= num_seqs) prefetch_line(query_start_loc + threadIdx.x * STARTS_STEP);
     await_previous_kernel();
-    const bool balanced = MAY_BALANCE && wave_splits > 0.0f;
+    // HAS_TOKENS: the number of a tile that is not the first one of its sequence; negative for a first tile.
+    const int64_t other_tile =
+        HAS_TOKENS ? blockIdx.x / ROW_BLOCKS - (gridDim.x / ROW_BLOCKS - other_tiles(num_rows)) : -1;
+    const bool balanced = MAY_BALANCE && wave_splits > 0.0f && other_tile < 0;
     const int kv_head = blockIdx.x % ROW_BLOCKS / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
-    const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
+    int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int num_warps = blockDim.x / WARP_SIZE;
     const int turn =
@@ -97,6 +103,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         if (seq < 0) return;
         planned_splits = balance.splits_of(seq);
     }
+    QueryTile tile;
+    if constexpr (HAS_TOKENS) {
+        tile = other_tile < 0 ? QueryTile::of(query_start_loc, seq, 0, num_rows)
+                              : QueryTile::other(query_start_loc, other_tile, num_seqs, num_rows);
+        if (tile.seq < 0) return;
+        seq = int(tile.seq);
+        num_heads = tile.count * GROUP;
+        if (other_tile >= 0) planned_splits = 1;
+    }
 
     const auto entry_of = [&](int token) { return block_tables[seq * table_stride + token / BLOCK_SIZE * table_step]; };
     const length_t seq_len = seq_lens[seq * length_step];
@@ -107,14 +122,21 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         entries = load_entries(turn * STEP, lane, [&](int token) { return entry_of(min(token, int(max_tokens) - 1)); });
     }
 
-    const Splits splits(seq_len, max_tokens, sliding_window, PARTITION, planned_splits, int(min_split));
+    // HAS_TOKENS: the CTA's tokens between them attend to the keys up to the last token, from the first one's window on.
+    const int first_length = HAS_TOKENS ? tile.first_length(seq_len, max_tokens) : 0;
+    const int64_t window =
+        HAS_TOKENS && sliding_window > 0 ? min(sliding_window, max_tokens) + tile.count - 1 : sliding_window;
+    const Splits splits(HAS_TOKENS ? int64_t(first_length + tile.count - 1) : int64_t(seq_len), max_tokens, window,
+                        PARTITION, planned_splits, int(min_split));
     const auto find_row = [&] {
+        if (HAS_TOKENS) return tile.row;
         return HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : int64_t(seq);
     };
     if (HAS_STARTS && find_row() < 0) return;
     const bool direct = CLUSTER > 1 || (DIRECT && splits.count <= 1);
     if (!(direct && split == 0) && !splits.exists(split)) return;
 
+    const ColumnMask columns{first_length, sliding_window > 0 ? int(min(sliding_window, max_tokens)) : int(max_tokens)};
     const int begin = splits.begin(split);
     const int end = num_blocks > 0 ? splits.end(split) : begin;  // an empty cache has nothing to load
     const auto entry_before_end = [&](int token) { return token < end ? entry_of(token) : table_t(-1); };
@@ -155,7 +177,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * k_scale[HEAD_SCALES ? kv_head : 0] : scale, logits_soft_cap);
     const float value_unit = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
     prepare_queries(queries, units, num_heads, key_unit, [&](int head) {
-        return query + find_row() * query_stride + int64_t(first_head + head) * HEAD_SIZE;
+        return query + (find_row() + token_of_column(head)) * query_stride +
+               int64_t(first_head + head_of_column(head)) * HEAD_SIZE;
     });
     __syncthreads();
 
@@ -164,7 +187,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
         const int column = i / LANE_HEADS, head = column * TILE_HEADS + sum_head(lane, i % LANE_HEADS);
         unit[column][i % LANE_HEADS] = units[head];
-        slope[column][i % LANE_HEADS] = HAS_ALIBI && head < num_heads ? alibi_slopes[first_head + head] * LOG2_E : 0.0f;
+        slope[column][i % LANE_HEADS] =
+            HAS_ALIBI && head < num_heads ? alibi_slopes[first_head + head_of_column(head)] * LOG2_E : 0.0f;
     }
 
     // For each head of the lane: the row max, the lane's part of the row sum, and the accumulators O^T.
@@ -187,12 +211,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         // masks, and keep their operands in registers.
         const bool whole = loader.all_attended(numbers, start);
         unsigned attended = ~0u;  // bit tile * SUM_ROWS + i: the lane's token i of the tile
-        if (!whole) {
+        if (!whole || (HAS_TOKENS && !columns.all_attend(start, splits.length))) {
             attended = 0;
 #pragma unroll
             for (int i = 0; i < TILES * SUM_ROWS; ++i) {
                 const int token = token_of(i / SUM_ROWS, sum_row(lane, i % SUM_ROWS));
-                attended |= unsigned(loader.is_attended(numbers, start, token)) << i;
+                const bool exists = loader.is_attended(numbers, start, token);
+                attended |= (HAS_TOKENS ? columns.attending(start + token, lane) : 1u) * unsigned(exists) << i;
             }
         }
         logits_t s;
@@ -232,8 +257,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             float larger[LANE_HEADS];
 #pragma unroll
             for (int i = 0; i < LANE_HEADS; ++i) larger[i] = max_logit[column][i];
-            finish_logits(s, column, unit[column], slope[column], logits_soft_cap, attended, start, splits.length, lane,
-                          larger);
+            finish_logits(s, column, unit[column], slope[column], logits_soft_cap, attended, start,
+                          HAS_TOKENS ? first_length : splits.length, lane, larger);
             take_probabilities(s, column, larger, max_logit[column], exp_sum[column], o[column], p_hi, p_lo);
         }
 
@@ -300,14 +325,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     constexpr int WRITERS = CLUSTER == 1 ? WARP_SIZE : 32 * HEAD_WARPS;
     struct RowState { float max_logit, exp_sum; };
     const auto write = [&](int head, const auto& combine, auto total) {
-        const int64_t query_head = first_head + head, row = find_row();
+        const int64_t query_head = first_head + head_of_column(head), row = find_row() + token_of_column(head);
         if constexpr (MAY_BALANCE) {
             if (!direct && arrived) {
-                constexpr int STRIDE = NUM_KV_HEADS * GROUP * RESULT_PAIRS;
+                constexpr int STRIDE = ALL_COLUMNS * RESULT_PAIRS;
                 const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
-                SplitCombine all(results + first_split * STRIDE + query_head * RESULT_PAIRS, STRIDE, splits.count);
+                const int64_t column = HAS_TOKENS ? int64_t(kv_head * GROUP * QUERY_TOKENS + head) : query_head;
+                SplitCombine all(results + first_split * STRIDE + column * RESULT_PAIRS, STRIDE, splits.count);
                 all.leave(split, total, combine.max_logit, combine.exp_sum, value_unit);
-                if (!all.arrive(arrived + int64_t(seq) * NUM_KV_HEADS * GROUP + query_head)) return;
+                if (!all.arrive(arrived + int64_t(seq) * ALL_COLUMNS + column)) return;
                 write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
                     [&](int, int e) { return all.sum[e]; }, all.max_logit, all.exp_sum, 1.0f, true, sinks + query_head,
                     out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row, tmp_out,

@@ -115,7 +115,8 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
 
 // Converts the scores `s` of one column of tiles to logits, and raises max_logit to the largest of the lane's logits.
 // unit, slope and max_logit belong to the lane's heads of the column. Bit tile * SUM_ROWS + i of `attended` is set if
-// the lane's token i of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
+// the lane's token i of the tile is attended; with HAS_TOKENS, each of the lane's heads has TILES * SUM_ROWS such bits.
+// The step begins at token `start` of a sequence of `length` tokens, up to the CTA's first query token.
 DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEADS], const float (&slope)[LANE_HEADS],
                           float logits_soft_cap, unsigned attended, int start, int length, int lane,
                           float (&max_logit)[LANE_HEADS]) {
@@ -128,9 +129,11 @@ DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEAD
             logit = logit_of<HAS_SOFTCAP>(logit, unit[head], logits_soft_cap);
             if (HAS_ALIBI) {
                 const int token = start + token_of(tile, sum_row(lane, row));
-                logit = fmaf(slope[head], float(token + 1 - length), logit);
+                const int own = length + token_of_column(column * TILE_HEADS + sum_head(lane, head));
+                logit = fmaf(slope[head], float(token + 1 - own), logit);
             }
-            if (!(attended >> (SUM_ROWS * tile + row) & 1)) logit = minus_infinity();
+            const int first_bit = HAS_TOKENS ? (column * LANE_HEADS + head) * TILES * SUM_ROWS : 0;
+            if (!(attended >> (first_bit + SUM_ROWS * tile + row) & 1)) logit = minus_infinity();
             max_logit[head] = fmaxf(max_logit[head], logit);
         }
     }

@@ -8,6 +8,7 @@
 #pragma once
 #include "async.cuh"
 #include "decode_operand.cuh"
+#include "decode_tokens.cuh"
 
 constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4;
 constexpr int MIN_CLUSTER_WARPS = 4;  // fewest warps of a CTA of a cluster
@@ -133,7 +134,7 @@ DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
 }
 
 // Dynamic shared memory holds O of each warp, head by head. The stride avoids bank conflicts of a warp's stores.
-constexpr int MAX_HEADS = HEADS < GROUP ? HEADS : GROUP;
+constexpr int MAX_HEADS = HEADS < GROUP * QUERY_TOKENS ? HEADS : GROUP * QUERY_TOKENS;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
 // Prefetches the first lines that the CTA reads, as far as addresses are known before the previous kernel has ended.
@@ -148,12 +149,13 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
         const uint32_t row = blockIdx.x % uint32_t(num_seqs), line = blockIdx.x / uint32_t(num_seqs);
         prefetch_part(block_tables + row * table_stride, (max_tokens / BLOCK_SIZE - 1) * table_step, line);
     }
+    if (HAS_TOKENS && seq >= num_seqs) return;
     if constexpr (CLUSTER > 1) {
         const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
         if (token < max_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
         const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS;
         const int element = threadIdx.x * int(128 / sizeof(scalar_t));
-        if (element < GROUP * HEAD_SIZE && seq < num_rows) {
+        if (!HAS_TOKENS && element < GROUP * HEAD_SIZE && seq < num_rows) {
             prefetch_line(query + seq * query_stride + kv_head * GROUP * HEAD_SIZE + element);
         }
     }

@@ -27,6 +27,7 @@
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     HEADS          heads of a CTA: 16, 32 or 64
 //     TOKENS         entries of a tile
@@ -142,6 +143,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const bool has_head = ALL_HAVE_HEADS || threadIdx.x < ROW_THREADS * HEADS;
     const int own_head = ALL_HAVE_HEADS ? threadIdx.x / ROW_THREADS : min(int(threadIdx.x) / ROW_THREADS, HEADS - 1);
     const int own_pair = threadIdx.x % ROW_THREADS;
+    const int own_end = QUERY_TOKENS > 1 ? attended_tokens(splits.length, first_head + own_head, num_heads) : 0;
     float max_logit = minus_infinity(), exp_sum = 0.0f, o[HEAD_TILES][DIM_TILES][PRODUCT_SUMS];
 #pragma unroll
     for (int i = 0; i < HEAD_TILES * OUT_SUMS; ++i) {
@@ -211,6 +213,8 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
             }
             logits[2 * i] = exists[stage * TOKENS + token] ? logit.x * unit : minus_infinity();
             logits[2 * i + 1] = exists[stage * TOKENS + token + 1] ? logit.y * unit : minus_infinity();
+            if (QUERY_TOKENS > 1 && start + token >= own_end) logits[2 * i] = minus_infinity();
+            if (QUERY_TOKENS > 1 && start + token + 1 >= own_end) logits[2 * i + 1] = minus_infinity();
             larger = fmaxf(larger, fmaxf(logits[2 * i], logits[2 * i + 1]));
         }
 #pragma unroll

@@ -10,6 +10,7 @@
 //     table_t, length_t          element types of page_table and seq_lens
 //     PAGE_SIZE                  slots of a page of the cache
 //     LISTS_SLOTS                page_table lists the slot of each token (mla_tokens.cuh)
+//     QUERY_TOKENS               query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS                seq_lens is given; otherwise every sequence has max_tokens tokens
 //     NUM_WARPS                  warps (of 32 lanes) of a CTA
 //     IS_DS_MLA                  the cache has the format "fp8_ds_mla" (mla_entry.cuh)
@@ -78,7 +79,8 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
 
     const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
     float max_logit = minus_infinity(), exp_sum = 0.0f;
-    const int end = splits.end(split);
+    int end = splits.end(split);
+    if (QUERY_TOKENS > 1) end = min(end, attended_tokens(splits.length, int(head), num_heads));
     for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
         const int64_t at = table.find(table.at(token), token);
         if (at == NOWHERE) continue;

@@ -30,6 +30,7 @@
 //     out_t, table_t, length_t    element types of out, page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is fp8, PAGE_SIZE
 //     HALF_BOXES     a box has the four panels of a half (rotated keys: one panel); else one panel
@@ -120,6 +121,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
     float units[2], max_logit[2], exp_sum[2], s[TOKENS / 2], o[LATENT_SIZE / 4];
+    int ends[2], tile_origin;  // QUERY_TOKENS > 1: attended_tokens of the rows; first token of the own tile of "pair 0"
     uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
     const auto await_full = [&](int stage, int panel, int pair) {
         mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
@@ -162,6 +164,13 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             }
             fence_proxy_async();
             named_barrier_sync(OWN_TILE + warpgroup, 128);
+        }
+        const int start = QUERY_TOKENS > 1 ? tile_origin + pair * 2 * TOKENS : 0;
+        if (QUERY_TOKENS > 1 && start + TOKENS > ends[0]) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) {
+                if (start + i / 4 * 8 + 2 * t + i % 2 >= ends[i / 2 % 2]) s[i] = minus_infinity();
+            }
         }
         top[0] = top[1] = minus_infinity();
 #pragma unroll
@@ -243,6 +252,13 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     while (schedule.has_item()) {
         const int pairs = pairs_of(schedule.item()), end_pair = first_pair + pairs;
         units[0] = units[1] = scale * LOG2_E;
+        if constexpr (QUERY_TOKENS > 1) {
+            const MlaItem own = schedule.item();
+            const int length = schedule.length_of(own.seq);
+            ends[0] = attended_tokens(length, first_head + row, num_heads);
+            ends[1] = attended_tokens(length, first_head + row + 8, num_heads);
+            tile_origin = own.begin + (warpgroup - 2 * first_pair) * TOKENS;
+        }
         max_logit[0] = max_logit[1] = minus_infinity();
         exp_sum[0] = exp_sum[1] = 0.0f;
 #pragma unroll

@@ -27,6 +27,7 @@
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     GROUPS         groups of warps of a CTA: 2 or 4
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
@@ -133,6 +134,10 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         }
         __syncthreads();
         const float unit = scale * LOG2_E;
+        const auto end_of = [&](int head) {
+            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), head, num_heads) : 0;
+        };
+        const int ends[2] = {end_of(g), end_of(g + 8)};
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
         float o[PANELS][8][4] = {};  // heads g and g + 8; elements 16t + 2i and 16t + 2i + 1 of a panel
 
@@ -212,7 +217,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int n = i / 4, upper = i % 4 / 2;
-                x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
+                const int row = 8 * n + 2 * t + i % 2;
+                const bool attended = QUERY_TOKENS == 1 || start + group * GROUP + row < ends[upper];
+                x[n][i % 4] = attended && found >> row & 1 ? x[n][i % 4] * unit : minus_infinity();
                 top[upper] = fmaxf(top[upper], x[n][i % 4]);
             }
             float correction[2];

@@ -27,6 +27,7 @@
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
+//     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     IS_DS_MLA      false (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
@@ -156,6 +157,10 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
             __syncthreads();
         }
         const float unit[2] = {units[g], units[g + 8]};
+        const auto end_of = [&](int head) {
+            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), head, num_heads) : 0;
+        };
+        const int ends[2] = {end_of(g), end_of(g + 8)};
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
         float o[WARP_DIMS / 16][2][4] = {};  // per 16 elements: even ones, then odd ones
 
@@ -200,7 +205,8 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int n = i / 4, half = i % 4 / 2, token = 2 * t + i % 2;
-                const bool exists = found[n] >> 4 * token & 1;
+                const int at = start + warp * WARP_TOKENS + n * 8 + token;
+                const bool exists = (QUERY_TOKENS == 1 || at < ends[half]) && found[n] >> 4 * token & 1;
                 logit[n][i % 4] = exists ? (s[0][n][i % 4] + s[1][n][i % 4]) * unit[half] : minus_infinity();
                 top[half] = fmaxf(top[half], logit[n][i % 4]);
             }

@@ -4,8 +4,16 @@
 // A sequence has a row of page_table. The row has the page of every PAGE_SIZE tokens, or, with LISTS_SLOTS, the slot of
 // each token: sparse attention, which lists tokens in any order. Slot number page * PAGE_SIZE + offset is slot `offset`
 // of the page.
+//
+// With QUERY_TOKENS > 1, the query tokens of a sequence are its last ones, and what kernels count as its heads are the
+// heads of each of these tokens, token by token. A token attends to no later one.
 #pragma once
 #include "paged.cuh"
+
+// QUERY_TOKENS > 1: how many of the `length` tokens of a sequence a head attends to: the first ones; 0 or less: none.
+DEVICE int attended_tokens(int length, int head, int64_t num_heads) {
+    return length - QUERY_TOKENS + 1 + head / (int(num_heads) / QUERY_TOKENS);
+}
 
 struct TokenTable {
     const table_t* row;

@@ -123,7 +123,8 @@ class DecodeConfig:
         num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
         found = tuning.varied(self, num_warps=num_warps)
         if self.cluster_size == 1 and not problem.partials:  # the caller's workspace fixes the number of partitions
-            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
+            most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, most))
             if self.max_splits > 1:
                 min_splits = tuning.beside(self.min_split, TILE_TOKENS, _MAX_CANDIDATE_SPLIT)
                 found += tuning.varied(self, min_split=min_splits)
@@ -132,7 +133,7 @@ class DecodeConfig:
         found += tuning.varied(
             self,
             heads_per_block=(8, 16)
-            if device.supports("mma") and problem.group > 8 and problem.head_size <= 128
+            if device.supports("mma") and problem.columns > 8 and problem.head_size <= 128 and problem.query_tokens == 1
             else (),
             tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
@@ -157,11 +158,13 @@ def _can_step(problem: DecodeProblem, tiles: int, device: Device) -> bool:
 def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """The Config for this problem."""
     heads, tiles, min_blocks = _choose_step(problem, device)
-    blocks = blocks_of_one_split(problem, heads)
+    blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         if not is_pinned:
             num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
+        if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
+            num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
@@ -169,7 +172,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     is_short = problem.uses_mma and rounds <= _STEPS_OF_SPLITTING and not is_pinned
     max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave))
     if problem.uses_mma and not problem.partials and not is_pinned:
-        may_be_wide = min(heads, problem.group) * problem.head_size <= _MAX_WIDE_ELEMENTS
+        may_be_wide = min(heads, problem.columns) * problem.head_size <= _MAX_WIDE_ELEMENTS
         step = TILE_TOKENS * tiles
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
         if cluster_size > 1:
@@ -193,6 +196,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:
     """The kernel that combines the splits; None if the last block of a row does it."""
     combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
+    combines_itself |= problem.query_tokens > 1  # decode_combine.cu has one row for each sequence
     combines_itself &= not tuning.batch_invariant()
     if not problem.partials and (max_splits == 1 or combines_itself):
         return None
@@ -216,6 +220,7 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
     heads = problem.cta_heads
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     has_registers_for_four = heads <= 8 or device.arch == "sm_90"  # 220 to 300 bytes spilled on sm_80
+    has_registers_for_four &= problem.query_tokens == 1  # 8 bytes spilled
     tiles = 1 if is_16_bit or is_large else 4 if is_small and has_registers_for_four else 2
     needs_registers = (
         is_large
@@ -274,14 +279,14 @@ def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int) 
     Each warp writes its accumulators of each head, padded so that stores meet different banks.
     """
     padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
-    return num_warps * min(heads_per_block, problem.group) * (problem.head_size + padding) * 4
+    return num_warps * min(heads_per_block, problem.columns) * (problem.head_size + padding) * 4
 
 
 def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
     """Blocks of a grid with one split per sequence."""
     if not problem.uses_mma:
         return problem.num_seqs * problem.num_heads
-    return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.group // heads_per_block)
+    return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.columns // heads_per_block)
 
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
@@ -341,4 +346,5 @@ def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
     else:
         max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
-    return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), _MAX_SPLITS, int(wanted)))
+    most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
+    return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

@@ -1,7 +1,8 @@
-"""Decode attention: the choice between attention_decode.cu and the prefill kernels, and the launches of either.
+"""Decode attention, and paged attention of any number of query tokens: the choice between attention_decode.cu and the
+prefill kernels, and the launches of either.
 
-A CTA of attention_decode.cu has up to 16 query heads of a key-value head, so that more heads read the cache several
-times. A CTA of the prefill kernels has up to 128 (GQA packing).
+A CTA of attention_decode.cu has up to 16 columns, the query heads of a key-value head times query tokens, so that more
+of them read the cache several times. A CTA of the prefill kernels has up to 128 (GQA packing).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 from ... import tuning
 from ..._core.launch.kernel import Launch
+from ..._core.system.device import Device
 from . import decode_choose, decode_launch, prefill_plan
+from .arguments import PagedKV, Sparse
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem
@@ -19,9 +22,16 @@ from .prefill_problem import PrefillProblem
 # Bytes per microsecond of an H200 at which the CTAs of attention_decode.cu with 16 heads read, most of them from L2,
 # and at which prefill_sm90.cu reads for few query rows: docs/performance/decode.md, "Many heads per KV head".
 _READ_RATE_OF_DECODE, _READ_RATE_OF_ROWS = 2.5e6, 2.9e6
+# The rates of attention_decode.cu where it reads the cache once, with up to 8 columns and with 16: 64 x 2048 takes 125
+# us with 4 heads per KV head (docs/performance/decode.md, "Times"), and 42.5 us with 16, a quarter of the bytes ("One
+# scoreboard for all loads of the next step").
+_RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 # Microseconds that prefill kernels take longer than attention_decode.cu, whatever the size of the cache: they find
-# work, fill stages of shared memory, and combine splits. An estimate, not yet measured.
+# work, fill stages of shared memory, and combine splits. An estimate: short sequences take the former 7 to 14 us
+# (docs/performance/prefill.md, "Sequences of one KV tile"), and 1 x 1024 takes the latter 5.2 us.
 _ROWS_TAKE_LONGER = 4.0
+_CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
+_MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu; 8 for heads of more than 128 elements
 
 
 def launch(name: str, problem: DecodeProblem) -> list[Launch]:
@@ -35,6 +45,63 @@ def launch(name: str, problem: DecodeProblem) -> list[Launch]:
     if rows and not isinstance(config, DecodeConfig):
         return prefill_plan.launch(rows, config)
     return decode_launch.launch(problem, config)
+
+
+def launch_varlen(name: str, rows: PrefillProblem) -> list[Launch]:
+    """The launches of the op `name`, for any number of query tokens of each sequence."""
+    device, problem = rows.query.device, _as_columns(rows)
+    config: Any
+    if problem and _columns_are_faster(problem, device):
+        config = tuning.config(name, problem, device, decode_choose.choose)
+    else:
+        config = tuning.config(name, rows, device, prefill_plan.choose)
+    if problem and isinstance(config, DecodeConfig):
+        return decode_launch.launch(problem, config)
+    return prefill_plan.launch(rows, config)
+
+
+def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
+    """The problem for attention_decode.cu; None if it does not support the call with two query tokens per CTA."""
+    query, kv = rows.query, rows.kv
+    if not isinstance(kv, PagedKV) or not rows.causal or rows.codes or not query.device.supports("mma"):
+        return None
+    if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * kv.block_tables.numel == 0:
+        return None
+    most = _MAX_COLUMNS if query.shape[2] <= 128 else _MAX_COLUMNS // 2
+    if 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2:
+        most = _MAX_COLUMNS // 2  # fewer accumulators: three CTAs per SM
+    problem = DecodeProblem(
+        rows.out,
+        query,
+        kv,
+        rows.layout,
+        rows.options,
+        Sparse(),
+        partials=None,
+        partition=0,
+        query_start_loc=rows.cu_seqlens_q,
+        fp8_out_scale=None,
+        query_tokens=most // rows.group,
+    )
+    return problem if problem.query_tokens > 1 and problem.uses_mma else None
+
+
+def _columns_are_faster(problem: DecodeProblem, device: Device) -> bool:
+    """Whether attention_decode.cu is faster than the prefill kernels, by the bytes that CTAs read.
+
+    Every tile of query tokens reads the sequence, those after the first one without splits.
+    """
+    nbytes, others = _cache_bytes(problem), problem.other_tiles
+    config = decode_choose.choose(problem, device)
+    slots = config.min_blocks * device.num_sms * decode_choose.NUM_WARPS // config.num_warps
+    seq_bytes = nbytes / problem.num_seqs
+    us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
+    if others:
+        of_one_cta = seq_bytes / problem.layout.num_kv_heads / (_READ_RATE_OF_DECODE / slots)
+        us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
+    ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
+    us += _CTA_US * max(0.0, ctas / slots - 1)
+    return us <= nbytes / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
 
 
 def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
@@ -51,8 +118,12 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
 
 def _is_faster(problem: DecodeProblem) -> bool:
     """Whether the prefill kernels are faster, by the bytes that CTAs read."""
-    layout = problem.layout
-    token_bytes = layout.num_kv_heads * 2 * problem.head_size * layout.dtype.itemsize
-    nbytes = problem.num_seqs * problem.attended_tokens * token_bytes
+    nbytes = _cache_bytes(problem)
     rows_us = nbytes / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
     return problem.reads > 1 and rows_us < problem.reads * nbytes / _READ_RATE_OF_DECODE
+
+
+def _cache_bytes(problem: DecodeProblem) -> float:
+    """Bytes of the cache that the sequences attend to, if each is as long as its block table allows."""
+    layout, tokens = problem.layout, problem.num_seqs * problem.attended_tokens
+    return float(tokens * layout.num_kv_heads * 2 * problem.head_size * layout.dtype.itemsize)

@@ -18,9 +18,10 @@ _MAX_GRID_Y = 65535  # largest grid dimension y; each split is a block
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeProblem:
-    """One query token of each sequence against a paged cache.
+    """One query token, or a few, of each sequence against a paged cache.
 
     Attributes:
+        query_tokens: query tokens of a CTA of attention_decode.cu; 1: each sequence has one query token.
         partition: tokens of each split if the caller gives memory for `partials`; 0 if the plan chooses the splits.
     """
 
@@ -34,10 +35,27 @@ class DecodeProblem:
     partition: int
     query_start_loc: TensorArg | None
     fp8_out_scale: TensorArg | None
+    query_tokens: int = 1
 
     @property
     def num_seqs(self) -> int:
         return int(self.kv.block_tables.shape[0])
+
+    @property
+    def max_other_tiles(self) -> int:
+        """Most tiles of query_tokens query tokens that are not the first tile of their sequence."""
+        return max(0, self.query.shape[0] - 1) // self.query_tokens if self.query_tokens > 1 else 0
+
+    @property
+    def other_tiles(self) -> int:
+        """The same, as the plan expects it: the lengths are on the device. If all sequences may have equally many
+        tokens, they have; otherwise one sequence has all but one of each other."""
+        num_tokens, num_seqs = self.query.shape[0], max(1, self.num_seqs)
+        if self.query_tokens == 1 or num_tokens <= num_seqs:
+            return 0
+        if num_tokens % num_seqs == 0:
+            return num_seqs * ((num_tokens // num_seqs - 1) // self.query_tokens)
+        return (num_tokens - num_seqs) // self.query_tokens
 
     @property
     def num_heads(self) -> int:
@@ -53,9 +71,14 @@ class DecodeProblem:
         return self.num_heads // self.kv.num_kv_heads
 
     @property
+    def columns(self) -> int:
+        """Query heads that share a key-value head, times the query tokens of a CTA."""
+        return self.group * self.query_tokens
+
+    @property
     def cta_heads(self) -> int:
-        """Query heads of a CTA of attention_decode.cu: columns of its MMAs. More heads would spill registers."""
-        has_registers = not self.query.device.supports("mma") or (self.group > 8 and self.head_size <= 128)
+        """Columns of the MMAs of a CTA of attention_decode.cu. More would spill registers."""
+        has_registers = not self.query.device.supports("mma") or (self.columns > 8 and self.head_size <= 128)
         return 16 if has_registers else 8
 
     @property
@@ -135,6 +158,7 @@ class DecodeProblem:
             f"tokens={tuning.power_of_two(self.max_tokens)}",
         ]
         words += [f"partition={self.partition}"] if self.partition else []
+        words += [f"query_tokens={self.query_tokens}"] if self.query_tokens > 1 else []
         words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
         return " ".join(words)
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one query token of each sequence against a paged cache of latent KV."""
+"""Multi-head latent attention: one or a few query tokens of each sequence against a paged cache of latent KV."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def sm100_cutlass_mla_decode(
     workspace: Tensor | None,
     scale: float,
     num_kv_splits: int,
+    *,
+    query_tokens: int = 1,
 ) -> None:
-    """Multi-head latent attention of one query token of each sequence over its tokens in a paged cache, on any GPU.
+    """Multi-head latent attention of the newest tokens of each sequence over its tokens in a paged cache, on any GPU.
 
     The cache holds the latent KV of each token: a latent vector c of 512 elements, then a RoPE key r of 64 elements
     (`concat_and_cache_mla`). Both together are the key of every head, and c is the value of every head. The caller has
@@ -73,14 +75,20 @@ def sm100_cutlass_mla_decode(
     rounded to infinity.
     Nothing is returned.
 
+    With n = `query_tokens` query tokens of each sequence, the newest of its tokens, rows ``s * n`` to ``s * n + n - 1``
+    of the queries are those of sequence s. The t-th of them attends to the first ``L - n + 1 + t`` tokens: the formula
+    with this number as L. An infinite element, or NaN, of a token may then reach all queries of its sequence.
+
     Args:
-        out: [num_seqs, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
-            contiguous.
-        lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
-            None.
-        q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
-            number of heads.
-        q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+        out: [num_seqs * query_tokens, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8;
+            heads contiguous.
+        lse: [num_seqs * query_tokens, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty
+            sequence; or None.
+        q_nope: [num_seqs * query_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but
+            the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
+            heads.
+        q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
+            likewise.
         kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
             or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
             and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
@@ -93,18 +101,19 @@ def sm100_cutlass_mla_decode(
         scale: factor of the logits.
         num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
             that keeps the device busy.
+        query_tokens: query tokens of each sequence, as in speculative decoding.
     """
     cache = cache_entries(kv_c_and_k_pe_cache, q_nope)
     num_pages, page_size, _ = cache.shape
     queries = torch.cat((q_nope.double(), q_pe.double()), -1)
-    for s, length in enumerate(seq_lens.tolist()):
-        tokens = torch.arange(
-            max(0, min(length, page_table.shape[1] * page_size)), dtype=torch.int64, device=out.device
-        )
+    for row in range(len(queries)):
+        s, newer = row // query_tokens, query_tokens - 1 - row % query_tokens
+        length = max(0, min(int(seq_lens[s]), page_table.shape[1] * page_size))
+        tokens = torch.arange(max(0, length - newer), dtype=torch.int64, device=out.device)
         pages = page_table[s][tokens // page_size]
         there = (pages >= 0) & (pages < num_pages)
         entries = cache[pages[there], tokens[there] % page_size].double()
-        attend(out[s], None if lse is None else lse[s], queries[s], entries, scale)
+        attend(out[row], None if lse is None else lse[row], queries[row], entries, scale)
 
 
 def attend(out: Tensor, lse: Tensor | None, queries: Tensor, entries: Tensor, scale: float) -> None:
@@ -125,7 +134,8 @@ def result_sm100_cutlass_mla_decode(q_nope: TensorArg) -> Result:
 @sm100_cutlass_mla_decode.plan
 def plan_sm100_cutlass_mla_decode(problem: MlaProblem) -> list[Launch]:
     check_mla(problem)
-    return launch(problem, tuning.config("sm100_cutlass_mla_decode", problem, problem.cache.device, choose))
+    rows = problem.by_sequence()
+    return launch(rows, tuning.config("sm100_cutlass_mla_decode", rows, rows.cache.device, choose))
 
 
 @sm100_cutlass_mla_decode.bad_indices
@@ -146,8 +156,10 @@ def example_sm100_cutlass_mla_decode(
     kv_cache_dtype: Literal["auto", "fp8", "fp8_ds_mla"] = "auto",
     num_heads: Literal[20, 12] = 20,
     max_pages: Literal[6, 200] = 6,
+    query_tokens: Literal[1, 2] = 1,
 ) -> tuple[Any, ...]:
-    page_size, num_pages = 16, 37
+    page_size, num_pages, num_seqs = 16, 37, num_tokens // query_tokens
+    num_tokens = num_seqs * query_tokens
     if kv_cache_dtype == "fp8_ds_mla":
         if dtype in ("float32", "float8_e4m3fn"):
             dtype = "bfloat16"
@@ -161,11 +173,12 @@ def example_sm100_cutlass_mla_decode(
         make.randn(num_tokens, num_heads, LATENT_SIZE, dtype=dtype),
         make.randn(num_tokens, num_heads, ROPE_SIZE, dtype=dtype),
         cache,
-        make.randint(0, 6 * page_size + 1, num_tokens, dtype="int32"),  # short, also where more pages would do
-        make.randint(0, num_pages, num_tokens, max_pages, dtype="int32"),
+        make.randint(0, 6 * page_size + 1, num_seqs, dtype="int32"),  # short, also where more pages would do
+        make.randint(0, num_pages, num_seqs, max_pages, dtype="int32"),
         None,
         ENTRY_SIZE**-0.5,
         0,
+        query_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ... import check, tuning
@@ -25,9 +25,10 @@ _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaProblem:
-    """One query token per sequence against a paged cache of latent KV: the arguments of the op that matter.
+    """One or a few query tokens per sequence against a paged cache of latent KV: the arguments of the op that matter.
 
     Attributes:
+        query_tokens: query tokens of each sequence. `by_sequence` counts the heads of all of them as heads.
         lists_slots: whether a row of the page table lists the slot of each token.
     """
 
@@ -40,7 +41,18 @@ class MlaProblem:
     page_table: TensorArg
     workspace: TensorArg | None
     num_kv_splits: int
+    query_tokens: int = 1
     lists_slots: ClassVar[bool] = False
+
+    def by_sequence(self) -> MlaProblem:
+        """The problem with the query tokens of a sequence in one row: its heads are those of each token."""
+        if self.query_tokens == 1:
+            return self
+        merged = {
+            name: None if arg is None else _rows_merged(arg, self.query_tokens)
+            for name, arg in (("out", self.out), ("lse", self.lse), ("q_nope", self.q_nope), ("q_pe", self.q_pe))
+        }
+        return replace(self, **merged)
 
     @property
     def cache(self) -> TensorArg:
@@ -153,6 +165,7 @@ class MlaProblem:
             f"tokens={tuning.power_of_two(self.max_tokens)}",
         ]
         words += [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0)
+        words += [f"query_tokens={self.query_tokens}"] * (self.query_tokens > 1)
         return " ".join(words + ["sparse"] * self.lists_slots)
 
 
@@ -161,6 +174,21 @@ class SparseMlaProblem(MlaProblem):
 
     __slots__ = ()
     lists_slots = True
+
+
+def _rows_merged(arg: TensorArg, rows: int) -> TensorArg:
+    """[num_rows, num_heads, ...] as [num_rows / rows, rows * num_heads, ...]."""
+    (num_rows, num_heads, *sizes), (stride, head_stride, *strides) = arg.shape, arg.strides
+    if num_heads == 1:
+        head_stride = stride
+    elif stride != num_heads * head_stride and num_rows > 1:
+        message = f"expected heads of all query tokens of a sequence at one stride, got strides {arg.strides}"
+        raise arg.error(message)
+    return replace(
+        arg,
+        shape=(num_rows // rows, rows * num_heads, *sizes),
+        strides=(rows * num_heads * head_stride, head_stride, *strides),
+    )
 
 
 def _rows_are_aligned(arg: TensorArg) -> bool:
@@ -174,12 +202,16 @@ def check_mla(problem: MlaProblem) -> None:
     out, q_nope, q_pe, cache = problem.out, problem.q_nope, problem.q_pe, problem.cache
     check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
     check.sizes(q_nope, num_seqs=None, num_heads=None, latent_size=LATENT_SIZE)
-    num_seqs, num_heads, _ = q_nope.shape
-    check.sizes(q_pe, num_seqs=num_seqs, num_heads=num_heads, rope_size=ROPE_SIZE)
+    num_rows, num_heads, _ = q_nope.shape
+    num_seqs, remainder = divmod(num_rows, max(1, problem.query_tokens))
+    if problem.query_tokens < 1 or remainder:
+        message = f"expected a divisor of the {num_rows} rows of q_nope, got {problem.query_tokens}"
+        raise check.refuse(q_nope, "query_tokens", message)
+    check.sizes(q_pe, num_seqs=num_rows, num_heads=num_heads, rope_size=ROPE_SIZE)
     check.dtype(q_pe, q_nope.dtype)
     check.same_shape(out, q_nope)
     check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
-    check.shape(problem.lse, float32, num_seqs=num_seqs, num_heads=num_heads)
+    check.shape(problem.lse, float32, num_seqs=num_rows, num_heads=num_heads)
     check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
     if problem.is_ds_mla:
         check.dtype(q_nope, float16, bfloat16)  # the dtype of the RoPE key
@@ -206,6 +238,7 @@ def constants_of(problem: MlaProblem) -> dict[str, Any]:
         "HAS_LSE": problem.lse is not None,
         "HAS_LENGTHS": problem.seq_lens is not None,
         "LISTS_SLOTS": problem.lists_slots,
+        "QUERY_TOKENS": problem.query_tokens,
         "IS_DS_MLA": problem.is_ds_mla,
     }
 

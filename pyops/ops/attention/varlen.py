@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check, tuning
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
@@ -12,9 +12,9 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import FLOATS, bfloat16
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV
+from .decode_plan import launch_varlen
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
-from .prefill_plan import choose, launch
 from .prefill_problem import check_varlen
 from .reference import attended_of, float32_logits, gathered, masked_logits, scales_of, write_rows
 
@@ -148,8 +148,7 @@ def plan_paged_attention_varlen(
     causal: bool,
     q_scale: TensorArg | None,
 ) -> list[Launch]:
-    problem = check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale)
-    return launch(problem, tuning.config("paged_attention_varlen", problem, problem.query.device, choose))
+    return launch_varlen("paged_attention_varlen", check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale))
 
 
 @paged_attention_varlen.bad_indices

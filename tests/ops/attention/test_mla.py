@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops import offline
+from pyops._core import config
 from pyops._core.launch.kernel import Launch
 from pyops._core.system import device as devices
 from pyops.example import ArgMaker
@@ -19,6 +20,7 @@ from pyops.ops.attention import mla_plan, mla_problem
 from pyops.testing import assert_matches_reference, same_bits
 from tests.every_op.test_nvrtc import MISSING
 from tests.support.calls import DEVICES
+from tests.support.profiles import few
 
 MLA = pyops.registry["sm100_cutlass_mla_decode"]
 LATENT, ROPE = 512, 64
@@ -169,6 +171,89 @@ def test_any_lengths(
     """Also with logits that differ widely, so that the running row max changes."""
     call = _call(lengths, kind=kind, num_kv_splits=num_kv_splits, seed=seed, device=device)
     _assert_is_attention(call | {"scale": scale})
+
+
+def _with_tokens(call: dict[str, Any], query_tokens: int) -> dict[str, Any]:
+    """The call with several query tokens per sequence; `plain` has the entries that each of them attends to."""
+    generator = torch.Generator().manual_seed(query_tokens)
+    rows = {name: call[name].repeat_interleave(query_tokens, 0) for name in ("out", "lse", "q_nope", "q_pe")}
+    for name in ("q_nope", "q_pe"):
+        rows[name] = torch.randn(rows[name].shape, generator=generator).to(rows[name].dtype)
+    newer = [query_tokens - 1 - i for i in range(query_tokens)]
+    plain = [entries[: max(0, len(entries) - n)] for entries in call["plain"] for n in newer]
+    return call | rows | {"plain": plain, "query_tokens": query_tokens}
+
+
+# (query tokens, heads, dtype, cache, most heads of the kernels for few)
+SEVERAL = [
+    (4, 16, BF16, None, 16),  # one tile of 64 rows
+    (3, 5, BF16, None, 16),
+    (2, 8, torch.float16, FP8, 16),
+    (3, 2, BF16, None, 0),
+    (2, 3, torch.float32, None, 16),
+    (16, 5, BF16, FP8, 16),  # rows of a token in two tiles
+    (2, 64, BF16, torch.uint8, 16),  # clusters
+    (2, 5, FP8, FP8, 16),
+]
+
+
+@pytest.mark.parametrize(("query_tokens", "num_heads", "dtype", "kind", "most"), few(SEVERAL, 3), ids=str)
+def test_several_query_tokens(
+    query_tokens: int,
+    num_heads: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each token attends up to itself, also where the last tile or the whole sequence is shorter than their number."""
+    monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", most)
+    MLA.forget()
+    kind = None if kind == dtype else kind
+    with config.cpu("kernels"):
+        _assert_is_attention(_with_tokens(_call([0, 1, 66, 150], num_heads, dtype=dtype, kind=kind), query_tokens))
+    MLA.forget()
+
+
+@pytest.mark.parametrize("kind", few([None, FP8, torch.uint8], 1), ids=str)
+def test_several_query_tokens_equal_single_ones(kind: torch.dtype | None) -> None:
+    """Bit for bit what the op gives for each token and its length, in one pass; with hostile lengths and pages."""
+    call = _with_tokens(_call([1, 70, 40], 20, kind=kind, num_kv_splits=1), 2)
+    call.pop("plain")
+    call["seq_lens"] = torch.tensor([1, 2**40, -3])
+    call["page_table"] = call["page_table"].long()
+    call["page_table"][1, :2] = torch.tensor([2**40, -1])
+    cache = call["kv_c_and_k_pe_cache"]
+    codes = cache.view(torch.uint8)
+    call["kv_c_and_k_pe_cache"] = cache.nan_to_num(0.5) if kind is None else codes.masked_fill(codes & 127 > 60, 56)
+    held = call["page_table"].shape[1] * 16
+    lengths = [max(0, min(length, held) - newer) for length in call["seq_lens"].tolist() for newer in (1, 0)]
+    single = {name: x for name, x in call.items() if name != "query_tokens"} | {
+        "out": torch.empty_like(call["out"]),
+        "lse": torch.empty_like(call["lse"]),
+        "seq_lens": torch.tensor(lengths),
+        "page_table": call["page_table"].repeat_interleave(2, 0),
+    }
+    with config.cpu("kernels"):
+        MLA.wrapper(**call)
+        MLA.wrapper(**single)
+    assert same_bits(call["out"], single["out"])
+    assert same_bits(call["lse"], single["lse"])
+
+
+def test_refused_query_tokens() -> None:
+    call = _with_tokens(_call([9, 9], 4), 3)
+    call.pop("plain")
+    for query_tokens in (0, -1, 4):
+        with pytest.raises(
+            pyops.OpError, match=f"query_tokens: expected a divisor of the 6 rows of q_nope, got {query_tokens}"
+        ):
+            MLA.wrapper(**call | {"query_tokens": query_tokens})
+    with pytest.raises(pyops.OpError, match=r"seq_lens: expected shape \(num_seqs=3,\)"):
+        MLA.wrapper(**call | {"query_tokens": 2})
+    by_head = call["q_nope"].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(pyops.OpError, match="q_nope: expected heads of all query tokens of a sequence at one stride"):
+        MLA.wrapper(**call | {"q_nope": by_head})
 
 
 def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None) -> list[Launch]:

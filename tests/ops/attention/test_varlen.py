@@ -12,6 +12,7 @@ import pyops
 from pyops import tuning
 from pyops._core import config
 from pyops._core.system import device
+from pyops.ops.attention import decode_plan
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
@@ -24,7 +25,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each device by name; the host runs the kernels for compute capability 8.0."""
+    """Each device by name; the host runs the prefill kernels for compute capability 8.0."""
+    monkeypatch.setattr(decode_plan, "_columns_are_faster", lambda *_: False)  # test_few_tokens.py tests the others
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", num_sms=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
+    QueryLenSupport,
 )
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -24,9 +25,13 @@ _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with p
 
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's metadata builder, with block tables truncated to the longest sequence of the step."""
+    """vLLM's metadata builder, with block tables truncated to the longest sequence of the step.
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    With speculative decoding, sequences of equally many query tokens are decode, too.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -94,16 +99,19 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """([num_decodes, num_heads, 512], log-sum-exp [num_decodes, num_heads] where ranks share sequences).
+        """([num_rows, num_heads, 512], log-sum-exp [num_rows, num_heads] where ranks share sequences).
 
-        Queries are [num_decodes, num_heads, 512] and [..., 64], or both in one tensor.
+        Queries are [num_rows, num_heads, 512] and [..., 64], or both in one tensor. Sequences have equally many rows.
         """
         q_nope, q_pe = q if isinstance(q, tuple) else q.split((_LATENT_SIZE, _ROPE_SIZE), -1)
+        decode = attn_metadata.decode
+        query_tokens = len(q_nope) // len(decode.seq_lens)
+        if query_tokens > 1:  # vLLM's projection of the queries leaves the rows of a head together
+            q_nope, q_pe = (x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous() for x in (q_nope, q_pe))
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         lse = out.new_empty(out.shape[:2], dtype=torch.float32) if self.need_to_return_lse_for_decode else None
         # The op ignores the scale of fp8 values; the cache's per-tensor scale multiplies the logits and the output.
         code = layer._k_scale_float if self._is_fp8 else 1.0
-        decode = attn_metadata.decode
         sm100_cutlass_mla_decode(
             out,
             lse,
@@ -115,6 +123,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             None,
             self.scale * code,
             0,
+            query_tokens=query_tokens,
         )
         if code != 1.0:
             out.mul_(code)
