@@ -147,7 +147,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         query_tokens, tokens = tokens if cached else 1, tokens + cached
         num_heads, least = int(heads), int(shortest) if is_mixed else tokens
         operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * attention_calls.LATENT + attention_calls.ROPE)
-        sizes = [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least, query_tokens]
+        sizes: list[Any] = [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least, query_tokens]
         return kind, cache, sizes, operations * query_tokens
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])

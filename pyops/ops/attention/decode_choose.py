@@ -62,7 +62,7 @@ _MAX_SPLITS_OF_LAST_BLOCK = 50
 
 # Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
 # ptxas counts them for sm_90.
-_REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 80
+_REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 84
 
 _PIECE_BYTES = 128  # bytes of a piece of a key or value: a chunk of 16 bytes for each lane that shares a value
 
