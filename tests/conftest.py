@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import os
@@ -103,6 +104,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    # Triton, if it is installed, would print what the interpreter leaves as leaks. pytest collects twice before.
+    atexit.register(gc.unfreeze)
 
 
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -185,11 +188,6 @@ def _noted(reporter: pytest.TerminalReporter, key: str, when: str) -> list[Any]:
     reports = [report for reports in reporter.stats.values() for report in reports]
     properties = [report.user_properties for report in reports if getattr(report, "when", None) == when]
     return [value for noted in properties for name, value in noted if name == key]
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter collect again when it ends. Triton, if it is installed, would print what is left as leaks."""
-    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

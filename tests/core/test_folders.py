@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,17 +182,21 @@ class FakeMsvcrt:
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> FakeMsvcrt:
-    """A platform with the locks of Windows, which cannot open folders."""
-    made, real = FakeMsvcrt(), os.open
+    """A platform with the locks of Windows, which cannot open folders.
+
+    Only the module sees it: this process's other threads and finalizers open and remove folders, too.
+    """
+    made = FakeMsvcrt()
 
     def open_file(path: str, *more: Any, **named: Any) -> int:
         if os.path.isdir(path):
             raise PermissionError(errno.EACCES, "a folder", path)
-        return real(path, *more, **named)
+        return os.open(path, *more, **named)
 
     monkeypatch.setattr(folders, "fcntl", None)
     monkeypatch.setattr(folders, "msvcrt", made)
-    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(folders, "os", SimpleNamespace(**vars(os) | {"open": open_file}))
+    monkeypatch.setattr(folders, "shutil", SimpleNamespace(rmtree=rmtree_by_path))
     return made
 
 
@@ -200,7 +206,6 @@ def test_locks_of_windows(windows: FakeMsvcrt, tmp_path: Path, monkeypatch: pyte
     os.mkdir(folder)
     Path(folder, "left").touch()
     monkeypatch.setattr(folders, "PATIENCE", 0.05)
-    monkeypatch.setattr(shutil, "rmtree", rmtree_by_path)
     with folders.worked_in(folder) as first, folders.worked_in(other) as second:
         assert (first, second) == (folder, other)
         assert os.listdir(folder) == []
@@ -215,11 +220,32 @@ def test_locks_of_windows(windows: FakeMsvcrt, tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["pyops.lock"]
 
 
-def rmtree_by_path(folder: str, **_: Any) -> None:
+def test_lock_of_windows_on_a_removed_folder_does_not_count(
+    windows: FakeMsvcrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its previous holder removes the folder before this process locks it."""
+    folder, locking, calls = tmp_path / f"folder{folders.SUFFIX}", windows.locking, list[int]()
+
+    def late(descriptor: int, mode: int, count: int) -> None:
+        if not calls:
+            folder.rmdir()
+        calls.append(mode)
+        locking(descriptor, mode, count)
+
+    monkeypatch.setattr(windows, "locking", late)
+    with folders.worked_in(str(folder)):
+        assert folder.is_dir()
+        assert len(windows.held) == 1
+    assert not windows.held
+
+
+def rmtree_by_path(folder: str, ignore_errors: bool) -> None:
     """As shutil.rmtree does on Windows, without opening folders."""
-    for entry in os.scandir(folder):
-        os.remove(entry)
-    os.rmdir(folder)
+    assert ignore_errors
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            os.remove(entry)
+        os.rmdir(folder)
 
 
 FORKED = (

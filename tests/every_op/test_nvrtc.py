@@ -2,7 +2,8 @@
 
 No kernel here declares local memory, so none may spill or keep an array on the stack. Nor may the assembler serialise
 wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation for every architecture, the others a
-fixed sample of each op's.
+fixed sample of each op's. Ops share kernels: of the samples of all ops, as many are compiled as have every kernel for
+each of its architectures, and every value of each constant of a kernel for one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pyops._core.tensors.tensor import TensorArg
 from pyops._core.text.nvrtc import include_folders
 from pyops.example import ArgMaker
 from tests.support import axes
-from tests.support.profiles import PROFILE, sample, varied
+from tests.support.profiles import PROFILE, covering, sample, varied
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 # Choices of a plan besides the axes: few or many rows, and addresses that allow only one element per access. (The last
@@ -87,11 +88,24 @@ def _archs(name: str) -> list[str]:
 _compile = cache(offline.compile)
 
 
+def _parts(case: tuple[Op, str, list[Specialisation]]) -> set[tuple[str, ...]]:
+    """Each kernel with the architecture, and with each value of its constants."""
+    _, arch, sampled = case
+    values = {(one.kernel.file, name, str(value)) for one in sampled for name, value in one.constants.items()}
+    return values | {(one.kernel.file, arch) for one in sampled}
+
+
+def _cases() -> list[Any]:
+    """(op, architecture) of the tests; all of them in the profile "nightly"."""
+    every = [(op, arch) for op in pyops.registry.values() for arch in _archs(op.name)]
+    if PROFILE.compiles:
+        sampled = [(op, arch, _specialisations(op, arch, PROFILE.compiles[arch])) for op, arch in every]
+        every = [(op, arch) for op, arch, _ in covering(sampled, _parts)]
+    return [pytest.param(op, arch, id=f"{op.name}-{arch}") for op, arch in every]
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize(
-    ("op", "arch"),
-    [pytest.param(op, arch, id=f"{name}-{arch}") for name, op in pyops.registry.items() for arch in _archs(name)],
-)
+@pytest.mark.parametrize(("op", "arch"), _cases())
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     refused = []
     for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):

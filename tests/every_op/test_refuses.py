@@ -22,7 +22,7 @@ from pyops._core.op.declaration import Parameter
 from pyops._core.op.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests.support import axes
-from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, inputs_of_form, refusal
+from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, assert_refused, example, inputs_of_form, refusal
 
 NUM_TOKENS = 7
 # A call that is always refused is planned in the same way whether a reference or a kernel would run.
@@ -89,8 +89,8 @@ def _refused_or_right(op: Op, args: list[Any], p: Parameter, value: torch.Tensor
     copies = clones(args)
     try:
         op(*args)
-    except pyops.OpError:
-        refusal(op, args)
+    except pyops.OpError as error:
+        assert_refused(op, error, copies, args)
     else:
         assert_results(op, expected(op, copies), written(op, args))
 

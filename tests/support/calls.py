@@ -77,19 +77,23 @@ def run_in_place(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
     return results
 
 
-def refusal(op: Op, args: Sequence[Any], call: Callable[..., None] | None = None) -> pyops.OpError:
-    """The OpError that the call raises. It names an argument of the op, and no byte of any argument was written."""
-    values = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    before = [value.clone() for value in values]
-    with pytest.raises(pyops.OpError) as caught:
-        (call or op)(*args)
-    error = caught.value
+def assert_refused(op: Op, error: pyops.OpError, before: Sequence[Any], args: Sequence[Any]) -> None:
+    """The error of a call names an argument of the op, and the call wrote no byte of any argument."""
     assert error.op == op.name
     assert error.argument in {p.name for p in op.parameters}
     assert str(error) == f"{op.name}: {error.argument}: {error.message}"
-    for value, copy in zip(values, before, strict=True):
-        assert same_bits(value, copy), f"{op.name}: an argument was written before the call was refused"
-    return error
+    for copy, value in zip(before, args, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert same_bits(value, copy), f"{op.name}: an argument was written before the call was refused"
+
+
+def refusal(op: Op, args: Sequence[Any], call: Callable[..., None] | None = None) -> pyops.OpError:
+    """The OpError that the call raises; see `assert_refused`."""
+    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with pytest.raises(pyops.OpError) as caught:
+        (call or op)(*args)
+    assert_refused(op, caught.value, before, args)
+    return caught.value
 
 
 def as_numpy(value: Any) -> Any:

@@ -68,6 +68,17 @@ def varied(cases: Sequence[T], max_cases: int | None, seed: Any, parts: Callable
     return [cases[i] for i in sorted(chosen)]
 
 
+def covering(cases: Sequence[T], parts: Callable[[T], Iterable[Any]]) -> list[T]:
+    """Cases, in order, that have every one of the `parts` of all cases: greedily those with the most new ones."""
+    left, seen, chosen = {i: set(parts(case)) for i, case in enumerate(cases)}, set[Any](), list[int]()
+    while left:
+        left = {i: new for i, every in left.items() if (new := every - seen)}
+        if left:
+            chosen.append(max(left, key=lambda i: len(left[i])))
+            seen |= left[chosen[-1]]
+    return [cases[i] for i in sorted(chosen)]
+
+
 def few(values: Iterable[T], count: int) -> list[T]:
     """`count` of a test's similar variants; all of them where the profile does not limit variants."""
     return sample(values, None if PROFILE.variants is None else count, "few")

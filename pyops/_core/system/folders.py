@@ -85,7 +85,10 @@ def _locked(folder: str) -> int:
 
 
 def _locked_byte(folder: str) -> int:
-    """Windows, which opens no folders: lock a byte of a file next to the folder, chosen by the folder's name."""
+    """Windows, which opens no folders: lock a byte of a file next to the folder, chosen by the folder's name.
+
+    Raises as `_locked` does.
+    """
     descriptor = os.open(os.path.join(os.path.dirname(folder), "pyops.lock"), os.O_RDWR | os.O_CREAT)
     try:
         os.lseek(descriptor, zlib.crc32(os.path.basename(folder).encode()) % 2**31, os.SEEK_SET)
@@ -93,6 +96,9 @@ def _locked_byte(folder: str) -> int:
     except OSError as error:
         os.close(descriptor)
         raise BlockingIOError(folder) from error
+    if not os.path.isdir(folder):  # the previous owner has removed it
+        _remove(folder, descriptor)
+        raise FileNotFoundError(folder)
     return descriptor
 
 
