@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -21,11 +21,13 @@ from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests.support import axes
 from tests.support.calls import DEVICES, KERNELS, example, inputs_of_form
+from tests.support.profiles import PROFILE, covering
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 # The opcheck tests of ops that only write. opcheck's last test compiles for dynamic sizes, which the fake of such an
 # op, a no-op, cannot distinguish; test_compile_without_graph_break compiles these ops.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+COMPILING_CHECKS = (*CHECKS, "test_aot_dispatch_dynamic")
 
 
 def _args(op: Op, device: str = "cpu") -> list[Any]:
@@ -33,6 +35,26 @@ def _args(op: Op, device: str = "cpu") -> list[Any]:
 
 
 FORMS = [param for param in OPS if pyops.registry[param.id].form]
+
+
+@cache
+def _compiled_forms() -> set[str]:
+    """Ops with forms that are compiled: torch compiles by the schema, and these have every kind of argument and result.
+    The profile "nightly" compiles all."""
+
+    def parts(name: str) -> set[Any]:
+        schema = _packet_of_form(pyops.registry[name])._schema
+        arguments = {(str(one.type), one.kwarg_only, one.has_default_value()) for one in schema.arguments}
+        return arguments | {("results", len(schema.returns))}
+
+    names = [param.id for param in FORMS]
+    return set(names if PROFILE.variants is None else covering(names, parts))
+
+
+def _packet_of_form(op: Op) -> Any:
+    """The torch op of the form that allocates outputs."""
+    packet = getattr(torch.ops.pyops, op.name)
+    return packet.default if op.declaration.returned else packet.new
 
 
 def _form(op: Op, device: str = "cpu") -> tuple[Form, tuple[Any, ...]]:
@@ -155,14 +177,16 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_opcheck_of_returned_tensors(op: Op, device: str) -> None:
     """And `new` returns the results of the writing form, compiled or not."""
     form, inputs = _form(op, device)
-    packet = getattr(torch.ops.pyops, op.name)
-    call = _call(form, packet.default if op.declaration.returned else packet.new, inputs)
-    torch.library.opcheck(call.func, call.args, call.keywords)
-    copies = clones(inputs)
+    call = _call(form, _packet_of_form(op), inputs)
+    is_compiled = op.name in _compiled_forms()
+    torch.library.opcheck(call.func, call.args, call.keywords, test_utils=COMPILING_CHECKS if is_compiled else CHECKS)
+    copies, compiled = clones(inputs), clones(inputs)
     results = _new(form, copies)
-    torch._dynamo.reset()
-    compiled = clones(inputs)
-    found = _new(form, compiled, torch.compile(form.new, fullgraph=True, backend="aot_eager"))
+    function = form.new
+    if is_compiled:
+        torch._dynamo.reset()
+        function = torch.compile(form.new, fullgraph=True, backend="aot_eager")
+    found = _new(form, compiled, function)
     assert all(map(same_bits, results, found))
     outputs = {p.name: torch.empty_like(one) for p, one in zip(form.declaration.returned, results, strict=True)}
     for p in form.declaration.returned:
