@@ -48,6 +48,8 @@ constexpr int HEADS = 64;
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
+// The last pairs of an item may have tokens to which not all query tokens attend.
+constexpr int MASKED_PAIRS = ceil_div(QUERY_TOKENS - 1, 2 * TOKENS) + 1;
 static_assert(IS_FP8 || (!IS_DS_MLA && !LISTS_SLOTS && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
@@ -80,6 +82,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
     __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]: row sums; fp8 cache: at first the descale of query rows
+    // QUERY_TOKENS > 1, [warpgroup][head]: attended_tokens, counted from the warpgroup's tile of a pair number 0
+    __shared__ int row_ends[QUERY_TOKENS > 1 ? 2 * HEADS : 1];
     uint8_t* const queries = shared;
     const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
     if (threadIdx.x == 0) {
@@ -121,14 +125,15 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
     float units[2], max_logit[2], exp_sum[2], s[TOKENS / 2], o[LATENT_SIZE / 4];
-    int ends[2], tile_origin;  // QUERY_TOKENS > 1: attended_tokens of the rows; first token of the own tile of "pair 0"
     uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
     const auto await_full = [&](int stage, int panel, int pair) {
         mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
         if (IS_FP8) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
     };
-    // s = Q K^T of the warpgroup's tile, in units of log 2; -inf for a token without an entry. `top`: the row max.
-    const auto multiply = [&](int pair, float (&top)[2]) {
+    const auto pairs_of = [](const MlaItem& item) { return ceil_div(item.end - item.begin, 2 * TOKENS); };
+    // s = Q K^T of the warpgroup's tile, in units of log 2; -inf for a token without an entry, or after the row's own.
+    // `top`: the row max. The item's last pair is end_pair - 1.
+    const auto multiply = [&](int pair, int end_pair, float (&top)[2]) {
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
@@ -165,8 +170,10 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             fence_proxy_async();
             named_barrier_sync(OWN_TILE + warpgroup, 128);
         }
-        const int start = QUERY_TOKENS > 1 ? tile_origin + pair * 2 * TOKENS : 0;
-        if (QUERY_TOKENS > 1 && start + TOKENS > ends[0]) {
+        if (QUERY_TOKENS > 1 && pair >= end_pair - MASKED_PAIRS) {
+            const int start = pair * 2 * TOKENS;
+            const int* const own_ends = row_ends + warpgroup * HEADS + row;
+            const int ends[2] = {own_ends[0], own_ends[8]};
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) {
                 if (start + i / 4 * 8 + 2 * t + i % 2 >= ends[i / 2 % 2]) s[i] = minus_infinity();
@@ -241,7 +248,6 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     };
 
     // Queries of the next item are loaded as soon as both warpgroups have multiplied by those of the last one.
-    const auto pairs_of = [](const MlaItem& item) { return ceil_div(item.end - item.begin, 2 * TOKENS); };
     const auto load_item_queries = [&] {
         if (threadIdx.x > 0 || !schedule.has_item()) return;
         const MlaItem item = schedule.item();
@@ -255,9 +261,12 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         if constexpr (QUERY_TOKENS > 1) {
             const MlaItem own = schedule.item();
             const int length = schedule.length_of(own.seq);
-            ends[0] = attended_tokens(length, first_head + row, num_heads);
-            ends[1] = attended_tokens(length, first_head + row + 8, num_heads);
-            tile_origin = own.begin + (warpgroup - 2 * first_pair) * TOKENS;
+            const int origin = own.begin + (warpgroup - 2 * first_pair) * TOKENS;
+            if (t < 2) {
+                const int of = row + t * 8;
+                row_ends[warpgroup * HEADS + of] = attended_tokens(length, first_head + of, num_heads) - origin;
+            }
+            sync_warp();
         }
         max_logit[0] = max_logit[1] = minus_infinity();
         exp_sum[0] = exp_sum[1] = 0.0f;
@@ -281,7 +290,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             };
             for (int pair = first_pair; pair < end_pair; ++pair) {
                 float top[2];
-                multiply(pair, top);
+                multiply(pair, end_pair, top);
                 top[0] = fmaxf(top[0], max_logit[0]);
                 top[1] = fmaxf(top[1], max_logit[1]);
                 if (t == 0) {
@@ -314,7 +323,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         } else {
             for (int pair = first_pair; pair < end_pair; ++pair) {
                 float top[2];
-                multiply(pair, top);
+                multiply(pair, end_pair, top);
                 named_barrier_sync<EVEN_MAX>(256);
                 top[0] = fmaxf(top[0], even_max[row]);
                 top[1] = fmaxf(top[1], even_max[row + 8]);

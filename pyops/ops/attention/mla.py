@@ -156,10 +156,8 @@ def example_sm100_cutlass_mla_decode(
     kv_cache_dtype: Literal["auto", "fp8", "fp8_ds_mla"] = "auto",
     num_heads: Literal[20, 12] = 20,
     max_pages: Literal[6, 200] = 6,
-    query_tokens: Literal[1, 2] = 1,
 ) -> tuple[Any, ...]:
-    page_size, num_pages, num_seqs = 16, 37, num_tokens // query_tokens
-    num_tokens = num_seqs * query_tokens
+    page_size, num_pages = 16, 37
     if kv_cache_dtype == "fp8_ds_mla":
         if dtype in ("float32", "float8_e4m3fn"):
             dtype = "bfloat16"
@@ -173,12 +171,11 @@ def example_sm100_cutlass_mla_decode(
         make.randn(num_tokens, num_heads, LATENT_SIZE, dtype=dtype),
         make.randn(num_tokens, num_heads, ROPE_SIZE, dtype=dtype),
         cache,
-        make.randint(0, 6 * page_size + 1, num_seqs, dtype="int32"),  # short, also where more pages would do
-        make.randint(0, num_pages, num_seqs, max_pages, dtype="int32"),
+        make.randint(0, 6 * page_size + 1, num_tokens, dtype="int32"),  # short, also where more pages would do
+        make.randint(0, num_pages, num_tokens, max_pages, dtype="int32"),
         None,
         ENTRY_SIZE**-0.5,
         0,
-        query_tokens,
     )
 
 

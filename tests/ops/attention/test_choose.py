@@ -17,6 +17,7 @@ from pyops._core import config
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
+from pyops.ops.attention import decode_plan
 from pyops.ops.attention.combine import CombineConfig
 from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
 from tests.ops.attention.test_attention import paged_call, truth
@@ -262,10 +263,13 @@ def test_choose_num_warps(blocks: int, warps: int) -> None:
         (4096, {"head_size": 256}, (4, 1, 32, 2)),
     ],
 )
-def test_varlen_configs(num_tokens: int, axes: dict[str, Any], expected: tuple[int, ...]) -> None:
+def test_varlen_configs(
+    num_tokens: int, axes: dict[str, Any], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A warp takes two row tiles where sequences have enough rows and accumulators fit in registers. Packed caches
     only, because the Hopper kernel serves the others.
     """
+    monkeypatch.setattr(decode_plan, "_columns_are_faster", lambda *_: False)  # a short window would take it
     found = chosen(VARLEN, num_tokens=num_tokens, packed=True, **axes)
     assert (found.num_warps, found.row_tiles, found.step_tokens, found.min_blocks) == expected
 
