@@ -2433,8 +2433,10 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
         workspace: Tensor | None,
         scale: float,
         num_kv_splits: int,
+        *,
+        query_tokens: int = 1,
     ) -> None:
-        """Multi-head latent attention of one query token of each sequence over its tokens in a paged cache, on any GPU.
+        """Multi-head latent attention of the newest tokens of each sequence over its tokens in a paged cache, on any GPU.
 
         The cache holds the latent KV of each token: a latent vector c of 512 elements, then a RoPE key r of 64 elements
         (`concat_and_cache_mla`). Both together are the key of every head, and c is the value of every head. The caller has
@@ -2453,14 +2455,20 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
         rounded to infinity.
         Nothing is returned.
 
+        With n = `query_tokens` query tokens of each sequence, the newest of its tokens, rows ``s * n`` to ``s * n + n - 1``
+        of the queries are those of sequence s. The t-th of them attends to the first ``L - n + 1 + t`` tokens: the formula
+        with this number as L. An infinite element, or NaN, of a token may then reach all queries of its sequence.
+
         Args:
-            out: [num_seqs, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
-                contiguous.
-            lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
-                None.
-            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
-                number of heads.
-            q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            out: [num_seqs * query_tokens, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8;
+                heads contiguous.
+            lse: [num_seqs * query_tokens, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty
+                sequence; or None.
+            q_nope: [num_seqs * query_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but
+                the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
+                heads.
+            q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
+                likewise.
             kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
                 or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
                 and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
@@ -2473,6 +2481,7 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
             scale: factor of the logits.
             num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
                 that keeps the device busy.
+            query_tokens: query tokens of each sequence, as in speculative decoding.
         """
     @staticmethod
     def new(
@@ -2485,8 +2494,10 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
         workspace: Tensor | None,
         scale: float,
         num_kv_splits: int,
+        *,
+        query_tokens: int = 1,
     ) -> Tensor:
-        """Multi-head latent attention of one query token of each sequence over its tokens in a paged cache, on any GPU.
+        """Multi-head latent attention of the newest tokens of each sequence over its tokens in a paged cache, on any GPU.
 
         The cache holds the latent KV of each token: a latent vector c of 512 elements, then a RoPE key r of 64 elements
         (`concat_and_cache_mla`). Both together are the key of every head, and c is the value of every head. The caller has
@@ -2505,12 +2516,18 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
         rounded to infinity.
         Nothing is returned.
 
+        With n = `query_tokens` query tokens of each sequence, the newest of its tokens, rows ``s * n`` to ``s * n + n - 1``
+        of the queries are those of sequence s. The t-th of them attends to the first ``L - n + 1 + t`` tokens: the formula
+        with this number as L. An infinite element, or NaN, of a token may then reach all queries of its sequence.
+
         Args:
-            lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
-                None.
-            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
-                number of heads.
-            q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
+            lse: [num_seqs * query_tokens, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty
+                sequence; or None.
+            q_nope: [num_seqs * query_tokens, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but
+                the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
+                heads.
+            q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
+                likewise.
             kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
                 or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
                 and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
@@ -2523,9 +2540,11 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
             scale: factor of the logits.
             num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
                 that keeps the device busy.
+            query_tokens: query tokens of each sequence, as in speculative decoding.
 
         Returns:
-            out: [num_seqs, num_heads, 512], of the queries' dtype, or bfloat16 for queries of fp8.
+            out: [num_seqs * query_tokens, num_heads, 512], of the queries' dtype, or bfloat16 for queries
+                of fp8.
         """
 
 sm100_cutlass_mla_decode: _sm100_cutlass_mla_decode
@@ -8370,7 +8389,8 @@ class _gated_delta_rule(_Attributes, Protocol):
         and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
         state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
-        2024, arXiv:2412.06464, as flash-linear-attention computes it).
+        2024, arXiv:2412.06464, as flash-linear-attention computes it). Hopper takes 64 tokens at a time, with a workspace
+        of about 0.27 KB for each token and value head.
 
         Args:
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
@@ -8417,7 +8437,8 @@ class _gated_delta_rule(_Attributes, Protocol):
         and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
         state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
-        2024, arXiv:2412.06464, as flash-linear-attention computes it).
+        2024, arXiv:2412.06464, as flash-linear-attention computes it). Hopper takes 64 tokens at a time, with a workspace
+        of about 0.27 KB for each token and value head.
 
         Args:
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads

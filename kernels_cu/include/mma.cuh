@@ -83,6 +83,16 @@ DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 #endif
 }
 
+// x = high + low but for the last bits of x, both TF32: three MMAs, all but low * low, are as exact as float32.
+template <int N>
+DEVICE void split_tf32(const float (&x)[N], uint32_t (&high)[N], uint32_t (&low)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        high[i] = __float_as_uint(x[i]) & 0xffffe000;
+        low[i] = __float_as_uint(x[i] - __uint_as_float(high[i])) & 0xffffe000;
+    }
+}
+
 // Whether mma_m16n8k32 takes elements of type T on this device. Otherwise kernels convert with fp8_to_half and use two
 // mma_m16n8k16. (Data-centre GPUs from sm_90 on have the fp8 instruction, too, but not in hardware: the compiler
 // converts the elements again for every MMA.)

@@ -124,27 +124,18 @@ private:
     DEVICE void subtract_by_mma(float (&results)[TILES][4], const float (&minima)[2][2]) const {
         const float rows[4] = {minima[0][0], minima[1][0], minima[0][1], minima[1][1]};
         uint32_t high_rows[4], low_rows[4];
-        split(rows, high_rows, low_rows);
+        split_tf32(rows, high_rows, low_rows);
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
             const float columns[2] = {total_of(j, 0), total_of(j, 1)};
             uint32_t high[2], low[2];
-            split(columns, high, low);
+            split_tf32(columns, high, low);
             float products[4] = {};
             mma_m16n8k8(products, low_rows, high);
             mma_m16n8k8(products, high_rows, low);
             mma_m16n8k8(products, high_rows, high);
 #pragma unroll
             for (int i = 0; i < 4; ++i) results[j][i] -= products[i];
-        }
-    }
-    // x = high + low, both TF32.
-    template <int N>
-    static DEVICE void split(const float (&x)[N], uint32_t (&high)[N], uint32_t (&low)[N]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            high[i] = __float_as_uint(x[i]) & 0xffffe000;
-            low[i] = __float_as_uint(x[i] - __uint_as_float(high[i])) & 0xffffe000;
         }
     }
 };

@@ -168,7 +168,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         if (tile + 2 < num_tiles) {
             if (warp == KEYS) prepare_keys(tile + 2);
             if (warp == NORMS) {
-                const float norm = inverse_norm(queries_of(tile + 2)) * scale;
+                const float norm = token_norm(queries_of(tile + 2)) * scale;
                 if (lane < TOKENS) prepared[(tile + 2) % 2].queries[lane] = norm;
             }
         }

@@ -1,7 +1,7 @@
 // gated_delta_tokens.cuh: the token-by-token matrices of a tile of gated_delta_chunk, which the producer warps prepare
 // for the warps that hold rows of the state. The header of gated_delta_chunk.cu gives the formulas and constants.
 #pragma once
-#include "gated_delta_norm.cuh"
+#include "gated_delta_row_norm.cuh"
 #include "gated_delta_tiles.cuh"
 
 // Per-token factors that the warps with state rows use, in addition to the two square matrices.
@@ -22,39 +22,10 @@ struct Prepared {
     DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
 };
 
-// The sum of squares of a token's row. In a warp of 64 lanes, lanes i and i + 32 share the row. With SCALES, the row is
-// first multiplied by DOWN in the tile, and lanes without takes_part skip it.
-template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, bool takes_part) {
-    float four[4] = {};  // independent, because one warp adds them and nothing hides its latency
-#pragma unroll 4
-    for (int chunk = threadIdx.x % WARP_SIZE / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
-        if (SCALES && !takes_part) break;
-        auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
-        if (SCALES) {
-            x = map(x, [](float value) { return value * DOWN; });
-            x.store_shared(tile.at(token, chunk));
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) four[i % 4] = fmaf(x[i], x[i], four[i % 4]);
-    }
-    float sum = (four[0] + four[1]) + (four[2] + four[3]);
-    if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
-    return sum;
-}
-
-// 1 / sqrt(sum of squares + 1e-6) of the row of token lane % 32; 1 without QK_NORM. Large rows are scaled down in the
-// tile, because their dot products with other rows would overflow float32.
-DEVICE float inverse_norm(const key_tile& tile) {
-    if (!QK_NORM) return 1.0f;
-    const int lane = threadIdx.x % 32, token = lane % TOKENS;
-    float sum = squares<false>(tile, token, true);
-    const bool is_large = CAN_BE_LARGE && sum > LARGE;
-    if (CAN_BE_LARGE && any_lane(is_large)) {
-        sync_warp();  // all lanes have read the tile before some lanes overwrite it
-        const float scaled = squares<true>(tile, token, is_large && lane < TOKENS);
-        if (is_large) sum = scaled;
-    }
-    return inverse_root(sum, is_large);
+// 1 / |x| of token lane % 32 of a tile of keys or queries.
+DEVICE float token_norm(const key_tile& tile) {
+    const int lane = threadIdx.x % 32;
+    return norm_of(tile, lane % TOKENS, lane < TOKENS).inverse;
 }
 
 // rows * columns^T of two tiles by MMA: the blocks of 16 by 16 tokens on the diagonal and below it. Calls
@@ -101,7 +72,7 @@ prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, c
         const float before = shfl<32>(sum, lane - distance & 31);
         if (lane >= distance) sum += before;
     }
-    const float total = shfl<32>(sum, 31), norm = inverse_norm(keys);
+    const float total = shfl<32>(sum, 31), norm = token_norm(keys);
     if (lane < TOKENS) {
         to.logs[lane] = sum;
         to.strengths[lane] = strength;

@@ -24,7 +24,7 @@
 //     QK_NORM        q and k are divided by their norms
 //     TOKENS         tokens of a tile: 32
 //     ONE_ANCHOR     as above; the inverse of the decays of 16 tokens has to be finite in T
-//     CHECKPOINTS    of kda_tiles.cuh
+//     CHECKPOINTS    of sequence_tiles.cuh
 
 #include "delta_gate.cuh"
 #include "gated_delta_norm.cuh"
@@ -77,18 +77,12 @@ kda_prepare(scalar_t* prepared,                  // [slots, value_heads, Prepare
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, row = lane / 4, quad = lane % 4;
     const int64_t slot = blockIdx.x / value_heads, head = blockIdx.x % value_heads;
 
-    if (threadIdx.x == 0) seq_of_slot = -1;
-    __syncthreads();
     const auto tiles_of = [&](int64_t seq) {
         return SequenceTiles(cu_seqlens, checkpoint_offsets, seq, seq_tokens, num_tokens);
     };
-    for (int64_t seq = threadIdx.x; seq < num_seqs; seq += NUM_THREADS) {
-        const SequenceTiles tiles = tiles_of(seq);
-        if (slot >= tiles.first_slot && slot - tiles.first_slot < tiles.count) seq_of_slot = int(seq);
-    }
-    __syncthreads();
-    if (seq_of_slot < 0) return;
-    const SequenceTiles tiles = tiles_of(seq_of_slot);
+    const int seq = sequence_of<NUM_THREADS>(slot, num_seqs, seq_of_slot, tiles_of);
+    if (seq < 0) return;
+    const SequenceTiles tiles = tiles_of(seq);
     const int tile = int(slot - tiles.first_slot), count = tiles.tokens(tile);
     const int64_t first_token = tiles.token(tile);
     const PreparedTile out(prepared, slot, head, value_heads);

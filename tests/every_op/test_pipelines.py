@@ -109,6 +109,7 @@ def mla_on_ampere() -> None:
 
 # Two prompts; on a device with one SM each is a segment.
 LONG_SEGMENTS = partial(chunk_scan.assert_slow_scan, "cpu", [450, 310])
+LONG_DELTA_RULE = partial(run_example, "gated_delta_rule", num_tokens=300, head_dim=128, dtype="bfloat16", options=True)
 # Stages of kernels that have more than two in every plan.
 STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
@@ -164,9 +165,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "mamba/chunk_scan.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/chunk_scan_states.cu": [partial(on_one, LONG_SEGMENTS)],
-    "mamba/gated_delta_chunk.cu": [
-        partial(run_example, "gated_delta_rule", num_tokens=300, head_dim=128, dtype="bfloat16", options=True)
-    ],
+    "mamba/gated_delta_chunk.cu": [partial(on_ampere, LONG_DELTA_RULE)],
+    "mamba/gated_delta_sm90.cu": [LONG_DELTA_RULE],
     "mamba/kda_chunk.cu": [
         partial(run_example, "kda", num_tokens=300, head_dim=128, dtype="bfloat16", options=True),
     ],
@@ -243,6 +243,7 @@ ROUNDS: dict[str, Rounds] = {
     "mamba/chunk_scan.cu": of_segment(),
     "mamba/chunk_scan_states.cu": of_segment(64),
     "mamba/gated_delta_chunk.cu": of_keys(300),
+    "mamba/gated_delta_sm90.cu": of_keys(300, 64),
     "mamba/kda_chunk.cu": of_keys(300),
 }
 

@@ -185,6 +185,7 @@ def test_every_matrix_core_architecture_is_compiled_for() -> None:
 def test_no_kernel_with_nvidia_mma_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
     cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_row.cu", "mamba/chunk_scan_states.cu"}
+    cudas |= {"mamba/gated_delta_prepare.cu", "mamba/gated_delta_sm90.cu"}
     assert not cudas & planned
     assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
     products = {"gemm_sm80.cu", "wq_gemm_cdna.cu", "ggml_mul_mat.cu"}

@@ -55,6 +55,20 @@ class GatedDeltaProblem(DeltaProblem):
             and tiles(q.device, q.shape[3], _WARPS) is not None
         )
 
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether gated_delta_prepare.cu and gated_delta_sm90.cu can serve the call."""
+        q, v, o = self.tokens.q, self.tokens.v, self.tokens.o
+        return (
+            self.uses_products
+            and q.device.supports("wgmma")
+            and q.shape[3] in (64, 128)
+            and v.shape[3] % 64 == 0
+            and q.shape[0] * q.shape[1] > 0
+            and o.alignment == 16
+            and token_stride(o) % 8 == 0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaConfig:

@@ -86,10 +86,16 @@ class DeltaProblem:
         """Whether kernels with MMAs serve the call; gated_delta_recurrent.cu serves every call."""
         raise NotImplementedError
 
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether these kernels are those of Hopper."""
+        return False
+
     def bucket(self) -> str:
         q, v = self.tokens.q, self.tokens.v
+        kind = "wgmma" if self.uses_wgmma else "mma" if self.uses_products else "simt"
         return (
-            f"{'mma' if self.uses_products else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
+            f"{kind} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
             f"{q.shape[3]}x{v.shape[3]} tokens={tuning.power_of_two(q.shape[0] * q.shape[1])} "
             f"seqs={tuning.power_of_two(self.num_seqs)}"
         )

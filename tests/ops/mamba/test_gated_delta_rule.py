@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import pyops
+from pyops import tuning
 from pyops._core import config
 from pyops.host.toolchain import toolchains
+from pyops.ops.mamba._gated_delta_sm90_plan import GatedDeltaSm90Config
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core
@@ -220,6 +222,44 @@ def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.
                 )
             for actual, right in zip(results, wanted, strict=True):
                 assert_near(actual, right, torch.bfloat16)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("rows", "sizes", "dtype", "schedules"),
+    [
+        (64, (64, 64), torch.float16, SCHEDULES),
+        (128, (64, 128), torch.bfloat16, SCHEDULES[1:3]),
+        (64, (128, 128), torch.bfloat16, SCHEDULES[3:4]),
+    ],
+)
+def test_on_hopper(rows: int, sizes: tuple[int, int], dtype: torch.dtype, schedules: Any) -> None:
+    """Prompts of lengths around a tile of 64 tokens, with a decay of zero, and keys of bfloat16 near its maximum."""
+    lengths = [130, 0, 1, 64]
+    call = tokens("cpu", 1, sum(lengths), 1, 2, sizes, dtype)
+    call["g"][:, [5, 40, 150]] = -torch.inf
+    ones, largest = call | {"k": call["k"].clone()}, call | {"k": call["k"].clone()}
+    if dtype == torch.bfloat16:  # next to 1024, the epsilon of a norm is negligible
+        signs = call["k"][:, 3::7].sign()
+        ones["k"][:, 3::7], largest["k"][:, 3::7] = signs * 1024.0, signs * torch.finfo(dtype).max
+    initial = torch.randn(len(lengths), 2, *sizes)
+    more = {
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+        "initial_state": initial,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    with config.cpu("reference"):
+        wanted = pyops.chunk_gated_delta_rule(**{name: x.float() for name, x in ones.items()}, **more)
+    op = pyops.registry["gated_delta_rule"]
+    with config.cpu("kernels"), tuning.forced("gated_delta_rule", GatedDeltaSm90Config(rows)):
+        op.forget()
+        for schedule in schedules:
+            with scheduled(schedule, strict_fences=True):
+                results = pyops.chunk_gated_delta_rule(**largest, **more)
+            for actual, right in zip(results, wanted, strict=True):
+                assert_near(actual, right.double(), dtype)
+    op.forget()
 
 
 def test_returned_states_without_slots(device: str) -> None:

@@ -1,0 +1,270 @@
+// gated_delta_sm90: the gated delta rule for prefill on Hopper, by WGMMA on tiles of 64 tokens.
+//
+// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of u in o, and the
+// factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
+// dependent products from the state before a tile to the state after it.
+//
+// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A
+// block walks its sequence in tiles of TOKENS tokens.
+//
+// Warps are specialised. The first warpgroup, the producer, copies tiles to shared memory. The others hold 64 rows of
+// the state each, from tile to tile, in WGMMA accumulators: operand A, the state, r or u, is in registers, and operand B
+// in shared memory. The outputs of a tile overwrite its values.
+//
+// Constants
+//     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
+//     initial_t, state_t, starts_t    element types of initial_state, final_state and cu_seqlens
+//     KEY_SIZE       elements of a head of k: 64 or 128
+//     VALUE_SIZE     elements of a head of v
+//     QK_NORM        q and k are divided by their norms
+//     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE
+//     STAGES         tiles in shared memory
+
+#include "gated_delta_norm.cuh"
+#include "gated_delta_sm90_tiles.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+constexpr int WIDE = 64, PANELS = KEY_SIZE / WIDE;  // elements of a row of a swizzled tile; tiles of keys
+constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, PRODUCERS = 128;
+constexpr int NUM_THREADS = PRODUCERS + WARPGROUPS * 128;
+constexpr int TOKEN_STEPS = TOKENS / 16;
+// Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal share.
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(KEY_SIZE % WIDE == 0 && VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0);
+
+using tile_t = SwizzledTile<scalar_t, WIDE / 8>;  // a row for each token
+constexpr int TILE_BYTES = tile_t::bytes(TOKENS);
+DEVICE tile_t tile_at(uint8_t* bytes) { return {reinterpret_cast<scalar_t*>(bytes)}; }
+
+struct alignas(1024) Stage {
+    uint8_t keys[PANELS][TILE_BYTES], queries[PANELS][TILE_BYTES], values[WARPGROUPS][TILE_BYTES];
+    PreparedTile prepared;
+};
+
+// Multiplies the rows of a tile that have a bit in `rows` by DOWN: the chunks that TokenCopy has the thread copy.
+DEVICE void scale_rows(const tile_t& tile, uint64_t rows) {
+    constexpr int STEP = PRODUCERS * 8 / WIDE;
+    for (int i = 0; i < TOKENS; i += STEP) {
+        const int row = i + threadIdx.x / 8;
+        if (!(rows >> row & 1)) continue;
+        scalar_t* const at = tile.at(row, threadIdx.x % 8);
+        map(Vec<scalar_t, 8>::load(at), [](float x) { return x * DOWN; }).store_shared(at);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, VALUE_SIZE]
+                 state_t* final_state,            // [num_seqs, value_heads, VALUE_SIZE, KEY_SIZE], or the last two in
+                                                  // the other order
+                 const initial_t* initial_state,  // likewise
+                 const uint8_t* prepared,         // [slots, value_heads, sizeof(PreparedTile)]
+                 const scalar_t* q,               // [num_tokens, key_heads, KEY_SIZE]
+                 const scalar_t* k,               // likewise
+                 const scalar_t* v,               // [num_tokens, value_heads, VALUE_SIZE]
+                 const starts_t* cu_seqlens,      // [num_seqs + 1]
+                 int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key, int64_t o_stride,
+                 int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t state_stride, int64_t state_row_stride,
+                 int64_t state_column_stride) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Stage* const stages = reinterpret_cast<Stage*>(memory);
+    __shared__ uint64_t barriers[2 * STAGES];
+    Ring<STAGES> ring(barriers);
+    if (threadIdx.x == 0) ring.init(4 * WARPGROUPS, PRODUCERS / 32 + 1);
+    __syncthreads();
+    await_previous_kernel();
+    const int warpgroup = shfl<32>(int(threadIdx.x) / 128, 0) - 1;  // the compiler sees that a warp has one warpgroup
+    const int64_t head = blockIdx.x / TILES % value_heads, seq = blockIdx.x / (TILES * value_heads);
+    const int first_row = int(blockIdx.x % TILES) * ROWS;
+    const SequenceTiles tiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
+
+    if (warpgroup < 0) {
+        if constexpr (WARPGROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        const int64_t key = head / heads_per_key * KEY_SIZE, value = head * VALUE_SIZE + first_row;
+        TokenCopy<WIDE / 8, TOKENS, PRODUCERS> copy;
+        constexpr bool HAS_LARGE = QK_NORM && CAN_BE_LARGE;
+        uint64_t large_keys = 0, large_queries = 0;  // of the tile that is in flight
+        Ring<STAGES> landing = ring;                 // the stage of that tile
+        // Hands over the tile in flight. The thread's copies of it are complete.
+        const auto hand_over = [&] {
+            if (HAS_LARGE && (large_keys | large_queries)) {
+                for (int part = 0; part < PANELS; ++part) {
+                    scale_rows(tile_at(stages[landing.stage].keys[part]), large_keys);
+                    scale_rows(tile_at(stages[landing.stage].queries[part]), large_queries);
+                }
+            }
+            fence_proxy_async();
+            sync_warp();
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(landing.full());
+            landing.advance();
+        };
+        for (int tile = 0; tile < tiles.count; ++tile, ring.advance()) {
+            ring.acquire();
+            Stage& to = stages[ring.stage];
+            const int64_t token = tiles.token(tile);
+            const int count = tiles.tokens(tile);
+            const auto* const from =
+                reinterpret_cast<const PreparedTile*>(prepared) + (tiles.first_slot + tile) * value_heads + head;
+            if (threadIdx.x == 0) {
+                mbarrier_arrive_expect_tx(ring.full(), sizeof(PreparedTile));
+                bulk_load(&to.prepared, from, sizeof(PreparedTile), ring.full());
+            }
+#pragma unroll
+            for (int part = 0; part < PANELS; ++part) {
+                copy.load(tile_at(to.keys[part]), k + token * k_stride + key + part * WIDE, k_stride, count);
+                copy.load(tile_at(to.queries[part]), q + token * q_stride + key + part * WIDE, q_stride, count);
+            }
+#pragma unroll
+            for (int part = 0; part < WARPGROUPS; ++part) {
+                copy.load(tile_at(to.values[part]), v + token * v_stride + value + part * WIDE, v_stride, count);
+            }
+            cp_async_commit();
+            if (tile > 0) {
+                cp_async_wait<1>();
+                hand_over();
+            }
+            if constexpr (HAS_LARGE) {
+                const auto rows = Vec<uint32_t, 4>::load(from->large_rows);
+                large_keys = uint64_t(rows.data[1]) << 32 | rows.data[0];
+                large_queries = uint64_t(rows.data[3]) << 32 | rows.data[2];
+            }
+        }
+        cp_async_wait<0>();
+        if (tiles.count > 0) hand_over();
+        return;
+    }
+
+    if constexpr (WARPGROUPS > 1) warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4, t = lane % 4;
+    float s[KEY_SIZE / 2];
+    const int own_row = first_row + warpgroup * 64 + quarter * 16 + lane / 4;  // the lane also holds row + 8
+    const auto each_of_state = [&](auto visit) {
+#pragma unroll
+        for (int i = 0; i < KEY_SIZE / 2; ++i) {
+            const int64_t row = own_row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+            visit(s[i], seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride +
+                            column * state_column_stride);
+        }
+    };
+    each_of_state([&](float& x, int64_t at) { x = initial_state ? to_float(initial_state[at]) : 0.0f; });
+
+    for (int tile = 0; tile < tiles.count; ++tile, ring.advance()) {
+        uint32_t state[STEPS][4];
+#pragma unroll
+        for (int i = 0; i < STEPS * 4; ++i) {
+            const int at = (i / 4 * 2 + i % 4 / 2) * 4 + i % 2 * 2;
+            state[i / 4][i % 4] = pack_pair<scalar_t>(s[at], s[at + 1]);
+        }
+        ring.wait();
+        Stage& from = stages[ring.stage];
+        const PreparedTile& prepared_tile = from.prepared;
+        const tile_t values = tile_at(from.values[warpgroup]);
+        const uint64_t keys = make_smem_desc(from.keys), queries = make_smem_desc(from.queries);
+        // Columns: tokens. S k, then S q and the outputs, then u.
+        float r[TOKENS / 2], y[TOKENS / 2], u[TOKENS / 2];
+        const auto multiply_state = [&](float (&d)[TOKENS / 2], uint64_t tokens) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int offset = step / 4 * TILE_BYTES + step % 4 * 32;
+                wgmma<scalar_t, TOKENS>(d, state[step], advance_smem_desc(tokens, offset), step > 0);
+            }
+            warpgroup_commit_batch();
+        };
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) warpgroup_fence_operand(state[step]);
+        warpgroup_fence_operand(r);
+        warpgroup_fence_operand(y);
+        warpgroup_arrive();
+        multiply_state(r, keys);
+        multiply_state(y, queries);
+
+        // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
+        // accumulator, and first and second are their elements of `factors`.
+        const auto each_pair = [&](const float* factors, auto visit) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i += 4) {
+                const auto two = Vec<float, 2>::load(factors + i * 2 + 2 * t);
+                visit(i, two[0], two[1]);
+                visit(i + 2, two[0], two[1]);
+            }
+        };
+        uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r, or u; u times its factor
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) load_block(errors[step], values, step * 16, quarter, lane);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(r);
+        each_pair(prepared_tile.of_keys, [&](int i, float first, float second) {
+            uint32_t& word = errors[i / 8][i % 8 / 2];
+            float low, high;
+            unpack_pair<scalar_t>(word, low, high);
+            word = pack_pair<scalar_t>(fmaf(-first, r[i], low), fmaf(-second, r[i + 1], high));
+        });
+        const auto multiply_tokens = [&](float (&d)[TOKENS / 2], const uint8_t* square, bool accumulate) {
+            const uint64_t rows = make_smem_desc(square);
+#pragma unroll
+            for (int step = 0; step < TOKEN_STEPS; ++step) {
+                wgmma<scalar_t, TOKENS>(d, errors[step], advance_smem_desc(rows, step * 32), accumulate || step > 0);
+            }
+            warpgroup_commit_batch();
+        };
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(errors[step]);
+        warpgroup_fence_operand(u);
+        warpgroup_arrive();
+        multiply_tokens(u, prepared_tile.inverse, false);
+        // Between S k and the first wait, ptxas would insert another wait before this.
+        const float kept = prepared_tile.kept[0];
+#pragma unroll
+        for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(y);
+        each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
+            y[i] *= first;
+            y[i + 1] *= second;
+        });
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(u);
+        each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
+            errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
+            changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
+        });
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            warpgroup_fence_operand(errors[step]);
+            warpgroup_fence_operand(changes[step]);
+        }
+        warpgroup_fence_operand(y);
+        warpgroup_fence_operand(s);
+        warpgroup_arrive();
+        multiply_tokens(y, prepared_tile.weights, true);
+        const uint64_t summed = make_smem_desc(from.keys, 1024, TILE_BYTES);
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            wgmma<scalar_t, KEY_SIZE, true>(s, changes[step], advance_smem_desc(summed, step * 16 * WIDE * 2));
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(y);
+        // The outputs of a warp overwrite its values, and leave as whole vectors.
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = pack_pair<scalar_t>(y[step * 8 + i * 2], y[step * 8 + i * 2 + 1]);
+            stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
+        }
+        sync_warp();
+        const int count = tiles.tokens(tile);
+        scalar_t* const to = o + tiles.token(tile) * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64;
+#pragma unroll
+        for (int l = lane / 2; l < TOKENS; l += 16) {
+            const int chunk = quarter * 2 + lane % 2;
+            if (l < count) Vec<scalar_t, 8>::load(values.at(l, chunk)).store(to + l * o_stride + chunk * 8);
+        }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        sync_warp();  // all lanes have read the outputs
+        ring.release(ring.stage);
+    }
+    if (final_state) each_of_state([&](float& x, int64_t at) { final_state[at] = from_float<state_t>(x); });
+}

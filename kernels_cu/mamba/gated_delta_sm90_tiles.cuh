@@ -1,0 +1,23 @@
+// gated_delta_sm90_tiles.cuh: what gated_delta_prepare.cu writes of each tile of tokens for gated_delta_sm90.cu. The
+// header of gated_delta_chunk.cu gives the formulas.
+#pragma once
+#include "state_tiles.cuh"
+
+constexpr int TOKENS = 64;           // tokens of a tile
+constexpr bool CHECKPOINTS = false;  // of sequence_tiles.cuh
+#include "sequence_tiles.cuh"
+
+constexpr int STEPS = KEY_SIZE / 16;
+using square_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // a matrix that relates tokens to each other: row l, column m
+constexpr int SQUARE_BYTES = square_tile::bytes(TOKENS);
+
+// Token-by-token matrices are swizzled as WGMMA reads them; the swizzle counts rows from a multiple of 1024 bytes.
+struct alignas(16) PreparedTile {
+    uint8_t weights[SQUARE_BYTES];  // of u in o
+    uint8_t inverse[SQUARE_BYTES];  // (I + L)^-1 b
+    float of_keys[TOKENS];          // exp(a_l) / |k_l|
+    float of_queries[TOKENS];       // exp(a_l) * scale / |q_l|
+    float of_changes[TOKENS];       // exp(a_end - a_m) / |k_m|, and 0 for tokens that do not exist
+    uint32_t large_rows[4];         // a bit for each row that is to be scaled by DOWN: keys, then queries
+    float kept[4];                  // exp(a_end), and padding
+};
