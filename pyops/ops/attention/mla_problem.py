@@ -48,11 +48,9 @@ class MlaProblem:
         """The problem with the query tokens of a sequence in one row: its heads are those of each token."""
         if self.query_tokens == 1:
             return self
-        merged = {
-            name: None if arg is None else _rows_merged(arg, self.query_tokens)
-            for name, arg in (("out", self.out), ("lse", self.lse), ("q_nope", self.q_nope), ("q_pe", self.q_pe))
-        }
-        return replace(self, **merged)
+        out, q_nope, q_pe = (_rows_merged(arg, self.query_tokens) for arg in (self.out, self.q_nope, self.q_pe))
+        lse = self.lse and _rows_merged(self.lse, self.query_tokens)
+        return replace(self, out=out, lse=lse, q_nope=q_nope, q_pe=q_pe)
 
     @property
     def cache(self) -> TensorArg:
