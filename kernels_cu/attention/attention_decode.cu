@@ -349,6 +349,19 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     };
     __shared__ float block_max[HEADS];
     __shared__ float block_sum[HEADS];
+    constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;  // heads that a CTA of a cluster writes at the same time
+    const int writer = threadIdx.x / WRITERS;
+    // If the first warp has had all tokens, there is nothing to combine.
+    if (end - begin <= STEP) {
+        if (turn != warp) return;  // another CTA of the cluster
+        const int writers = CLUSTER == 1 ? num_warps : AT_ONCE;
+        for (int head = writer < writers ? writer : num_heads; head < num_heads; head += writers) {
+            const RowState row{warp_max[head], warp_sum[head]};
+            const bool attends = row.max_logit > minus_infinity();
+            write(head, row, [&](int i, int) { return attends ? output_of(0, head)[i] : 0.0f; });
+        }
+        return;
+    }
     // A warp of a CTA of four combines all of its heads at the same time.
     constexpr int BATCH = ceil_div(MAX_HEADS, 4);
     for (int first = warp; first < num_heads; first += BATCH * num_warps) {
@@ -387,8 +400,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     }
     if constexpr (CLUSTER > 1) {
         sync_cluster<CLUSTER>();
-        constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;
-        const int first = threadIdx.x / WRITERS < AT_ONCE ? threadIdx.x / WRITERS * CLUSTER + blockIdx.y : num_heads;
+        const int first = writer < AT_ONCE ? writer * CLUSTER + blockIdx.y : num_heads;
         for (int head = first; head < num_heads; head += AT_ONCE * CLUSTER) {
             // The loads from all CTAs are in flight together.
             constexpr int ELEMENTS = ceil_div(HEAD_SIZE, WRITERS);
