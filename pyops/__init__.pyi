@@ -5859,8 +5859,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
     ) -> None:
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-        A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-        a workspace.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+        12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
         Args:
             out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -5868,7 +5868,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
                 stride.
             b: [N, K / 2] uint8, likewise.
             block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for
-                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them.
+                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them: none
+                is negative.
             block_scale_b: of b, likewise.
             alpha: one float32, normally the reciprocal of the product of both tensors' scales.
         """
@@ -5884,15 +5885,16 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
     ) -> Tensor:
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-        A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-        a workspace.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+        12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
         Args:
             a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one
                 stride.
             b: [N, K / 2] uint8, likewise.
             block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for
-                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them.
+                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them: none
+                is negative.
             block_scale_b: of b, likewise.
             alpha: one float32, normally the reciprocal of the product of both tensors' scales.
             out_dtype: of the output; None for bfloat16.
@@ -6234,9 +6236,10 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
     ) -> None:
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-        A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
-        experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
-        below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+        12.1. Elsewhere A and B are dequantized to bfloat16 exactly: B in the main loop, unless experts have hundreds of
+        rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows
+        are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -6244,7 +6247,8 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
                 row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
-                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
+                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them: none
+                is negative.
             b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
             alphas: float32, contiguous, num_experts elements.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
@@ -6267,16 +6271,18 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
     ) -> Tensor:
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-        A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
-        experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
-        below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+        12.1. Elsewhere A and B are dequantized to bfloat16 exactly: B in the main loop, unless experts have hundreds of
+        rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows
+        are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
         Args:
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
                 row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
-                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
+                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them: none
+                is negative.
             b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
             alphas: float32, contiguous, num_experts elements.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
@@ -6306,7 +6312,8 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-        bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
+        bfloat16: those of 2^128 and more become infinite, but not on tensor cores that apply the scales. Experts must not
+        share rows. Modelled on vLLM's op of this name.
 
         Args:
             out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -6336,7 +6343,8 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-        bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
+        bfloat16: those of 2^128 and more become infinite, but not on tensor cores that apply the scales. Experts must not
+        share rows. Modelled on vLLM's op of this name.
 
         Args:
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant

@@ -3,7 +3,7 @@
 Four parts share the minutes: the GPU suite, the commands in docs/performance.md under "Owed to a GPU", benchmarks
 against the installed rivals, and the suite under compute-sanitizer. Time that one part saves goes to the next parts. A
 part that runs out of time is interrupted, and its results so far count. FOLDER then holds ``report.md``, the output of
-each part, and the results of the benchmarks.
+each part, and the results of the benchmarks. With --arch nothing owed is run: its predictions are of the GPU itself.
 """
 
 from __future__ import annotations
@@ -285,6 +285,13 @@ def device_name() -> str | None:
     return None if done.returncode else done.stdout.strip()
 
 
+def _archs() -> list[str]:
+    """The architectures that PYOPS_ARCH knows."""
+    from pyops import gpus
+
+    return list(dict.fromkeys(one.model.arch for one in gpus.GPUS.values()))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts and write the report. Returns 1 if a part failed and 2 without a GPU."""
     assert __doc__
@@ -296,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", metavar="REV", help="sanitize the tests of kernels that changed since this revision")
     parser.add_argument("-k", metavar="EXPRESSION", help="sanitize the tests that pytest selects by it")
     parser.add_argument("--print-tests", action="store_true", help="only print what --since makes of -k; needs no GPU")
-    parser.add_argument("--arch", help="run as an older GPU: PYOPS_ARCH of every part, such as sm_80")
+    parser.add_argument("--arch", choices=_archs(), help="run as an older GPU: PYOPS_ARCH of every part")
     parser.add_argument("--only", choices=SHARES, action="append", help="this part (may be given several times)")
     options = parser.parse_args(arguments)
     expression = options.k or expression_of(options.since)
@@ -318,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sanitizer": lambda seconds: sanitize(seconds, out, expression),
     }
     done: list[Part] = []
-    for part in run_all({name: every[name] for name in options.only or SHARES}, options.minutes):
+    chosen = options.only or [name for name in SHARES if not (options.arch and name == "owed")]
+    for part in run_all({name: every[name] for name in chosen}, options.minutes):
         done.append(part)
         print(f"{part.name}: {part.status}, {part.seconds:.0f} of {part.limit:.0f} s, {part.summary}", flush=True)
         # The report is rewritten after every part, so that an interrupted run leaves its findings.

@@ -56,6 +56,80 @@ inline void host_mma(Sum (&d)[WORDS_D], const uint32_t (&a)[WORDS_A], const uint
         file, line);
 }
 
+// mma.sync with block scales, m16n8k32 of e4m3 and m16n8k64 of e2m1: d += (a * scales of a) * (b * scales of b). The
+// tables are the PTX manual's, of the fragments of both shapes and of "Block Scaling for mma.sync". A word has N values.
+template <int N>
+struct host_scaled_table {
+    static constexpr int K = 8 * N;
+    static int a_row(int lane, int word) { return lane / 4 + word % 2 * 8; }
+    static int a_column(int lane, int word, int i) { return lane % 4 * N + word / 2 * 4 * N + i; }
+    static int b_row(int lane, int word, int i) { return lane % 4 * N + word * 4 * N + i; }
+    static int b_column(int lane) { return lane / 4; }
+    static int d_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
+    static int d_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
+    // The lane that holds the scales of a row of A, or of a column of B. thread-id-a selects two adjacent lanes of each
+    // four, thread-id-b one.
+    static int lane_of_a_scales(int row, int thread_id) { return row % 8 * 4 + thread_id * 2 + row / 8; }
+    static int lane_of_b_scales(int column, int thread_id) { return column * 4 + thread_id; }
+};
+
+struct host_scaled_operands {
+    const uint32_t *a, *b;
+    float* d;
+    uint32_t a_scales, b_scales;
+    int byte_id, a_thread_id, b_thread_id;
+};
+
+// ue8m0, 2^(byte - 127), for blocks of 32 values; ue4m3, e4m3 without its sign, for blocks of 16.
+template <int BLOCK> inline double host_block_scale(uint32_t byte) {
+    if (BLOCK == 16) return host::fp8_e4m3::decode(byte & 0x7f);
+    return byte == 255 ? host::bits_as<float>(0x7fffffffu) : host::bits_as<double>(uint64_t(byte + 1023 - 127) << 52);
+}
+
+template <typename T, int BLOCK>
+inline void host_mma_block_scaled(const host_scaled_operands& given, HOST_PLACE) {
+    host_scaled_operands own = given;
+    host::warp_collective(
+        "mma.block_scale", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            constexpr int BITS = T::SIGN + 1, N = 32 / BITS;
+            using table = host_scaled_table<N>;
+            const auto of = [&](int lane) -> const host_scaled_operands& {
+                return *static_cast<host_scaled_operands*>(payloads[lane]);
+            };
+            const auto value = [](uint32_t word, int i) -> double {
+                return T::decode(word >> i * BITS & ((1u << BITS) - 1));
+            };
+            double A[16][table::K], B[table::K][8];
+            for (int lane = 0; lane < 32; ++lane) {
+                for (int i = 0; i < N; ++i) {
+                    for (int word = 0; word < 4; ++word) {
+                        A[table::a_row(lane, word)][table::a_column(lane, word, i)] = value(of(lane).a[word], i);
+                    }
+                    for (int word = 0; word < 2; ++word) {
+                        B[table::b_row(lane, word, i)][table::b_column(lane)] = value(of(lane).b[word], i);
+                    }
+                }
+            }
+            for (int lane = 0; lane < 32; ++lane) {
+                const auto& operands = of(lane);
+                for (int i = 0; i < 4; ++i) {
+                    const int row = table::d_row(lane, i), column = table::d_column(lane, i);
+                    const uint32_t a_scales = of(table::lane_of_a_scales(row, operands.a_thread_id)).a_scales;
+                    const uint32_t b_scales = of(table::lane_of_b_scales(column, operands.b_thread_id)).b_scales;
+                    double sum = operands.d[i];
+                    for (int k = 0; k < table::K; ++k) {
+                        const int bit = 8 * (operands.byte_id + k / BLOCK);
+                        sum += A[row][k] * host_block_scale<BLOCK>(a_scales >> bit & 255) * B[k][column] *
+                               host_block_scale<BLOCK>(b_scales >> bit & 255);
+                    }
+                    operands.d[i] = float(sum);
+                }
+            }
+        },
+        file, line);
+}
+
 // AMD's matrix instructions by name. row_of gives the row of accumulator i of a lane; k_of gives the index along K of
 // an element of a lane's operand. The layouts are those of AMD's matrix instruction calculator.
 //

@@ -72,5 +72,6 @@ using bf16 = Narrow<uint16_t, 8, 7, 0x7f7f, 0x7fff, false>;
 using fp8_e4m3 = Narrow<uint8_t, 4, 3, 0x7e, 0x7f, true>;
 using fp8_e5m2 = Narrow<uint8_t, 5, 2, 0x7b, 0x7f, true>;
 using fp8_e4m3fnuz = Narrow<uint8_t, 4, 3, 0x7f, 0x80, true>;
+using fp4_e2m1 = Narrow<uint8_t, 2, 1, 0x7, 0x7, true>;  // every pattern is a number
 
 }  // namespace host

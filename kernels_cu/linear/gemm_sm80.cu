@@ -123,14 +123,7 @@ struct ExpertTile {
 
     DEVICE int b_row_of(int local) const { return expert_row(first_b_row, local, n, b_rows); }
     DEVICE auto copied_of_a(int64_t first) const {
-        ScatteredRows<ceil_div(TILE_M, ROWS_APART)> found{{}, 0};
-#pragma unroll
-        for (int i = 0; i < ceil_div(TILE_M, ROWS_APART); ++i) {
-            const int row = rows[min(int(threadIdx.x / 8) + i * ROWS_APART, TILE_M - 1)];
-            found.rows[i] = a + max(row, 0) / top_k * a_stride + first;
-            found.exist |= uint32_t(row >= 0) << i;
-        }
-        return found;
+        return scattered_rows<TILE_M>(a, a_stride, first, top_k, [&](int i) { return rows[i]; });
     }
     DEVICE StridedRows copied_of_b(int64_t first) const {
         const int row = b_row_of(threadIdx.x / 8), end = GATED == 1 && row < n ? n : b_rows;
@@ -181,12 +174,8 @@ gemm_sm80(out_t* out,                 // [M, N]
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
-    const int64_t b_rows = GATED ? 2 * n : n;
-    const int64_t row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (b_rows + TILE_N - 1) / TILE_N;
-    const int64_t group = blockIdx.x / (GROUP_ROWS * column_tiles), within = blockIdx.x % (GROUP_ROWS * column_tiles);
-    const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
-    const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
-    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);
+    const TileIndex index = index_of_tile<GROUP_ROWS>(m, GATED ? 2 * n : n);
+    const int64_t first_row = index.row * TILE_M, first_column = index.column * (GATED ? TILE_N / 2 : TILE_N);
     const DenseTile tile{a, b, first_row, first_column, m, n, a_stride, b_stride, a_step, b_step};
 
     const int64_t all_steps = (k + STEP - 1) / STEP;

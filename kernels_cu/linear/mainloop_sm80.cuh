@@ -43,6 +43,20 @@ struct ScatteredRows {
     }
 };
 
+// The rows that a thread copies, from element `first` on: row_of(i) is the row of out of the tile's row i, negative if
+// there is none, and top_k rows of out share a row of `base`.
+template <int TILE_ROWS, typename RowOf>
+DEVICE auto scattered_rows(const scalar_t* base, int64_t stride, int64_t first, int top_k, const RowOf& row_of) {
+    ScatteredRows<ceil_div(TILE_ROWS, ROWS_APART)> found{{}, 0};
+#pragma unroll
+    for (int i = 0; i < ceil_div(TILE_ROWS, ROWS_APART); ++i) {
+        const int row = row_of(min(int(threadIdx.x / 8) + i * ROWS_APART, TILE_ROWS - 1));
+        found.rows[i] = base + max(row, 0) / top_k * stride + first;
+        found.exist |= uint32_t(row >= 0) << i;
+    }
+    return found;
+}
+
 // The copies of an operand's k-tiles to shared memory, in order.
 template <int ROWS, typename Rows>
 struct OperandCopies {
@@ -96,6 +110,31 @@ struct Fragments {
 constexpr bool PREFETCHES =
     PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
 
+// The main loop with two sets of operands: one is loaded while the other is multiplied. load(step) begins the copies of a
+// k-tile. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers hold it. read(operands,
+// step, part) loads the operands of a LOAD_BYTES part of a k-tile, multiply(operands, part) adds their MMAs, and
+// promote(step) ends a k-tile.
+template <typename Operands, typename Load, typename NextStage, typename Read, typename Multiply, typename Promote>
+DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_stage, const Read& read,
+                           const Multiply& multiply, const Promote& promote) {
+    constexpr int K_PARTS = 128 / LOAD_BYTES;
+    static_assert(K_PARTS % 2 == 0);
+    Operands operands[2];
+    next_stage(steps);
+    if (steps > 0) read(operands[0], 0, 0);
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+        for (int part = 0; part < K_PARTS; ++part) {
+            const bool is_last = part == K_PARTS - 1;
+            if (is_last) next_stage(step + STAGES - 1);
+            if (!is_last || step + 1 < steps) read(operands[(part + 1) % 2], step + is_last, (part + 1) % K_PARTS);
+            if (part == 0) load(step + STAGES - 1);
+            multiply(operands[part % 2], part);
+        }
+        promote(step);
+    }
+}
+
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
 // tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a row,
@@ -135,28 +174,20 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
         store_held(step);
     }
     if constexpr (PREFETCHES) {
-        constexpr int K_PARTS = 128 / LOAD_BYTES;
-        static_assert(K_PARTS % 2 == 0);
-        Fragments<scalar_t, LOAD_WORDS> fragments[2];
-        next_stage();
-        if (steps > 0) fragments[0].load(stage_of(0), warp_row, TILE_M + warp_column, 0);
-        for (int step = 0; step < steps; ++step) {
-#pragma unroll
-            for (int part = 0; part < K_PARTS; ++part) {
-                const bool is_last = part == K_PARTS - 1;
-                if (is_last) {
-                    store_held(step + STAGES - 1);
-                    next_stage();
-                }
-                if (!is_last || step + 1 < steps) {
-                    fragments[(part + 1) % 2].load(stage_of(step + is_last), warp_row, TILE_M + warp_column,
-                                                   (part + 1) % K_PARTS);
-                }
-                if (part == 0) load(step + STAGES - 1);
-                fragments[part % 2].multiply(accum);
-            }
-            if constexpr (SCALE_BLOCK > 0) promote(step);
-        }
+        using operands_t = Fragments<scalar_t, LOAD_WORDS>;
+        multiply_ahead<operands_t>(
+            steps, load,
+            [&](int step) {
+                store_held(step);
+                next_stage();
+            },
+            [&](operands_t& operands, int step, int part) {
+                operands.load(stage_of(step), warp_row, TILE_M + warp_column, part);
+            },
+            [&](const operands_t& operands, int) { operands.multiply(accum); },
+            [&](int step) {
+                if constexpr (SCALE_BLOCK > 0) promote(step);
+            });
     } else {
         for (int step = 0; step < steps; ++step) {
             next_stage();

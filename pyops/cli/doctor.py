@@ -158,7 +158,8 @@ def kernels_of(on: Device) -> str:
         return "no matrix instructions"
     if not on.supports("async_copies"):
         return "mma.sync of float16 and int8; bfloat16 without tensor cores"
-    return "mma.sync, cp.async" + ", clusters" * on.supports("clusters")
+    scaled = ", block scales (never run on a GPU)" * on.supports("block_scaled_products")
+    return "mma.sync, cp.async" + ", clusters" * on.supports("clusters") + scaled
 
 
 def _cache() -> Finding:

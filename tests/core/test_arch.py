@@ -270,7 +270,7 @@ def test_old_nvrtc_is_refused_for_kernels_with_wgmma(cuda: FakeCuda, monkeypatch
         ("sm_75", "for sm_75: mma.sync of float16 and int8; bfloat16 without tensor cores"),
         ("sm_89", "for sm_89: mma.sync, cp.async"),
         ("sm_90", "for sm_90: wgmma, TMA, clusters"),
-        ("sm_120", "for sm_120: mma.sync, cp.async, clusters"),
+        ("sm_120", "for sm_120: mma.sync, cp.async, clusters, block scales (never run on a GPU)"),
     ],
 )
 def test_doctor_says_what_a_gpu_gets(arch: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

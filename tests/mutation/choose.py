@@ -38,6 +38,7 @@ _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
     (device.model("sm_90"), {"num_tokens": 4096}),
     (replace(device.model("sm_90"), num_sms=1), {}),  # the tiles of any matrix fill one SM
     (device.model("gfx942"), {}),
+    (device.model("sm_120"), {}),
 )
 _HEAD_START = 2  # rounds that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}

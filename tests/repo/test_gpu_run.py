@@ -344,6 +344,19 @@ def test_every_part_runs_as_an_older_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "| suite | passed | 3 | 4 | sm_80 |" in text
 
 
+def test_nothing_owed_is_run_as_an_older_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And an architecture that PYOPS_ARCH does not know is refused before anything runs."""
+    monkeypatch.setenv("PYOPS_ARCH", "")
+    monkeypatch.setattr(gpu, "device_name", lambda: "Imagined GPU")
+    ran: list[str] = []
+    monkeypatch.setattr(gpu, "run_all", lambda parts, _: ran.extend(parts) or iter(()))
+    (tmp_path / "report.md").write_text("")
+    assert gpu.main(["--arch", "sm_75", "--out", str(tmp_path)]) == 0
+    assert ran == ["suite", "benchmarks", "sanitizer"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--arch", "sm_70"])
+
+
 def test_selected_tests_are_printed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--print-tests", "-k", "rms_norm"]) == 0
     assert gpu.main(["--print-tests"]) == 0

@@ -58,7 +58,8 @@ class Device:
         The features are ``"mma"`` (warp-level MMA of float16 and int8, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and
         WMMA, matrix_core.cuh), ``"products"`` (either of these, product.cuh), ``"bfloat16_products"``,
         ``"async_copies"`` (cp.async to shared memory), ``"clusters"``, ``"tma"`` (bulk tensor copies), ``"wgmma"``
-        (Hopper's warpgroup MMA) and ``"tcgen05"`` (Blackwell's MMA, through CUDA Tile C++).
+        (Hopper's warpgroup MMA), ``"tcgen05"`` (Blackwell's MMA, through CUDA Tile C++) and
+        ``"block_scaled_products"`` (mma.sync with block scales).
         """
         capability = _capability(self.arch)
         matrix_cores = self.arch in _MATRIX_CORES
@@ -73,6 +74,7 @@ class Device:
             "tma": capability >= 90,
             "wgmma": capability == 90 and not self.translates,  # no later GPU has it
             "tcgen05": capability in (100, 103) and self.tiles,
+            "block_scaled_products": capability in (120, 121) and not self.translates,  # they need sm_120a or sm_121a
         }[feature]
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
 from ..._core.launch.kernel import Launch
-from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
-from .block_scaled import NVFP4, dense_bytes
-from .gemm_plan import plan
-from .gemm_problem import Epilogue, GemmProblem, Operand
+from .block_scaled import NVFP4
+from .block_scaled_engines import plan
+from .block_scaled_problem import BlockScaledProblem
+from .gemm_problem import Epilogue
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ def cutlass_scaled_fp4_mm(
 ) -> None:
     """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-    A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-    a workspace.
+    A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+    12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -37,7 +37,8 @@ def cutlass_scaled_fp4_mm(
             stride.
         b: [N, K / 2] uint8, likewise.
         block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for
-            every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them.
+            every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them: none
+            is negative.
         block_scale_b: of b, likewise.
         alpha: one float32, normally the reciprocal of the product of both tensors' scales.
     """
@@ -73,11 +74,7 @@ def plan_cutlass_scaled_fp4_mm(
     for scales, count in ((block_scale_a, m), (block_scale_b, n)):
         rows, columns = NVFP4.scale_sizes(count, k)
         NVFP4.check_scales(scales, rows=rows, columns=columns)
-    dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (m, n))
-    launches = [NVFP4.expand(dense_a, a, block_scale_a, m), NVFP4.expand(dense_b, b, block_scale_b, n)]
-    operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
-    product = plan(GemmProblem(*operands, k, Epilogue(out, alpha)))
-    return [] if product.empty else [*launches, product]
+    return plan(BlockScaledProblem.of(NVFP4, a, b, block_scale_a, block_scale_b, k, Epilogue(out, alpha)))
 
 
 @cutlass_scaled_fp4_mm.example
@@ -94,6 +91,6 @@ def example_cutlass_scaled_fp4_mm(
         make.empty(num_tokens, output_size, dtype=out_dtype),
         make.randint(0, 256, num_tokens, input_size // 2, dtype="uint8"),
         make.randint(0, 256, output_size, input_size // 2, dtype="uint8"),
-        *(make.randn(*sizes, dtype="float8_e4m3fn") for sizes in scale_sizes),
+        *(make.randint(40, 72, *sizes, dtype="uint8") for sizes in scale_sizes),
         make.full(1, value=0.125, dtype="float32"),
     )

@@ -14,7 +14,7 @@ from .grouped_blocks import block_size_for
 from .grouped_problem import GroupedProblem
 from .grouped_rows import check_rows, lists_of, swapped, weights_of
 from .quantized_experts import QuantizedExperts
-from .wq_grouped_problem import WqGroupedProblem, WqGroupedShape
+from .wq_grouped_problem import QuantizedRows, WqGroupedProblem, WqGroupedShape
 
 
 def plan(
@@ -44,6 +44,7 @@ def plan(
         group_size=format.scale_size,
         scale_dtype=format.stored_scale,
         is_tiled=True,
+        scales_rows=True,
     )
     lists, launch, scale_rows = lists_of(
         out, problem_sizes, expert_offsets, scale_offsets, block_size_for(shape, out.device)
@@ -72,8 +73,5 @@ def plan(
         b, format.scalar_type, num_experts, n, k, groups, b_scales, format.stored_scale, None, tiled=True
     )
     dequantize = format.expand(dense_b, b, b_scales, n, problem_sizes=problem_sizes)
-    return [
-        launch,
-        format.expand(dense_a, a, a_scales, num_rows, scale_rows),
-        *wq_grouped_engines.plan(WqGroupedProblem(product, weight, dequantize)),
-    ]
+    quantized = QuantizedRows(a, a_scales, scale_rows, format.expand(dense_a, a, a_scales, num_rows, scale_rows))
+    return [launch, *wq_grouped_engines.plan(WqGroupedProblem(product, weight, dequantize, quantized))]

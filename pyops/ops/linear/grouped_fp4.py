@@ -74,7 +74,7 @@ def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, 
 
     def scales(*sizes: int) -> Any:
         if format is NVFP4:
-            return make.randn(*sizes, dtype="float8_e4m3fn")
+            return make.randint(40, 72, *sizes, dtype="uint8")
         return make.randint(120, 130, *sizes, dtype="uint8")
 
     return {
@@ -102,9 +102,10 @@ def cutlass_fp4_group_mm(
 ) -> None:
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-    A and B are the quantized values times their scales, dequantized to bfloat16 exactly: B in the main loop, unless
-    experts have hundreds of rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i
-    below its size. Other rows are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
+    A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
+    12.1. Elsewhere A and B are dequantized to bfloat16 exactly: B in the main loop, unless experts have hundreds of
+    rows or K is not a multiple of 64. Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows
+    are left unchanged; experts must not share rows. Modelled on vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -112,7 +113,8 @@ def cutlass_fp4_group_mm(
             row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
-            scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
+            scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them: none
+            is negative.
         b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
         alphas: float32, contiguous, num_experts elements.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
@@ -175,7 +177,8 @@ def cutlass_mxfp4_group_mm(
     """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
-    bfloat16: those of 2^128 and more become infinite. Experts must not share rows. Modelled on vLLM's op of this name.
+    bfloat16: those of 2^128 and more become infinite, but not on tensor cores that apply the scales. Experts must not
+    share rows. Modelled on vLLM's op of this name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as in `cutlass_fp4_group_mm`.

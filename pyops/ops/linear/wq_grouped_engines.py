@@ -1,9 +1,11 @@
 """The kernels for grouped GEMMs with K-major quantized weights: which shapes each of them serves, and their times.
 
 A time is a launch; the main loop of the busiest SM and the bytes from device memory, which overlap. Each tile of rows
-dequantizes its weights again, so the main loop is the dequantization and the MMAs of all tiles. The fourth engine
-dequantizes the weights of all experts first and multiplies them by the grouped GEMM that `grouped_engines` chooses; it
-serves every shape. Experts have the rows that they are expected to have if tokens choose them at random.
+dequantizes its weights again, so the main loop is the dequantization and the MMAs of all tiles. Tensor cores that apply
+block scales multiply rows that are quantized like the weights; for the other kernels, quantized rows are dequantized
+first. The last engine dequantizes the weights of all experts first and multiplies them by the grouped GEMM that
+`grouped_engines` chooses; it serves every shape. Experts have the rows that they are expected to have if tokens choose
+them at random.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from ...tuning import engines
 from ...tuning.engines import Choice, Engine, overlapped
 from .._shared.products import multiplies
 from .._shared.scalar_type import ScalarType
-from . import grouped_engines, packed_tile, wq_grouped_configs
+from . import gemm_sm120, grouped_engines, packed_tile, wq_grouped_configs
 from .gemm_shape import K_TILE_BYTES
+from .gemm_sm120 import GroupedScaledMmaConfig
 from .grouped_shape import GroupedShape
 from .packed_tile import TileGeometry
 from .wq_grouped_configs import (
@@ -124,6 +127,26 @@ def _inexact(shape: WqGroupedShape) -> str | None:
     """Why NVIDIA's kernels would round a scale."""
     exact = not shape.type.exponent or shape.dtype is bfloat16
     return None if exact else f"{shape.dtype} does not hold the scales of {shape.type}: use bfloat16 activations"
+
+
+# grouped_gemm_sm120
+
+
+def _scaled_refusal(shape: WqGroupedShape, device: Device) -> str | None:
+    if not shape.is_tiled or 0 in (shape.rows, shape.k) or shape.block_size % 16:
+        return f"no block scales of both operands, or tiles of 16 rows do not divide {shape.block_size} slots"
+    return gemm_sm120.refusal(device, shape.scales_rows)
+
+
+def _scaled_configs(shape: WqGroupedShape, device: Device) -> Iterator[GroupedScaledMmaConfig]:
+    return gemm_sm120.grouped_configs(shape.bits, shape.group_size, shape.block_size, device)
+
+
+def _scaled_us(config: GroupedScaledMmaConfig, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
+    """A tile of padding alone ends at once."""
+    tiles = round(shape.row_tiles(config.tile_m)) * -(-shape.n // config.tile_n)
+    loop = gemm_sm120.loop_us(config, tiles, shape.k, shape.bits, device)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
 # wq_grouped_gemm_sm80.cu
@@ -238,6 +261,7 @@ def _dequantize_us(
 choose: Choice[WqGroupedShape, WqGroupedRates] = Choice(
     WqGroupedShape.of_problem,
     rates_of,
+    Engine("grouped_gemm_sm120", _scaled_refusal, _scaled_configs, _scaled_us),
     Engine("wq_grouped_gemm_sm80.cu", _sm80_refusal, wq_grouped_configs.sm80_configs, _sm80_us),
     Engine("wq_grouped_gemm_sm90.cu", _sm90_refusal, wq_grouped_configs.sm90_configs, _sm90_us),
     Engine("wq_grouped_gemm_cdna", _cdna_refusal, wq_grouped_configs.cdna_configs, cdna_us),
@@ -249,4 +273,6 @@ def plan(problem: WqGroupedProblem) -> list[Launch]:
     """The launches of the kernel that is chosen, or forced by `tuning`."""
     config = tuning.config(problem.product.out.op, problem, problem.device, choose)
     found: list[Launch] = config.launches(problem)
-    return found
+    if problem.rows is None or isinstance(config, GroupedScaledMmaConfig):
+        return found
+    return [problem.rows.dequantize, *found]

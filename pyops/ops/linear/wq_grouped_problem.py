@@ -11,6 +11,7 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import ScalarType
+from .block_scaled_problem import are_aligned
 from .gemm_problem import Operand
 from .grouped_problem import ExpertLists, GroupedProblem
 from .grouped_shape import GroupedShape
@@ -21,6 +22,22 @@ _TILE_ROWS, _TILE_SCALES = 127, 3  # rows, and scales of a row, by which a tile 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """Rows in the format of the weights, [num_rows, K].
+
+    Attributes:
+        quants: the values; scales: in tiles, [num_scale_rows, columns].
+        scale_rows: the row of scales of each row.
+        dequantize: the launch that writes the rows of the product.
+    """
+
+    quants: TensorArg
+    scales: TensorArg
+    scale_rows: Scratch
+    dequantize: Launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WqGroupedProblem:
     """A grouped GEMM with quantized weights.
 
@@ -28,11 +45,13 @@ class WqGroupedProblem:
         product: the same GEMM with dequantized weights in a workspace.
         weight: the quantized weights.
         dequantize: the launch that writes the workspace.
+        rows: the rows of a, if they are quantized like the weights; those of the product are in a workspace.
     """
 
     product: GroupedProblem
     weight: QuantizedExperts
     dequantize: Launch
+    rows: QuantizedRows | None = None
 
     @classmethod
     def of(
@@ -74,6 +93,7 @@ class WqGroupedShape(GroupedShape):
         is_tiled: whether scales are in tiles.
         is_contiguous: whether quants are.
         is_aligned: whether quants begin at multiples of 16 bytes, and scales in tiles at multiples of 2.
+        scales_rows: whether rows of a are quantized, at multiples of 16 bytes, with all scales at multiples of 4.
     """
 
     type: ScalarType
@@ -83,11 +103,13 @@ class WqGroupedShape(GroupedShape):
     is_tiled: bool = False
     is_contiguous: bool = True
     is_aligned: bool = True
+    scales_rows: bool = False
 
     @classmethod
     def of_problem(cls, problem: WqGroupedProblem) -> WqGroupedShape:
         w, dense = problem.weight, GroupedShape.of(problem.product)
         pairs = not (w.tiled and isinstance(w.scales, TensorArg)) or w.scales.alignment >= 2
+        rows, row_bytes = problem.rows, w.quants.shape[-1] * w.quants.dtype.itemsize
         return cls(
             **{one.name: getattr(dense, one.name) for one in fields(GroupedShape)},
             type=w.type,
@@ -97,6 +119,9 @@ class WqGroupedShape(GroupedShape):
             is_tiled=w.tiled,
             is_contiguous=check.row_stride(w.quants) == w.quants.shape[-1],
             is_aligned=w.quants.alignment == 16 and pairs,
+            scales_rows=rows is not None
+            and isinstance(w.scales, TensorArg)
+            and are_aligned(row_bytes, (rows.quants, w.quants), (rows.scales, w.scales)),
         )
 
     @property

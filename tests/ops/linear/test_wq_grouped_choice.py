@@ -23,7 +23,7 @@ from pyops.ops.linear.wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 HOPPER = device.model("sm_90")
 BF16 = dtypes.bfloat16
 DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100")))
-SM80, SM90, CDNA, DENSE = choose.engines
+SM120, SM80, SM90, CDNA, DENSE = choose.engines
 
 
 def mixtral(tokens: int, number: int, block_size: int = 16) -> WqGroupedShape:
@@ -134,7 +134,13 @@ def test_refusals() -> None:
         (replace(served, n=2**28, group_size=32), "more scales of an expert than 32 bits"),
         (replace(gpt_oss(1, 1), dtype=dtypes.float16), "float16 does not hold the scales"),
     )
+    geforce, scaled = device.model("sm_120"), replace(tiled, scales_rows=True)
+    assert SM120.refusal(scaled, geforce) is None
     for engine, shape, on, words in (
+        (SM120, scaled, HOPPER, "no mma.sync with block scales"),
+        (SM120, tiled, geforce, "rows of a or b not at multiples of 16 bytes"),
+        (SM120, served, geforce, "no block scales of both operands"),
+        (SM120, replace(scaled, block_size=8), geforce, "do not divide 8 slots"),
         (SM80, served, amd, "no mma.sync"),
         (SM80, served, device.model("sm_75"), "no tensor cores for bfloat16"),
         (SM80, replace(served, n=72), HOPPER, "72 rows of the weight of an expert"),
