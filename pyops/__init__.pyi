@@ -5860,7 +5860,7 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
         A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-        a workspace.
+        a workspace. tcgen05 of sm_100 and sm_103 multiplies them as they are.
 
         Args:
             out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -5885,7 +5885,7 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
         A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-        a workspace.
+        a workspace. tcgen05 of sm_100 and sm_103 multiplies them as they are.
 
         Args:
             a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one

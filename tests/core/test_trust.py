@@ -161,7 +161,7 @@ def test_zeros_prove_little(blackwell: None, monkeypatch: pytest.MonkeyPatch, ca
 
 @needs_compiler
 def test_copies_have_strides_of_the_tensors(blackwell: None) -> None:
-    """Rows of out lie apart, in torch and in numpy, and what lies between them stays."""
+    """Rows of out have gaps, in torch and in numpy, and what lies in the gaps stays."""
     _, x, weight = operands()
     wide = torch.full((M, 2 * N), 7.0, dtype=torch.bfloat16)
     ran(wide[:, :N], x, weight)

@@ -67,7 +67,7 @@ def settled(
     portable: Sequence[Launch] | None,
     plan_of: Callable[[Sequence[Launch] | None], Plan],
 ) -> Plan:
-    """The plan for a call of which some launches are `unproven`: that of `launches` if results agree, or the portable.
+    """The plan for a call with `unproven` launches: that of `launches` if results agree, else the portable one.
 
     `portable`: the launches of portable kernels; None: there are none, and `plan_of` makes a plan of the reference.
     """
@@ -103,8 +103,8 @@ def settled(
         for forget in forget_plans:
             forget()
         log.library.warning(
-            "%s: %s on %s differs from portable kernels, in %s. This process uses portable kernels in its place, but "
-            "not in graphs captured before. Please report this with the output of `python -m pyops doctor` and: %s",
+            "%s: %s on %s differs from portable kernels, in %s. This process uses portable kernels instead, but not "
+            "in graphs captured before. Please report this with the output of `python -m pyops doctor` and: %s",
             *(declaration.name, names, on.name or on.arch, wrong, _described(doubtful)),
         )
         return safe
@@ -174,7 +174,7 @@ def _difference(expected: Any, found: Any) -> str | None:
         largest = a.abs().where(a.abs() < beyond, 0.0).amax(-1, keepdim=True)
         allowed = _MAX_EPSILONS * limits.eps * a.abs().maximum(b.abs()) + _MAX_OF_ROW * largest + limits.tiny
         wrong = ((a - b).abs() > allowed) | (expected.isnan() != found.isnan())
-    else:  # rounded sums may be one apart
+    else:  # rounded results may differ by one
         a, b = expected.double(), found.double()
         allowed, wrong = torch.ones_like(a), (a - b).abs() > 1
     if not wrong.any():

@@ -11,6 +11,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
+from . import gemm_sm100_scaled
 from .block_scaled import NVFP4, dense_bytes
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand
@@ -29,7 +30,7 @@ def cutlass_scaled_fp4_mm(
     """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
     A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
-    a workspace.
+    a workspace. tcgen05 of sm_100 and sm_103 multiplies them as they are.
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -73,10 +74,13 @@ def plan_cutlass_scaled_fp4_mm(
     for scales, count in ((block_scale_a, m), (block_scale_b, n)):
         rows, columns = NVFP4.scale_sizes(count, k)
         NVFP4.check_scales(scales, rows=rows, columns=columns)
+    operands = out, a, b, block_scale_a, block_scale_b
+    if gemm_sm100_scaled.refusal(NVFP4, *operands) is None:
+        return [gemm_sm100_scaled.launch(NVFP4, *operands, alpha)]
     dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (m, n))
     launches = [NVFP4.expand(dense_a, a, block_scale_a, m), NVFP4.expand(dense_b, b, block_scale_b, n)]
-    operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
-    product = plan(GemmProblem(*operands, k, Epilogue(out, alpha)))
+    x, weight = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
+    product = plan(GemmProblem(x, weight, k, Epilogue(out, alpha)))
     return [] if product.empty else [*launches, product]
 
 
@@ -85,10 +89,10 @@ def example_cutlass_scaled_fp4_mm(
     make: Any,
     *,
     num_tokens: int = 16,
+    output_size: int = 40,
     input_size: Literal[160, 48] = 160,
     out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
 ) -> tuple[Any, ...]:
-    output_size = 40
     scale_sizes = [NVFP4.scale_sizes(rows, input_size) for rows in (num_tokens, output_size)]
     return (
         make.empty(num_tokens, output_size, dtype=out_dtype),
