@@ -170,8 +170,9 @@ def _cpu_call(
         check_separate(declaration, tensors, addresses)
         if launches is not None and config.kernels_on_cpu():
             tensor.increment_versions(declaration.written_of(args))
-            is_wide = backend.get().warp_size() == 64
-            planned = _launches_on(device.host(64), declaration, planner, tensors, args) if is_wide else launches
+            planned = launches
+            if backend.get().warp_size() == 64:
+                planned = _launches_on(device.host(64), declaration, planner, tensors, args)
             _run_on_host(declaration, planner, planned, tensors, addresses, args)
         else:
             _run_reference(declaration, library, args)
