@@ -19,11 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import pyops
 from pyops._core.launch.kernel import Specialisation
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
 from pyops._core.text import nvrtc
+from pyops.axes import launches
 from pyops.ops.linear.gemm_shape import GemmShape
 from pyops.ops.linear.gemm_sm100 import TileConfig, refusal
 from tests.ops.linear.test_products import problem
@@ -40,10 +42,20 @@ _MMA = {
     dtypes.float8_e5m2: "UTCQMMA",
     dtypes.int8: "UTCIMMA",
 }
+_NVFP4 = r"UTCOMMA\.(4X|BLOCK16)"  # on sm_100, and on sm_103
+# (op, rows, the MMA of block-scaled operands)
+_SCALED = (
+    ("cutlass_scaled_fp4_mm", 16, _NVFP4),
+    ("cutlass_scaled_fp4_mm", 4096, _NVFP4),
+    ("cutlass_fp4_group_mm", 16, _NVFP4),
+    ("cutlass_fp4_group_mm", 4096, _NVFP4),
+    ("cutlass_mxfp4_group_mm", 4096, "UTCOMMA"),
+    ("cutlass_mxfp8_grouped_mm", 4096, "UTCQMMA"),
+)
 
 
 class Case(NamedTuple):
-    """A specialisation for an architecture, and an instruction that its machine code must have."""
+    """A specialisation for an architecture, and the pattern of an instruction that its machine code must have."""
 
     arch: str
     specialisation: Specialisation
@@ -63,6 +75,9 @@ def cases() -> Iterator[Case]:
             given = problem(4096, 4096, 4096, dtype, on, blocks)
             if refusal(GemmShape.of(given), on) is None:
                 yield Case(arch, one.launch(given).specialisation, _MMA[dtype])
+        for op, rows, mma in _SCALED:
+            axes = {"num_tokens": rows, "input_size": 4096, "output_size": 4096}
+            yield Case(arch, launches(pyops.registry[op], axes, on)[-1].specialisation, mma)
 
 
 def get(folder: Path) -> bool:
@@ -104,7 +119,7 @@ def trouble(root: Path, number: int, case: Case) -> str | None:
     listing = run([root / "bin/nvdisasm", "-c", assembled]).stdout
     if re.search(r"\bSTL\b", listing):
         return "spills"
-    return None if case.mma in listing and "UTMALDG" in listing else f"no {case.mma}, or no loads by TMA"
+    return None if re.search(case.mma, listing) and "UTMALDG" in listing else f"no {case.mma}, or no loads by TMA"
 
 
 def main() -> int:

@@ -4,8 +4,13 @@
 //
 //     View<T, M, N>{data, rows, columns, row_stride}    a matrix in memory, in tiles of M x N
 //     view.load(i, j)          tile (i, j); elements outside the matrix are 0
+//     view.load_from(row, j)   the tile of column tile j that begins in this row
 //     view.store(i, j, x)      stores the elements of x that are inside the matrix
 //     multiply_nt(a, b, c)     c + a b^T; operands of 8 or 16 bits, c of float or int32_t
+//     multiply_scaled_nt<quant_t, scale_t>(a, a_scales, a_part, b, b_scales, b_part, c)
+//                              c + a b^T with block scales. Bytes hold the quants, e4m3 or two of e2m1. The scales are
+//                              a row of tiles of 128 rows and 4 scales (quantize/fp4.cuh); an operand of M rows has
+//                              those from row part * M on
 //     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y
 //
 // M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16 bytes.
@@ -13,6 +18,9 @@
 #pragma once
 
 #if PYOPS_HOST
+#include "mx_scales.cuh"
+#include "packed.cuh"
+
 #define __tile_global__
 #define TILE_FUNCTION inline
 
@@ -42,6 +50,12 @@ struct Tile {
         return of([&](int i, int j) { return at[i][j] / y.at[i][j]; });
     }
 };
+
+// Quants and scales of block formats: e2m1 values, the first in the lower half of a byte, and powers of two.
+struct e2m1_t { uint8_t code; };
+struct e8m0_t { uint8_t code; };
+inline float to_float(e2m1_t x) { return e2m1_to_float(x.code); }
+inline float to_float(e8m0_t x) { return e8m0_to_float(x.code); }
 
 template <typename T> struct element_of { using type = T; };
 template <typename T> struct element_of<const T> { using type = T; };
@@ -76,7 +90,30 @@ Tile<C, M, N> multiply_nt(const Tile<T, M, K>& a, const Tile<T, N, K>& b, const 
         return sum;
     });
 }
+// Elements of a byte, and element i of bytes: quants or scales.
+template <typename T> constexpr int packed = 1;
+template <> constexpr int packed<e2m1_t> = 2;
+template <typename T> T packed_element(const uint8_t* bytes, int i) { return reinterpret_cast<const T&>(bytes[i]); }
+template <> e2m1_t packed_element<e2m1_t>(const uint8_t* bytes, int i) {
+    return {uint8_t(bytes[i / 2] >> i % 2 * 4 & 15)};
+}
+template <typename quant_t, typename scale_t, int M, int K, int S>
+auto scaled(const Tile<uint8_t, M, K>& quants, const Tile<uint8_t, 1, S>& scales, uint32_t part) {
+    constexpr int SIZE = packed<quant_t> * K, SCALES = S / 128;
+    return Tile<float, M, SIZE>::of([&](int i, int k) {
+        const int c = k / (SIZE / SCALES), row = part * M + i;
+        const float scale =
+            to_float(packed_element<scale_t>(scales.at[0], c / 4 * 512 + row % 32 * 16 + row / 32 * 4 + c % 4));
+        return to_float(packed_element<quant_t>(quants.at[i], k)) * scale;
+    });
+}
+template <typename quant_t, typename scale_t, typename A, typename AS, typename B, typename BS, typename C>
+C multiply_scaled_nt(const A& a, const AS& a_scales, uint32_t a_part, const B& b, const BS& b_scales, uint32_t b_part,
+                     const C& c) {
+    return multiply_nt(scaled<quant_t, scale_t>(a, a_scales, a_part), scaled<quant_t, scale_t>(b, b_scales, b_part), c);
+}
 #else
+#include <cuda_fp4.h>
 #include <cuda_tile.h>
 #define TILE_FUNCTION __tile__ inline
 
@@ -98,6 +135,25 @@ template <typename X> TILE_FUNCTION auto transpose(X x) { return ct::transpose(x
 template <typename A, typename B, typename C> TILE_FUNCTION C multiply_nt(A a, B b, C c) {
     return ct::mma(a, ct::transpose(b), c);
 }
+
+using e2m1_t = __nv_fp4_e2m1;
+using e8m0_t = __nv_fp8_e8m0;
+// The scales of M rows, from the bytes of tiles: the order in which tensor memory holds them.
+template <typename scale_t, int M, typename X> TILE_FUNCTION auto scales_of(X bytes, uint32_t part) {
+    constexpr int S = X::shape_type::static_extent(1) / 128;
+    const auto tiles = ct::reshape(bytes, ct::shape<S / 4, 32, 4, 4>{});
+    const auto rows = ct::reshape(ct::permute<ct::dimension_map<2, 1, 0, 3> >(tiles), ct::shape<128, S>{});
+    if constexpr (M == 128) return ct::element_bitcast<scale_t>(rows);
+    else return ct::element_bitcast<scale_t>(ct::extract(rows, ct::shape<M, S>{}, part, 0));
+}
+// The quants of b are unpacked after the transposition: the other way round they would move through registers.
+template <typename quant_t, typename scale_t, typename A, typename AS, typename B, typename BS, typename C>
+TILE_FUNCTION C multiply_scaled_nt(A a, AS a_scales, uint32_t a_part, B b, BS b_scales, uint32_t b_part, C c) {
+    const auto x_scales = scales_of<scale_t, A::shape_type::static_extent(0)>(a_scales, a_part);
+    const auto y_scales = scales_of<scale_t, B::shape_type::static_extent(0)>(b_scales, b_part);
+    const auto x = ct::repack<quant_t, 1>(a);
+    return ct::scaled_mma(x, x_scales, ct::repack<quant_t, 0>(ct::transpose(b)), ct::transpose(y_scales), c);
+}
 #endif
 
 // STEP: elements from one element of a row to the next; 0: `step`, which TMA cannot load.
@@ -108,10 +164,11 @@ struct View {
     int64_t row_stride, step = STEP;
 
 #if PYOPS_HOST
-    auto load(uint32_t i, uint32_t j) const {
+    auto load(uint32_t i, uint32_t j) const { return load_from(uint64_t(i) * M, j); }
+    auto load_from(uint64_t first, uint32_t j) const {
         using element_t = typename element_of<T>::type;
         return Tile<element_t, M, N>::of([&](int r, int c) {
-            const uint64_t row = uint64_t(i) * M + r, column = uint64_t(j) * N + c;
+            const uint64_t row = first + r, column = uint64_t(j) * N + c;
             return row < rows && column < columns ? data[row * row_stride + column * step] : element_t();
         });
     }
@@ -125,19 +182,22 @@ struct View {
     }
 #else
     TILE_FUNCTION auto load(uint32_t i, uint32_t j) const { return partition().load_masked(i, j); }
+    TILE_FUNCTION auto load_from(uint32_t row, uint32_t j) const {
+        return ct::strided_view{span(), ct::shape<M, N>{}, ct::strides<uint32_t, 1, N>{}}.load_masked(row, j);
+    }
     template <typename X> TILE_FUNCTION void store(uint32_t i, uint32_t j, X x) const {
         partition().store_masked(x, i, j);
     }
 
 private:
-    TILE_FUNCTION auto partition() const {
-        if constexpr (STEP == 0) return partitioned(ct::extents{row_stride, step});
-        else return partitioned(ct::extents{row_stride, ct::integral_constant<STEP>{}});
+    TILE_FUNCTION auto partition() const { return ct::partition_view{span(), ct::shape<M, N>{}}; }
+    TILE_FUNCTION auto span() const {
+        if constexpr (STEP == 0) return span_of(ct::extents{row_stride, step});
+        else return span_of(ct::extents{row_stride, ct::integral_constant<STEP>{}});
     }
-    template <typename Strides> TILE_FUNCTION auto partitioned(Strides strides) const {
+    template <typename Strides> TILE_FUNCTION auto span_of(Strides strides) const {
         const ct::extents<uint32_t, ct::dynamic_extent, ct::dynamic_extent> extents{rows, columns};
-        const ct::tensor_span span{data, ct::layout_strided_mapping{extents, strides}};
-        return ct::partition_view{span, ct::shape<M, N>{}};
+        return ct::tensor_span{data, ct::layout_strided_mapping{extents, strides}};
     }
 #endif
 };

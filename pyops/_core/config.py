@@ -33,6 +33,11 @@ def check_indices() -> bool:
     return _flag("PYOPS_CHECK")
 
 
+def trust() -> bool:
+    """PYOPS_TRUST=1: use kernels that no GPU of this architecture has run without comparing them with portable ones."""
+    return _flag("PYOPS_TRUST")
+
+
 def batch_invariant() -> bool:
     """PYOPS_BATCH_INVARIANT=1: choose no kernel, tile, split or order by the number of rows or sequences of a call."""
     return _flag("PYOPS_BATCH_INVARIANT")

@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy
 
+import kernels_cu
+
 from .. import __version__, axes, offline
 from .._core import config
 from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
+from .._core.op import trust
 from .._core.op.op import registry
 from .._core.system import device
 from .._core.system.device import Device
 from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.text import hiprtc, nvrtc
+from .._core.text import hiprtc, nvrtc, source
 from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
@@ -162,6 +165,32 @@ def kernels_of(on: Device) -> str:
     return "mma.sync, cp.async" + ", clusters" * on.supports("clusters") + scaled
 
 
+def _proven() -> Finding:
+    """Which kernels GPUs of each device's architecture have run; others are compared at their first use."""
+    planned = [device.get(index) for index in range(device.count())] or [device.host()]
+    return Finding("proven", None, "; ".join(dict.fromkeys(f"on {one.arch}: {proven_on(one)}" for one in planned)))
+
+
+def proven_on(on: Device) -> str:
+    """The kernels that GPUs of an architecture have run, as a phrase."""
+    if trust.is_proven("*", on.arch):
+        return "every kernel"
+    own = [name for name in kernels_cu.names() if name.endswith(".cu") and _needs_proof(name, on)]
+    if missing := [name for name in own if not trust.is_proven(name, on.arch)]:
+        how = "used unchecked, by PYOPS_TRUST" if config.trust() else "compared with portable ones at first use"
+        return f"not {', '.join(missing)}: {how}"
+    return "portable kernels have run on sm_90 alone" + ("; those with instructions of its own here" if own else "")
+
+
+def _needs_proof(name: str, on: Device) -> bool:
+    """Whether a kernel has instructions that portable kernels of a device lack."""
+    if source.is_tile(name):
+        return on.supports("tcgen05")
+    headers: set[str] = set()
+    source.inline(name, headers)
+    return on.supports("matrix_cores") and "include/matrix_core.cuh" in headers
+
+
 def _cache() -> Finding:
     folder = cache_folder()
     try:
@@ -243,6 +272,7 @@ _PROBES: dict[str, Callable[[], Finding]] = {
     "headers": _headers,
     "devices": _devices,
     "plans": _gets,
+    "proven": _proven,
     "switches": _switches,
     "compile": _compile,
     "kernel": _kernel,

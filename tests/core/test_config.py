@@ -14,6 +14,7 @@ FLAGS = {
     "PYOPS_SYNC": config.sync,
     "PYOPS_CHECK": config.check_indices,
     "PYOPS_LOG": config.log,
+    "PYOPS_TRUST": config.trust,
 }
 
 

@@ -135,7 +135,7 @@ def test_what_lies_beside_the_core_imports_only_the_core(module: str) -> None:
 
 
 def test_the_core_stays_small() -> None:
-    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 4850
+    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 5050
 
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())

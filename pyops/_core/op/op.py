@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..tensors.tensor import TensorArg
-from . import arguments, guard, plan, prepare, returning, torch_library, wrapper
+from . import arguments, guard, plan, prepare, returning, torch_library, trust, wrapper
 from .plan import Plan
 from .planner import F, Planner
 from .torch_library import Form
@@ -133,6 +133,14 @@ class Op(Planner):
             pairs = zip(self.tensors, tensors, strict=True)
             made.versioned = any(p.written and not value.is_inference() for p, value in pairs)
         self.recent[0] = made
+
+
+def _forget_all() -> None:
+    for one in list(registry.values()):
+        one.forget()
+
+
+trust.forget_plans.append(_forget_all)
 
 
 def _no_plan() -> Plan:

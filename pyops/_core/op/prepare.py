@@ -13,10 +13,11 @@ from ..errors import NotLoadedError, OpError
 from ..launch import backend, launch, workspace
 from ..launch.kernel import Launch
 from ..system import device
+from ..system.device import Device
 from ..system.lazy import torch
 from ..tensors import tensor
 from ..tensors.tensor import TensorArg
-from . import arguments, index_check, torch_library
+from . import arguments, index_check, torch_library, trust
 from .declaration import Declaration
 from .index_check import as_torch, torch_stream
 from .plan import Plan, addresses_of, check_separate, device_plan
@@ -38,15 +39,29 @@ def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> 
     launches = planner.launches(*described)
     if library == "cupy":
         torch_library.bind_cupy()
-    if index < 0 or config.reference():
-        plan = Plan(_cpu_call(declaration, planner, tensors, library, launches), tensors=tensors)
-    else:
+
+    def plan_of(launches: Sequence[Launch] | None) -> Plan:
+        """The plan that runs these launches; without any, the reference."""
+        if index < 0 or launches is None:
+            return Plan(_cpu_call(declaration, planner, tensors, library, launches), tensors=tensors)
         bound = _bound(declaration, planner, library, index, launches, args)
-        plan = device_plan(declaration, tensors, index, bound, NAMESPACE[f"{library}_stream"])
+        return device_plan(declaration, tensors, index, bound, NAMESPACE[f"{library}_stream"])
+
+    on = next(arg.device for arg in tensors if arg is not None)
+    if config.reference():
+        plan = plan_of(None)
+    elif (index >= 0 or config.kernels_on_cpu()) and trust.unproven(index, on, launches):
+        try:
+            portable = _launches_on(on.as_portable, declaration, planner, tensors, described)
+        except OpError:  # no portable kernel serves the call
+            portable = None
+        plan = trust.settled(declaration, library, index, on, args, launches, portable, plan_of)
+    else:
+        plan = plan_of(launches)
     plan.empty = not launches
     if planner.bad_indices is not None and config.check_indices():
         run = index_check.checked(declaration, planner, plan.run, library, index)
-        plan = Plan(run, tensors=tensors, empty=plan.empty)
+        plan = Plan(run, tensors=tensors, empty=plan.empty, keep=plan.keep)
     return plan
 
 
@@ -123,6 +138,16 @@ def _bound(
         raise
 
 
+def _launches_on(
+    on: Device, declaration: Declaration, planner: Planner, tensors: Sequence[TensorArg | None], values: Sequence[Any]
+) -> list[Launch]:
+    """The launches for a call with these `tensors` on another device; `values` has the scalars."""
+    described = list(values)
+    for position, arg in zip(declaration.tensor_positions, tensors, strict=True):
+        described[position] = replace(arg, device=on) if arg is not None else None
+    return planner.launches(*described)
+
+
 def _may_load(declaration: Declaration, one: Launch, loaded: bool) -> None:
     """Raises NotLoadedError where PYOPS_JIT=error, unless the kernel is `loaded` already."""
     if not loaded and config.jit_forbidden():
@@ -134,26 +159,20 @@ def _cpu_call(
     planner: Planner,
     tensors: Sequence[TensorArg | None],
     library: str,
-    launches: Sequence[Launch],
+    launches: Sequence[Launch] | None,
 ) -> Callable[..., None]:
-    """The function that runs a call without a GPU: the reference, or the kernels on the host backend."""
-    has_kernels = library != "cupy" and not config.reference()
-
-    def in_wide_warps(args: Sequence[Any]) -> list[Launch]:
-        """The launches for a device with warps of 64 lanes."""
-        wide, described = device.host(64), list(args)
-        for position, arg in zip(declaration.tensor_positions, tensors, strict=True):
-            described[position] = replace(arg, device=wide) if arg is not None else None
-        return planner.launches(*described)
+    """The function that runs a call without bound launches: the reference, or the kernels on the host backend."""
 
     def run(*args: Any) -> None:
         # The values equal those that the plan was made for, but may be numpy scalars.
         args = tuple(arguments.numbers(declaration, arguments.convert(declaration, args) or args))
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)
-        if has_kernels and config.kernels_on_cpu():
+        if launches is not None and config.kernels_on_cpu():
             tensor.increment_versions(declaration.written_of(args))
-            planned = launches if backend.get().warp_size() == 32 else in_wide_warps(args)
+            planned = launches
+            if backend.get().warp_size() == 64:
+                planned = _launches_on(device.host(64), declaration, planner, tensors, args)
             _run_on_host(declaration, planner, planned, tensors, addresses, args)
         else:
             _run_reference(declaration, library, args)

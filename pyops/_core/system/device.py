@@ -25,6 +25,7 @@ class Device:
         name: ``"nvidia-h200"``, the name of its tuning table (`tuning`); empty for a model.
         translates: the GPU is newer than `arch`, and its driver translates kernels from PTX for `arch` (PYOPS_ARCH).
         tiles: NVRTC and the driver compile CUDA Tile C++ (tile.cuh); False for a model.
+        portable: plans choose none of the kernels with instructions that no GPU has run yet (_core/op/trust.py).
     """
 
     index: int
@@ -36,6 +37,12 @@ class Device:
     name: str = ""
     translates: bool = False
     tiles: bool = False
+    portable: bool = False
+
+    @property
+    def as_portable(self) -> Device:
+        """This device, for plans of portable kernels alone."""
+        return replace(self, portable=True)
 
     @property
     def overlaps(self) -> bool:
@@ -62,7 +69,7 @@ class Device:
         ``"block_scaled_products"`` (mma.sync with block scales).
         """
         capability = _capability(self.arch)
-        matrix_cores = self.arch in _MATRIX_CORES
+        matrix_cores = self.arch in _MATRIX_CORES and not self.portable
         return {
             "mma": capability >= OLDEST,
             "products": capability >= OLDEST or matrix_cores,
@@ -73,8 +80,9 @@ class Device:
             "clusters": capability >= 90,
             "tma": capability >= 90,
             "wgmma": capability == 90 and not self.translates,  # no later GPU has it
-            "tcgen05": capability in (100, 103) and self.tiles,
-            "block_scaled_products": capability in (120, 121) and not self.translates,  # they need sm_120a or sm_121a
+            "tcgen05": capability in (100, 103) and self.tiles and not self.portable,
+            # They need sm_120a or sm_121a.
+            "block_scaled_products": capability in (120, 121) and not self.translates and not self.portable,
         }[feature]
 
 

@@ -10,6 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
+from . import gemm_sm100_scaled
 from .block_scaled import NVFP4
 from .block_scaled_engines import plan
 from .block_scaled_problem import BlockScaledProblem
@@ -28,8 +29,8 @@ def cutlass_scaled_fp4_mm(
 ) -> None:
     """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-    A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
-    12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
+    A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 10.0, 10.3,
+    12.0 and 12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -74,6 +75,9 @@ def plan_cutlass_scaled_fp4_mm(
     for scales, count in ((block_scale_a, m), (block_scale_b, n)):
         rows, columns = NVFP4.scale_sizes(count, k)
         NVFP4.check_scales(scales, rows=rows, columns=columns)
+    operands = out, a, b, block_scale_a, block_scale_b
+    if gemm_sm100_scaled.refusal(NVFP4, *operands) is None:
+        return [gemm_sm100_scaled.launch(NVFP4, *operands, alpha)]
     return plan(BlockScaledProblem.of(NVFP4, a, b, block_scale_a, block_scale_b, k, Epilogue(out, alpha)))
 
 
@@ -82,10 +86,10 @@ def example_cutlass_scaled_fp4_mm(
     make: Any,
     *,
     num_tokens: int = 16,
+    output_size: int = 40,
     input_size: Literal[160, 48] = 160,
     out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
 ) -> tuple[Any, ...]:
-    output_size = 40
     scale_sizes = [NVFP4.scale_sizes(rows, input_size) for rows in (num_tokens, output_size)]
     return (
         make.empty(num_tokens, output_size, dtype=out_dtype),

@@ -7,7 +7,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
-from . import wq_grouped_engines
+from . import gemm_sm100_scaled, wq_grouped_engines
 from .block_scaled import BlockFormat, dense_bytes
 from .gemm_problem import Operand
 from .grouped_blocks import block_size_for
@@ -46,16 +46,20 @@ def plan(
         is_tiled=True,
         scales_rows=True,
     )
-    lists, launch, scale_rows = lists_of(
-        out, problem_sizes, expert_offsets, scale_offsets, block_size_for(shape, out.device)
-    )
-    assert scale_rows is not None
     b = weights_of(b, num_experts, n, a.shape[1])
     rows, columns = format.scale_sizes(n, k)
     b_scales = swapped(b_scales, num_experts, rows, columns)
     format.check_scales(a_scales, rows=None, columns=columns)
     format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
     check.elements(alphas, float32, num_experts)
+    operands = out, a, b, a_scales, b_scales
+    scaled_by_mma = gemm_sm100_scaled.refusal(format, *operands) is None
+    block_size = gemm_sm100_scaled.TILE_M if scaled_by_mma else block_size_for(shape, out.device)
+    lists, launch, scale_rows = lists_of(out, problem_sizes, expert_offsets, scale_offsets, block_size)
+    assert scale_rows is not None
+    if scaled_by_mma:
+        others = alphas, lists, problem_sizes, expert_offsets, scale_rows
+        return [launch, gemm_sm100_scaled.launch(format, *operands, *others)] if num_experts else []
     dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (num_rows, num_experts * n))
     product = GroupedProblem(
         out,
