@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import pyops
+from pyops import axes
 from pyops._core.op.op import Op
 
 from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing, tune
@@ -90,8 +91,10 @@ def select(options: argparse.Namespace) -> tuple[dict[str, list[Op]], dict[str, 
         groups = {**groups, "+".join(names): [pyops.registry[name] for name in names]}
     if not groups:
         raise ValueError("name an op, a --family or --all")
-    _all_known("axis", chosen, {axis for ops in groups.values() for op in ops for axis in shapes.axes(op)})
+    _all_known("axis", chosen, {axis for ops in groups.values() for op in ops for axis in axes.of(op)})
     chosen["dtype"] = [shapes.DTYPES.get(name, name) for name in options.dtype]
+    for name in names:
+        shapes.needed(pyops.registry[name], chosen)
     return groups, chosen
 
 

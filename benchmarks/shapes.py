@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
+from pyops import axes
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors.tensor import TensorArg
@@ -82,18 +81,6 @@ def family(op: Op) -> str:
     return op.reference.__module__.removeprefix("pyops.ops.").partition(".")[0]
 
 
-def axes(op: Op) -> dict[str, tuple[Any, ...]]:
-    """{axis of the op's example: its allowed values, () for any}."""
-    if op.example is None:
-        raise TypeError(f"{op.name} has no example")
-    hints = typing.get_type_hints(op.example)
-    return {
-        name: typing.get_args(hint) if typing.get_origin(hint := hints.get(name)) is typing.Literal else ()
-        for name, parameter in inspect.signature(op.example).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-
-
 def parse(text: str) -> tuple[str, tuple[Any, ...]]:
     """``"hidden_size=4096,5120"`` to ``("hidden_size", (4096, 5120))``."""
     axis, _, values = text.partition("=")
@@ -110,11 +97,21 @@ def parse(text: str) -> tuple[str, tuple[Any, ...]]:
 def cases(op: Op, chosen: Mapping[str, Sequence[Any]], sweep: Mapping[str, Sequence[Any]] = SWEEP) -> list[Case]:
     """The op at every combination of the `chosen` axes, and of the axes of `sweep` that are not chosen.
 
-    Axes that the example lacks, and values that it rules out, are dropped, so the list may be empty.
+    Axes that the example lacks are dropped, and so are chosen words that it rules out, so the list may be empty. A
+    swept value is dropped, too, if the example names others; without any, the axis keeps its default.
     """
     values = {}
-    for axis, allowed in axes(op).items():
-        if axis in chosen or axis in sweep:
-            wanted = chosen[axis] if axis in chosen else sweep[axis]
-            values[axis] = [value for value in wanted if not allowed or value in allowed]
+    for name, axis in axes.of(op).items():
+        if name in chosen:
+            values[name] = [value for value in chosen[name] if axis.takes(value)]
+        elif found := [value for value in sweep.get(name, ()) if not axis.choices or value in axis.choices]:
+            values[name] = found
     return [Case(op, dict(zip(values, combination, strict=True))) for combination in product(*values.values())]
+
+
+def needed(op: Op, chosen: Mapping[str, Sequence[Any]], sweep: Mapping[str, Sequence[Any]] = SWEEP) -> list[Case]:
+    """`cases` of an op that a command line names. ValueError if there are none."""
+    found = cases(op, chosen, sweep)
+    if not found:
+        raise ValueError(f"the example of {op.name} rules out one of {dict(chosen)}")
+    return found

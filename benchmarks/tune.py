@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 
 import pyops
+from pyops import axes
 from pyops._core.op.op import Op
 from pyops.testing import calls as testing
 
@@ -240,12 +241,9 @@ def parser() -> argparse.ArgumentParser:
 def cases_of(op: Op, words: Sequence[str]) -> list[Case]:
     """The op at every combination of the axes on the command line; by default a few tokens in bfloat16."""
     chosen: Mapping[str, Sequence[Any]] = dict(shapes.parse(word) for word in words)
-    if unknown := set(chosen) - set(shapes.axes(op)):
-        raise ValueError(f"no axis is called {', '.join(sorted(unknown))}; there are {', '.join(shapes.axes(op))}")
-    found = shapes.cases(op, chosen, {**shapes.SMALL, "dtype": ("bfloat16",)})
-    if not found:
-        raise ValueError(f"the example of {op.name} rules out one of {dict(chosen)}")
-    return found
+    if unknown := set(chosen) - set(axes.of(op)):
+        raise ValueError(f"no axis is called {', '.join(sorted(unknown))}; there are {', '.join(axes.of(op))}")
+    return shapes.needed(op, chosen, {**shapes.SMALL, "dtype": ("bfloat16",)})
 
 
 def main(arguments: Sequence[str]) -> int:

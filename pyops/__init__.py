@@ -102,6 +102,8 @@ from .ops.moe.sizes import *
 from .ops.moe.sizes_batched import *
 from .ops.norm.attention_residual import *
 from .ops.norm.dynamic_quant import *
+from .ops.norm.hyper_connections import *
+from .ops.norm.hyper_connections_post import *
 from .ops.norm.layer import *
 from .ops.norm.rms import *
 from .ops.norm.rope import *

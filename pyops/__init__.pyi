@@ -10291,6 +10291,344 @@ class _rms_norm_per_block_quant(_Attributes, Protocol):
 
 rms_norm_per_block_quant: _rms_norm_per_block_quant
 
+class _mhc_pre(_Attributes, Protocol):
+    def __call__(
+        self,
+        residual: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float,
+        sinkhorn_repeat: int,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
+        *,
+        post_mix: Tensor | None = None,
+        comb_mix: Tensor | None = None,
+        layer_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The coefficients of manifold-constrained hyper-connections (mHC), and the input of a layer (DeepSeek-V4).
+
+        With n streams, ``mixes = fn @ x / sqrt(mean(x^2) + rms_eps)``, where x has all elements of a token. Then, in
+        float32 (Xie et al. 2026),
+
+        - ``pre = sigmoid(mixes[:n] * hc_scale[0] + hc_base[:n]) + hc_pre_eps``
+        - ``post_mix = sigmoid(mixes[n:2n] * hc_scale[1] + hc_base[n:2n]) * hc_post_mult_value``
+        - ``comb_mix``, n x n, from ``mixes[2n:] * hc_scale[2] + hc_base[2n:]``: the softmax of each row plus
+          hc_sinkhorn_eps; its columns are divided by their sum plus hc_sinkhorn_eps; then rows and columns alternate,
+          sinkhorn_repeat - 1 times each (Sinkhorn and Knopp 1967).
+        - ``layer_input = sum_i pre[i] * residual[i]``; with `norm_weight`, its RMS norm. Rounded once.
+
+        The contract is that of vLLM's `mhc_pre`.
+
+        Args:
+            residual: [num_tokens, n, hidden_size], float32, float16 or bfloat16; n is 1, 2 or 4; the last stride is 1,
+                as in `comb_mix` and `layer_input`.
+            fn: [n * (n + 2), n * hidden_size] float32, contiguous and finite.
+            hc_scale: [3] float32.
+            hc_base: [n * (n + 2)] float32.
+            rms_eps: added to the mean of squares of a token.
+            hc_pre_eps: as above.
+            hc_sinkhorn_eps: as above.
+            hc_post_mult_value: as above.
+            sinkhorn_repeat: at least 1.
+            norm_weight: [hidden_size] of the dtype of `residual`, or None.
+            norm_eps: added to the mean of squares of the layer's input.
+            post_mix: [num_tokens, n, 1] float32, contiguous, written and returned; new unless given.
+            comb_mix: [num_tokens, n, n] float32, written and returned; new unless given.
+            layer_input: [num_tokens, hidden_size] of the dtype of `residual`, written and returned; new unless given.
+
+        Returns:
+            post_mix: [num_tokens, n, 1] float32.
+            comb_mix: [num_tokens, n, n] float32.
+            layer_input: [num_tokens, hidden_size] of the dtype of `residual`.
+        """
+    @staticmethod
+    def new(
+        residual: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float,
+        sinkhorn_repeat: int,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
+        *,
+        post_mix: Tensor | None = None,
+        comb_mix: Tensor | None = None,
+        layer_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The coefficients of manifold-constrained hyper-connections (mHC), and the input of a layer (DeepSeek-V4).
+
+        With n streams, ``mixes = fn @ x / sqrt(mean(x^2) + rms_eps)``, where x has all elements of a token. Then, in
+        float32 (Xie et al. 2026),
+
+        - ``pre = sigmoid(mixes[:n] * hc_scale[0] + hc_base[:n]) + hc_pre_eps``
+        - ``post_mix = sigmoid(mixes[n:2n] * hc_scale[1] + hc_base[n:2n]) * hc_post_mult_value``
+        - ``comb_mix``, n x n, from ``mixes[2n:] * hc_scale[2] + hc_base[2n:]``: the softmax of each row plus
+          hc_sinkhorn_eps; its columns are divided by their sum plus hc_sinkhorn_eps; then rows and columns alternate,
+          sinkhorn_repeat - 1 times each (Sinkhorn and Knopp 1967).
+        - ``layer_input = sum_i pre[i] * residual[i]``; with `norm_weight`, its RMS norm. Rounded once.
+
+        The contract is that of vLLM's `mhc_pre`.
+
+        Args:
+            residual: [num_tokens, n, hidden_size], float32, float16 or bfloat16; n is 1, 2 or 4; the last stride is 1,
+                as in `comb_mix` and `layer_input`.
+            fn: [n * (n + 2), n * hidden_size] float32, contiguous and finite.
+            hc_scale: [3] float32.
+            hc_base: [n * (n + 2)] float32.
+            rms_eps: added to the mean of squares of a token.
+            hc_pre_eps: as above.
+            hc_sinkhorn_eps: as above.
+            hc_post_mult_value: as above.
+            sinkhorn_repeat: at least 1.
+            norm_weight: [hidden_size] of the dtype of `residual`, or None.
+            norm_eps: added to the mean of squares of the layer's input.
+            post_mix: [num_tokens, n, 1] float32, contiguous, written and returned; new unless given.
+            comb_mix: [num_tokens, n, n] float32, written and returned; new unless given.
+            layer_input: [num_tokens, hidden_size] of the dtype of `residual`, written and returned; new unless given.
+
+        Returns:
+            post_mix: [num_tokens, n, 1] float32.
+            comb_mix: [num_tokens, n, n] float32.
+            layer_input: [num_tokens, hidden_size] of the dtype of `residual`.
+        """
+
+mhc_pre: _mhc_pre
+
+class _hc_head(_Attributes, Protocol):
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        hc_fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_norm_eps: float,
+        hc_eps: float,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The streams after the last layer as one: `layer_input` of `mhc_pre`, without the other coefficients.
+
+        ``out = sum_i (sigmoid(mixes[i] * hc_scale + hc_base[i]) + hc_eps) * hidden_states[i]`` in float32, rounded once.
+        The contract is that of vLLM's `hc_head`.
+
+        Args:
+            hidden_states: [num_tokens, n, hidden_size], float32, float16 or bfloat16; the last stride is 1; n is 1, 2 or 4.
+            hc_fn: [n, n * hidden_size] float32, contiguous and finite.
+            hc_scale: [1] float32.
+            hc_base: [n] float32.
+            rms_norm_eps: added to the mean of squares of a token.
+            hc_eps: as above.
+            out: [num_tokens, hidden_size] of the dtype of `hidden_states`, the last stride is 1, written and returned; new
+                unless given.
+
+        Returns:
+            out: [num_tokens, hidden_size] of the dtype of `hidden_states`, the last stride is 1.
+        """
+    @staticmethod
+    def new(
+        hidden_states: Tensor,
+        hc_fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_norm_eps: float,
+        hc_eps: float,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The streams after the last layer as one: `layer_input` of `mhc_pre`, without the other coefficients.
+
+        ``out = sum_i (sigmoid(mixes[i] * hc_scale + hc_base[i]) + hc_eps) * hidden_states[i]`` in float32, rounded once.
+        The contract is that of vLLM's `hc_head`.
+
+        Args:
+            hidden_states: [num_tokens, n, hidden_size], float32, float16 or bfloat16; the last stride is 1; n is 1, 2 or 4.
+            hc_fn: [n, n * hidden_size] float32, contiguous and finite.
+            hc_scale: [1] float32.
+            hc_base: [n] float32.
+            rms_norm_eps: added to the mean of squares of a token.
+            hc_eps: as above.
+            out: [num_tokens, hidden_size] of the dtype of `hidden_states`, the last stride is 1, written and returned; new
+                unless given.
+
+        Returns:
+            out: [num_tokens, hidden_size] of the dtype of `hidden_states`, the last stride is 1.
+        """
+
+hc_head: _hc_head
+
+class _mhc_post(_Attributes, Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post_layer_mix: Tensor,
+        comb_res_mix: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The streams after a layer: ``out[j] = post_layer_mix[j] * x + sum_i comb_res_mix[i, j] * residual[i]``.
+
+        Products and additions are rounded to float32 in this order, the result to its dtype. The contract is that of vLLM's
+        `mhc_post`.
+
+        Args:
+            x: [num_tokens, hidden_size], the output of the layer; float32, float16 or bfloat16; the last stride is 1, as
+                in `residual`, `comb_res_mix` and `out`.
+            residual: [num_tokens, n, hidden_size] of the same dtype; n is 1, 2 or 4.
+            post_layer_mix: [num_tokens, n, 1] float32, contiguous, `post_mix` of `mhc_pre`.
+            comb_res_mix: [num_tokens, n, n] float32, `comb_mix` of `mhc_pre`.
+            out: as `residual`, written and returned; new unless given; may be `residual` itself.
+
+        Returns:
+            out: as `residual`.
+        """
+    @staticmethod
+    def new(
+        x: Tensor,
+        residual: Tensor,
+        post_layer_mix: Tensor,
+        comb_res_mix: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The streams after a layer: ``out[j] = post_layer_mix[j] * x + sum_i comb_res_mix[i, j] * residual[i]``.
+
+        Products and additions are rounded to float32 in this order, the result to its dtype. The contract is that of vLLM's
+        `mhc_post`.
+
+        Args:
+            x: [num_tokens, hidden_size], the output of the layer; float32, float16 or bfloat16; the last stride is 1, as
+                in `residual`, `comb_res_mix` and `out`.
+            residual: [num_tokens, n, hidden_size] of the same dtype; n is 1, 2 or 4.
+            post_layer_mix: [num_tokens, n, 1] float32, contiguous, `post_mix` of `mhc_pre`.
+            comb_res_mix: [num_tokens, n, n] float32, `comb_mix` of `mhc_pre`.
+            out: as `residual`, written and returned; new unless given; may be `residual` itself.
+
+        Returns:
+            out: as `residual`.
+        """
+
+mhc_post: _mhc_post
+
+class _mhc_fused_post_pre(_Attributes, Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post_layer_mix: Tensor,
+        comb_res_mix: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float,
+        sinkhorn_repeat: int,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
+        *,
+        residual_cur: Tensor | None = None,
+        post_mix_cur: Tensor | None = None,
+        comb_mix_cur: Tensor | None = None,
+        layer_input_cur: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`mhc_post` of a layer and `mhc_pre` of the next one, of the streams rounded to their dtype.
+
+        The contract is that of vLLM's `mhc_fused_post_pre`.
+
+        Args:
+            x: [num_tokens, hidden_size], the output of the layer; float32, float16 or bfloat16; the last stride is 1, as
+                in `residual`, `comb_res_mix` and `out`.
+            residual: [num_tokens, n, hidden_size] of the same dtype; n is 1, 2 or 4.
+            post_layer_mix: [num_tokens, n, 1] float32, contiguous, `post_mix` of `mhc_pre`.
+            comb_res_mix: [num_tokens, n, n] float32, `comb_mix` of `mhc_pre`.
+            fn: [n * (n + 2), n * hidden_size] float32, contiguous and finite.
+            hc_scale: [3] float32.
+            hc_base: [n * (n + 2)] float32.
+            rms_eps: added to the mean of squares of a token.
+            hc_pre_eps: as above.
+            hc_sinkhorn_eps: as above.
+            hc_post_mult_value: as above.
+            sinkhorn_repeat: at least 1.
+            norm_weight: [hidden_size] of the dtype of `residual`, or None.
+            norm_eps: added to the mean of squares of the layer's input.
+            residual_cur: `out` of `mhc_post`, but not `residual` itself.
+            post_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            comb_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            layer_input_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+
+        Returns:
+            residual_cur: `out` of `mhc_post`, but not `residual` itself.
+            post_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            comb_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            layer_input_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+        """
+    @staticmethod
+    def new(
+        x: Tensor,
+        residual: Tensor,
+        post_layer_mix: Tensor,
+        comb_res_mix: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float,
+        sinkhorn_repeat: int,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
+        *,
+        residual_cur: Tensor | None = None,
+        post_mix_cur: Tensor | None = None,
+        comb_mix_cur: Tensor | None = None,
+        layer_input_cur: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`mhc_post` of a layer and `mhc_pre` of the next one, of the streams rounded to their dtype.
+
+        The contract is that of vLLM's `mhc_fused_post_pre`.
+
+        Args:
+            x: [num_tokens, hidden_size], the output of the layer; float32, float16 or bfloat16; the last stride is 1, as
+                in `residual`, `comb_res_mix` and `out`.
+            residual: [num_tokens, n, hidden_size] of the same dtype; n is 1, 2 or 4.
+            post_layer_mix: [num_tokens, n, 1] float32, contiguous, `post_mix` of `mhc_pre`.
+            comb_res_mix: [num_tokens, n, n] float32, `comb_mix` of `mhc_pre`.
+            fn: [n * (n + 2), n * hidden_size] float32, contiguous and finite.
+            hc_scale: [3] float32.
+            hc_base: [n * (n + 2)] float32.
+            rms_eps: added to the mean of squares of a token.
+            hc_pre_eps: as above.
+            hc_sinkhorn_eps: as above.
+            hc_post_mult_value: as above.
+            sinkhorn_repeat: at least 1.
+            norm_weight: [hidden_size] of the dtype of `residual`, or None.
+            norm_eps: added to the mean of squares of the layer's input.
+            residual_cur: `out` of `mhc_post`, but not `residual` itself.
+            post_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            comb_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            layer_input_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+
+        Returns:
+            residual_cur: `out` of `mhc_post`, but not `residual` itself.
+            post_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            comb_mix_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+            layer_input_cur: `post_mix`, `comb_mix` and `layer_input` of `mhc_pre`.
+        """
+
+mhc_fused_post_pre: _mhc_fused_post_pre
+
 class _layer_norm(_Attributes, Protocol):
     def __call__(
         self,

@@ -26,6 +26,12 @@ class Axis:
     default: Any
     choices: tuple[Any, ...]
 
+    def takes(self, value: Any) -> bool:
+        """Whether the choices allow a value. A choice between words is complete; sizes that an example names are
+        samples: what else is possible, the plan says.
+        """
+        return not (isinstance(self.default, str) and self.choices) or value in self.choices
+
 
 def find(name: str) -> Op:
     """The op `name`; OpError with the closest name when there is none."""
@@ -86,8 +92,7 @@ def only(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(op: Op, name: str, axis: Axis, value: Any) -> None:
-    # A choice between words is complete. Sizes that an example names are samples: what else is possible, the plan says.
-    if isinstance(axis.default, str) and axis.choices and value not in axis.choices:
+    if not axis.takes(value):
         raise OpError(op.name, name, f"expected {' or '.join(map(str, axis.choices))}, got {value}")
     if isinstance(axis.default, int) and not isinstance(value, int):
         raise OpError(op.name, name, f"expected {type(axis.default).__name__}, got {value!r}")

@@ -198,9 +198,11 @@ def _launched() -> Iterator[tuple[str, str, str]]:
     """(op, its family, a kernel that it launches), for few and many tokens and every value of an axis that has few."""
     import pyops
     from benchmarks import shapes
+    from pyops import axes
 
     for op in pyops.registry.values():
-        for axis, values in {"num_tokens": (1, 256, 16384), **shapes.axes(op)}.items():
+        choices = {name: axis.choices for name, axis in axes.of(op).items()}
+        for axis, values in {"num_tokens": (1, 256, 16384), **choices}.items():
             for case in shapes.cases(op, {axis: values} if values else {}, {}):
                 for launch in op.launches(*case.described):
                     yield op.name, case.family, f"kernels_cu/{launch.specialisation.kernel.file}"

@@ -31,6 +31,7 @@ expert_weights        weights of experts: plain, 8-bit, or dequantized at load t
 marlin_experts        packed weights of experts in Marlin's layout
 gguf_experts          weights of experts in GGUF's types
 experts               mixtures of experts
+indexer               the slots of the tokens that a token attends to, for sparse attention
 latent_attention      attention over a paged latent KV cache
 mamba                 state-space layers, with states in slots
 decoder               the model

@@ -65,6 +65,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mamba_hidden_act": ("silu",),
     "mamba_proj_bias": (False,),
     "mla_use_output_gate": (False,),
+    "mlp_bias": (False,),
     "mlp_only_layers": ([],),
     "mlp_type": ("default",),
     "norm_type": ("layer_norm",),

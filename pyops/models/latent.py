@@ -5,8 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
 from ..ops.rotary.tables import yarn_mscale
 from .config_values import first, flag, number, refuse, size
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2).
+
+    Attributes:
+        num_heads, head_dim: heads of its queries, and elements of a head and of a key.
+        top_k: tokens that a query token attends to.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Indexer:
+        """Read the sizes from a ``config.json`` object, with the defaults of transformers."""
+        names = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+        return cls(*(size(name, first(values.get(name), default)) for name, default in names.items()))
 
 
 @dataclass(frozen=True)
@@ -20,6 +41,7 @@ class Latent:
         q_lora_rank: elements of the vector from which queries are projected; 0 to project the hidden state.
         interleaved: whether adjacent elements rotate as a pair (GPT-J style), and not elements of the two halves.
         mscale: the logits are multiplied by ``mscale ** 2 / sqrt(qk_head_dim)``.
+        indexer: sizes of the indexer of sparse attention; None to attend to all tokens.
 
     Examples:
         >>> Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128).qk_head_dim
@@ -33,6 +55,7 @@ class Latent:
     q_lora_rank: int = 0
     interleaved: bool = True
     mscale: float = 1.0
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -43,6 +66,14 @@ class Latent:
             raise refuse("qk_rope_head_dim", "an even number", self.qk_rope_head_dim)
         if self.v_head_dim > self.qk_head_dim:
             raise refuse("v_head_dim", f"at most {self.qk_head_dim}, as queries have", self.v_head_dim)
+        if self.indexer is not None:
+            for name, needed in (("kv_lora_rank", LATENT_SIZE), ("qk_rope_head_dim", ROPE_SIZE)):
+                if getattr(self, name) != needed:
+                    raise refuse(name, f"{needed} with an indexer", getattr(self, name))
+            if not self.q_lora_rank:
+                raise refuse("q_lora_rank", "a size with an indexer", None)
+            if not self.qk_rope_head_dim <= self.indexer.head_dim:
+                raise refuse("index_head_dim", f"at least {self.qk_rope_head_dim}", self.indexer.head_dim)
 
     @property
     def qk_head_dim(self) -> int:

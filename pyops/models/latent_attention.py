@@ -10,6 +10,7 @@ from ..ops.cache import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
 from .config import Config
+from .indexer import SparseIndexer
 from .kv_cache import KvScales
 from .latent import Latent
 from .linear import Linear, Place, ScaledLinear
@@ -55,24 +56,30 @@ class LatentAttention:
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
         self.scales = KvScales(("k_scale",), 1, place.device)
-        self.token_size = self.entry_size
+        self.token_size, self.indexer = self.entry_size, None
+        if latent.indexer is not None:
+            self.indexer = SparseIndexer(latent.indexer, hidden_size, self.q_rank, place.linear, self.kv_norm)
+            self.token_size += self.indexer.entry_bytes  # an upper bound: the cache may have wider elements
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         found = {"kv_a_layernorm.weight": self.kv_norm} | self.kv_b.tensors()
         if self.q_norm is not None:
             found["q_a_layernorm.weight"] = self.q_norm
+        if self.indexer is not None:
+            found |= self.indexer.tensors()
         return found | self.q.tensors() | self.a.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The latent KV cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        """The latent KV cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], and that of the indexer."""
         shape = num_blocks, block_size, self.entry_size
-        return (torch.empty(shape, dtype=dtype, device=self.place.device),)
+        entries = self.kv_norm.new_empty(shape, dtype=dtype)
+        return (entries,) if self.indexer is None else (entries, self.indexer.new_cache(num_blocks, block_size))
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
-        from ..nn.latent import latent_attention  # imported late: pyops.nn needs torch at import
+        from ..nn.latent import absorbed_attention, latent_attention  # imported late: pyops.nn needs torch at import
 
-        latent, (entries,) = self.latent, cache
+        latent, entries = self.latent, cache[0]
         q_c, kv_c, k_pe = self.a(hidden).split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
         query = self._query(hidden if self.q_norm is None else q_c)
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
@@ -87,8 +94,11 @@ class LatentAttention:
             )
             self.rope.scale_queries(query, batch.positions)
         up = self._up.unflatten(0, (self.num_heads, -1))
-        texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
-        return self.o(latent_attention(query, up, entries, *texts, latent.scale, k_scale, self.scales.first))
+        texts, scales = (batch.block_tables, batch.seq_lens), (latent.scale, k_scale, self.scales.first)
+        if self.indexer is not None and self.rope is not None:
+            slots = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
+            return self.o(absorbed_attention(query, up, entries, *texts, *scales, slots))
+        return self.o(latent_attention(query, up, entries, *texts, batch.cu_seqlens_q, batch.num_decodes, *scales))
 
     @cached_property
     def _up(self) -> Tensor:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
-from .family import ATTENTION_SIZES, FULL, SLIDING, Family, eos_token_ids, one_window, windows_by_layer
-from .latent import Latent
+from .family import ATTENTION_SIZES, FULL, SLIDING, Family, eos_token_ids, layer_kinds, one_window, windows_by_layer
+from .latent import Indexer, Latent
 from .mixture import (
     Mixture,
     parse_deepseek_v2,
@@ -72,6 +72,20 @@ def deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: 
         "num_key_value_heads": values["num_attention_heads"],
         "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # the rotated part of a head
         "not_read": _not_read(values, layers),
+    }
+
+
+def _deepseek_v32(values: _Values, layers: int) -> dict[str, Any]:
+    """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer."""
+    found = deepseek(parse_deepseek_v3, values, layers)
+    mixture: Mixture = found["mixture"]
+    layer_kinds(values, ["indexed_attention"] * layers, ("indexed_attention",))
+    kinds = ["sparse" if has_experts else "dense" for has_experts in mixture.layers]
+    kinds = layer_kinds(values, kinds, ("sparse", "dense"), "mlp_layer_types")
+    return found | {
+        "sliding_windows": (0,) * layers,
+        "mixture": replace(mixture, layers=tuple(kind == "sparse" for kind in kinds)),
+        "latent": replace(found["latent"], indexer=Indexer.parse(values)),
     }
 
 
@@ -147,6 +161,7 @@ MIXED_FAMILIES = {
     "DeepseekV3ForCausalLM": Family(
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(deepseek, parse_deepseek_v3)
     ),
+    "DeepseekV32ForCausalLM": Family({"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=_deepseek_v32),
     "Mistral4ForCausalLM": Family(_MISTRAL4, fields=_mistral4),
     "Glm4MoeForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "routed_scaling_factor": 1.0, **_GLM4_EXPERTS},

@@ -12,6 +12,7 @@ factory logits states                the rotary embedding of a configuration, lo
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, the base of Mamba mixers, the mixers
 delta_rule kimi_delta                the gated delta rule and its mixers
+hyper_connections                    the streams of manifold-constrained hyper-connections
 
 docs/layers.md lists them.
 """
@@ -31,6 +32,7 @@ from . import (
     embedding,
     experts,
     factory,
+    hyper_connections,
     kimi_delta,
     latent,
     linear,
@@ -57,6 +59,7 @@ from .delta_rule import *
 from .embedding import *
 from .experts import *
 from .factory import *
+from .hyper_connections import *
 from .kimi_delta import *
 from .latent import *
 from .linear import *
@@ -77,7 +80,6 @@ from .rotary_yarn import *
 from .routing import *
 from .shortconv import *
 
-_NO_HYPER_CONNECTIONS = "no op mixes streams of hidden states (manifold-constrained hyper-connections)"
 MISSING = {
     "static_sink_attention": (
         "StaticSinkAttention",
@@ -92,10 +94,6 @@ MISSING = {
         "is put together by its model; its scan is `pyops.mamba_chunk_scan_varlen` with time steps of 1",
     ),
     "qwen2_decoder": ("CustomQwen2Decoder", "is a model of transformers"),
-    "hc_head": ("HCHeadOp", _NO_HYPER_CONNECTIONS),
-    "mhc_fused_post_pre": ("MHCFusedPostPreOp", _NO_HYPER_CONNECTIONS),
-    "mhc_post": ("MHCPostOp", _NO_HYPER_CONNECTIONS),
-    "mhc_pre": ("MHCPreOp", _NO_HYPER_CONNECTIONS),
     "rel_pos_attention": ("RelPosAttention", "no op of attention adds a bias for each pair of tokens"),
 }
 """{name of an op: (name of its class, why it is not here)} of layers that vLLM has and this library has not."""
@@ -134,6 +132,7 @@ for _module in (
     embedding,
     experts,
     factory,
+    hyper_connections,
     kimi_delta,
     latent,
     linear,

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..ops.attention import paged_attention_v1, paged_attention_varlen, sm100_cutlass_mla_decode
 from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
+from ..ops.attention.mla_sparse import sparse_mla_attention
 from ..ops.cache import concat_and_cache_mla
 from .custom_op import CustomOp
 
@@ -67,6 +68,7 @@ def absorbed_attention(
     scale: float,
     k_scale: Tensor,
     factor: float = 1.0,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
@@ -76,26 +78,26 @@ def absorbed_attention(
     Args:
         query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
         up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: projects latent vectors to keys and values.
-        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the latent KV cache, of the queries' dtype
-            or of float8_e4m3fn.
+        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], of the queries' dtype or float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention_v1`.
         scale: of the logits.
         k_scale: [1] float32, the scale of an fp8 cache; not read for other caches.
         factor: `k_scale` as a Python number; 1 if the cache is not fp8.
+        slots: [num_seqs, top_k] int32, those that a token attends to (`sparse_mla_attention`); None for its sequence.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
     """
-    rank = up.shape[2]
-    rope_size = entries.shape[2] - rank
+    rank, rope_size = up.shape[2], entries.shape[2] - up.shape[2]
     plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
     up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
     absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
         # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.
-        texts = entries, seq_lens, block_tables
-        sm100_cutlass_mla_decode(out, None, absorbed, turned, *texts, None, scale * factor, 0)
+        texts = (seq_lens, block_tables) if slots is None else (slots,)
+        attend: Callable[..., None] = sm100_cutlass_mla_decode if slots is None else sparse_mla_attention
+        attend(out, None, absorbed, turned, entries, *texts, None, scale * factor, 0)
     else:
         joined = torch.cat((absorbed, turned), -1)
         whole, cache, block_size = torch.empty_like(joined), entries.unsqueeze(2), entries.shape[1]

@@ -32,6 +32,7 @@ from benchmarks import (
 from benchmarks import transformers as accelerated
 from pyops import offline
 from pyops.models import Config, Decoder
+from tests import gpu
 
 RMS_NORM = pyops.registry["rms_norm"]
 
@@ -67,16 +68,34 @@ class Declared:
         self.example, self.name = example, "declared"
 
 
-def test_unknown_axes_are_dropped_and_literals_restrict() -> None:
-    def example(make: Any, *, num_tokens: int = 1, group_size: Literal[64, 128] = 64) -> tuple[Any, ...]:
+def test_unknown_axes_are_dropped_and_words_restrict() -> None:
+    def example(
+        make: Any,
+        *,
+        num_tokens: int = 1,
+        hidden_size: Literal[96] = 96,
+        group_size: Literal[64, 128] = 64,
+        layout: Literal["NHD", "HND"] = "NHD",
+    ) -> tuple[Any, ...]:
         return ()
 
     op: Any = Declared(example)
     swept = shapes.cases(op, {"dtype": ["float16"]})
     assert [case.axes for case in swept] == [{"num_tokens": n} for n in shapes.SWEEP["num_tokens"]]
-    chosen = shapes.cases(op, {"num_tokens": [1], "group_size": [128, 100]})
-    assert [case.axes for case in chosen] == [{"num_tokens": 1, "group_size": 128}]
-    assert shapes.cases(op, {"group_size": [100]}) == []
+    chosen = shapes.cases(op, {"num_tokens": [1], "group_size": [128, 100], "layout": ["HND", "NDH"]})
+    assert [case.axes for case in chosen] == [
+        {"num_tokens": 1, "group_size": size, "layout": "HND"} for size in (128, 100)
+    ]
+    assert shapes.cases(op, {"layout": ["NDH"]}) == []
+
+
+@pytest.mark.parametrize("command", [command for *_, command in gpu.owed(gpu.PERFORMANCE.read_text())])
+def test_owed_commands_measure_every_op_that_they_name(command: str) -> None:
+    for one in command.split(" && "):
+        _, module, words = one.partition("python -m benchmarks ")
+        if module:
+            groups, chosen = selection(*words.split())
+            assert all(shapes.cases(op, chosen) for ops in groups.values() for op in ops if "--family" not in words)
 
 
 def test_values_are_parsed_as_ints_bools_or_strings() -> None:

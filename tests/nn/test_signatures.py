@@ -36,6 +36,8 @@ VLLM["TransformersFusedMoE"] = VLLM["FusedMoE"]
 # Keyword-only arguments of this library alone: the switches of CustomOp, and values that vLLM reads from its
 # configuration.
 ADDED = {name: {"enforce_enable", "compile_native"} for name in ("FastGELU", "MulAndSilu", "NewGELU", "QuickGELU")}
+_OF_STREAMS = "HCHeadOp", "MHCFusedPostPreOp", "MHCPostOp", "MHCPreOp"
+ADDED |= {name: {"enforce_enable", "compile_native"} for name in _OF_STREAMS}
 ADDED["Phi3LongRoPEScaledRotaryEmbedding"] = {"max_model_len"}
 ADDED["MMEncoderAttention"] = {"multimodal_config"}  # in vLLM before 0.16
 ADDED |= {name: {"reduce_results"} for name in ("FusedMoE", "TransformersFusedMoE")}  # in vLLM 0.16

@@ -121,6 +121,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
         | {"q_lora_rank": None, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
     ),
+    "deepseek v3.2, an indexer for more tokens than there are": (
+        "DeepseekV32",
+        LATENT
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 2048}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    ),
     "ministral 3": ("Ministral3", {"head_dim": 16, "rope_parameters": MISTRAL_ROPE}),
     "ministral 3 with a window, linear, tied": (
         "Ministral3",

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from . import attention_residual, dynamic_quant, layer, rms, rope, static_quant
+from . import (
+    attention_residual,
+    dynamic_quant,
+    hyper_connections,
+    hyper_connections_post,
+    layer,
+    rms,
+    rope,
+    static_quant,
+)
 from .attention_residual import *
 from .dynamic_quant import *
+from .hyper_connections import *
+from .hyper_connections_post import *
 from .layer import *
 from .rms import *
 from .rope import *
@@ -17,3 +28,5 @@ __all__ += dynamic_quant.__all__
 __all__ += layer.__all__
 __all__ += rope.__all__
 __all__ += attention_residual.__all__
+__all__ += hyper_connections.__all__
+__all__ += hyper_connections_post.__all__

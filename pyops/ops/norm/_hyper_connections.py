@@ -1,0 +1,161 @@
+"""Manifold-constrained hyper-connections: the checks and launches that their ops share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.dtypes import DType, bfloat16, float32
+from ..._core.tensors.tensor import TensorArg
+
+_simt, _mma = Kernel("norm/mhc_logits_simt.cu"), Kernel("norm/mhc_logits_mma.cu")
+_pre = Kernel("norm/mhc_pre.cu")
+_STREAMS = 1, 2, 4  # numbers of streams: the coefficients of a token and its sum of squares fit in 32 lanes
+_SM_THREADS = 256  # threads of mhc_logits_simt.cu and mhc_logits_mma.cu on an SM: with up to 255 registers each
+_SIMT_THREADS = 128  # threads of a CTA of mhc_logits_simt.cu
+_MMA_WARPS = 8  # most warps of a CTA of mhc_logits_mma.cu
+_MMA_PARTIALS = 8192  # most partials of a CTA of mhc_logits_mma.cu in shared memory, 32 KB
+_MMA_STEP = 32  # elements of K of a step of a warp of mhc_logits_mma.cu
+_MMA_TILES = 4  # most 16-row tiles of tokens of a CTA of mhc_logits_mma.cu
+_BATCH_TILES = 4  # tiles of tokens times steps that a warp of mhc_logits_mma.cu loads at a time
+_SIMT_TOKENS = 4  # most tokens of a CTA of mhc_logits_simt.cu: 100 accumulators
+_SIMT_BYTES = 16  # bytes of an access of mhc_logits_simt.cu to the projection
+_THREAD_VECS = 2  # vectors of a stream of a thread of mhc_pre.cu
+_MAX_ROW_THREADS = 448  # most threads of mhc_pre.cu that have a part of the row
+_COMB_THREADS = 64  # threads of mhc_pre.cu that compute the other coefficients; a CTA has a multiple of 64
+_MIN_BLOCKS = 2  # CTAs of mhc_pre.cu per SM if there are more than SMs, so that one loads while the other iterates
+_HELD_VECS = 8  # most vectors of streams of a thread that mhc_pre.cu holds: 32 registers
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """A launch of the dot products of tokens with the projection."""
+
+    launch: Launch
+    partials: Scratch
+    splits: int
+
+
+def streams_of(residual: TensorArg) -> tuple[int, int, int]:
+    """The checked sizes of the streams: tokens, streams, elements of a stream."""
+    check.floating(residual)
+    check.sizes(residual, num_tokens=None, hc_mult=None, hidden_size=None)
+    check.row_size(residual)
+    num_tokens, streams, hidden_size = residual.shape
+    if streams not in _STREAMS:
+        raise residual.error(f"expected 1, 2 or 4 streams, got shape {residual.shape}")
+    if not 0 < streams * hidden_size <= 2**24:
+        raise residual.error(f"expected 1 to 2^24 elements of a token, got shape {residual.shape}")
+    return num_tokens, streams, hidden_size
+
+
+def strides_of(residual: TensorArg) -> dict[str, int]:
+    return {"token_stride": residual.strides[0], "stream_stride": residual.strides[1]}
+
+
+def check_rows(arg: TensorArg, dtype: DType, **sizes: int) -> None:
+    """`arg` has these sizes and this dtype; its rows may have gaps."""
+    check.sizes(arg, **sizes)
+    check.dtype(arg, dtype)
+    check.row_size(arg)
+
+
+def _logits(residual: TensorArg, fn: TensorArg) -> _Logits:
+    """The kernel and the split of K: CTAs for all SMs, with at least one step for each warp.
+
+    A batch-invariant call splits K as a call with many tokens does.
+    """
+    num_tokens, streams, hidden_size = residual.shape
+    columns, size = fn.shape
+    device, pinned = residual.device, max(1, tuning.pinned(num_tokens))
+    vec_size = check.vector_width(hidden_size, residual, fn, widest=_SIMT_BYTES)
+    constants: dict[str, int] = {"HC": streams, "HIDDEN_SIZE": hidden_size, "COLUMNS": columns}
+    mma = device.supports("bfloat16_products") and not device.supports("matrix_cores")
+    mma = mma and residual.dtype is bfloat16 and vec_size == 4 and check.vector_width(hidden_size, residual) == 8
+    if mma:
+        tiles = tuning.power_of_two(min(_MMA_TILES, -(-pinned // 16)))
+        tokens, warps = 16 * tiles, _MMA_WARPS
+        while warps * tokens * (columns + 1) > _MMA_PARTIALS:
+            warps //= 2
+        kernel, num_threads, step = _mma, 32 * warps, _MMA_STEP * warps
+        constants |= {"TILES_M": tiles, "BATCH": _BATCH_TILES // tiles}
+    else:
+        tokens = tuning.power_of_two(min(_SIMT_TOKENS, pinned))
+        kernel, num_threads, step = _simt, _SIMT_THREADS, _SIMT_THREADS * vec_size
+        constants |= {"TOKENS": tokens, "VEC_SIZE": vec_size}
+    steps = -(-size // step)
+    split_steps = -(-steps // max(1, device.num_sms * (_SM_THREADS // num_threads) // -(-pinned // tokens)))
+    splits = -(-steps // split_steps)
+    named = kernel.renamed(residual=residual.name, fn=fn.name)
+    element_type = {} if mma else {"scalar_t": residual.dtype}
+    specialised = named(**element_type, **constants, NUM_THREADS=num_threads)
+    partials = Scratch(4 * splits * num_tokens * (columns + 1))
+    launch = specialised.launch(
+        grid=(-(-num_tokens // tokens), splits),
+        block=num_threads,
+        partials=partials,
+        num_tokens=num_tokens,
+        split_size=split_steps * step,
+        **strides_of(residual),
+    )
+    return _Logits(launch, partials, splits)
+
+
+def launches(
+    kernel: Kernel, residual: TensorArg, fn: TensorArg, out: TensorArg, weight: TensorArg | None, **arguments: Any
+) -> list[Launch]:
+    """The launches of the logits and of an entry of mhc_pre.cu."""
+    logits = _logits(residual, fn)
+    num_tokens, streams, hidden_size = residual.shape
+    rows = [arg for arg in (residual, out, weight) if arg is not None]
+    vec_size = check.vector_width(hidden_size, *rows)
+    row_threads = check.threads(-(-hidden_size // (vec_size * _THREAD_VECS)), max_threads=_MAX_ROW_THREADS)
+    vecs = -(-hidden_size // (vec_size * row_threads))
+    holds = num_tokens <= residual.device.num_sms and vecs * streams <= _HELD_VECS
+    specialised = kernel(
+        scalar_t=residual.dtype,
+        HC=streams,
+        COLUMNS=fn.shape[0],
+        HIDDEN_SIZE=hidden_size,
+        VEC_SIZE=vec_size,
+        ROW_THREADS=row_threads,
+        NUM_THREADS=row_threads + _COMB_THREADS,
+        MIN_BLOCKS=1 if holds else _MIN_BLOCKS,
+        HOLDS=holds,
+        HAS_NORM=weight is not None,
+    )
+    arguments |= {"partials": logits.partials, "splits": logits.splits, "out_stride": out.strides[0]}
+    arguments |= strides_of(residual)
+    return [logits.launch, specialised.launch(grid=num_tokens, block=row_threads + _COMB_THREADS, **arguments)]
+
+
+def plan_pre(
+    residual: TensorArg,
+    fn: TensorArg,
+    hc_scale: TensorArg,
+    hc_base: TensorArg,
+    sinkhorn_repeat: int,
+    norm_weight: TensorArg | None,
+    post_mix: TensorArg,
+    comb_mix: TensorArg,
+    layer_input: TensorArg,
+) -> list[Launch]:
+    num_tokens, n, hidden_size = streams_of(residual)
+    columns = n * (n + 2)
+    check.shape(fn, float32, columns=columns, size=n * hidden_size)
+    check.shape(hc_scale, float32, parts=3)
+    check.shape(hc_base, float32, columns=columns)
+    if sinkhorn_repeat < 1:
+        raise check.refuse(residual, "sinkhorn_repeat", f"expected at least 1, got {sinkhorn_repeat}")
+    check.shape(norm_weight, residual.dtype, hidden_size=hidden_size)
+    check.shape(post_mix, float32, num_tokens=num_tokens, hc_mult=n, one=1)
+    check_rows(comb_mix, float32, num_tokens=num_tokens, hc_mult=n, streams=n)
+    check_rows(layer_input, residual.dtype, num_tokens=num_tokens, hidden_size=hidden_size)
+    named = {"residual": residual, "post_mix": post_mix, "comb_mix": comb_mix, "layer_input": layer_input}
+    kernel = _pre.renamed(**{name: arg.name for name, arg in named.items()})
+    strides = {"comb_token_stride": comb_mix.strides[0], "comb_row_stride": comb_mix.strides[1]}
+    absent = {"norm_weight": 0} if norm_weight is None else {}
+    return launches(kernel, residual, fn, layer_input, norm_weight, **strides, **absent)
