@@ -64,14 +64,19 @@ struct Fragments {
 constexpr bool PREFETCHES =
     PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
 
+// Whether block scales are loaded before the MMAs of their k-tile, which hide the latency. Next to more accumulators, which
+// a thread has twice, they would spill.
+constexpr bool SCALES_EARLY = SCALE_BLOCK > 0 && WARP_M* WARP_N <= 32 * WARP_SIZE;
+
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
 // tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a row,
-// tile.a_step and tile.b_step. promote(step) is called after each k-tile with SCALE_BLOCK.
-template <typename Tile, typename Promote>
-DEVICE void
-multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,
-              int64_t first_step, int steps, int warp_row, int warp_column, const Promote& promote) {
+// tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and promote(scales)
+// is called after its MMAs.
+template <typename Tile, typename ScalesOf, typename Promote>
+DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory,
+                          int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,
+                          const ScalesOf& scales_of, const Promote& promote) {
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
@@ -109,6 +114,8 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
         next_stage();
         if (steps > 0) fragments[0].load(stage_of(0), warp_row, TILE_M + warp_column, 0);
         for (int step = 0; step < steps; ++step) {
+            decltype(scales_of(step)) scales;
+            if constexpr (SCALES_EARLY) scales = scales_of(step);
 #pragma unroll
             for (int part = 0; part < K_PARTS; ++part) {
                 const bool is_last = part == K_PARTS - 1;
@@ -123,15 +130,19 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
                 if (part == 0) load(step + STAGES - 1);
                 fragments[part % 2].multiply(accum);
             }
-            if constexpr (SCALE_BLOCK > 0) promote(step);
+            if constexpr (SCALE_BLOCK > 0 && !SCALES_EARLY) scales = scales_of(step);
+            if constexpr (SCALE_BLOCK > 0) promote(scales);
         }
     } else {
         for (int step = 0; step < steps; ++step) {
             next_stage();
             load(step + STAGES - 1);
+            decltype(scales_of(step)) scales;
+            if constexpr (SCALES_EARLY) scales = scales_of(step);
             multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
             store_held(step + STAGES - 1);
-            if constexpr (SCALE_BLOCK > 0) promote(step);
+            if constexpr (SCALE_BLOCK > 0 && !SCALES_EARLY) scales = scales_of(step);
+            if constexpr (SCALE_BLOCK > 0) promote(scales);
         }
     }
 }
