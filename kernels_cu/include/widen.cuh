@@ -63,6 +63,25 @@ template <> constexpr bool MAKES_FLOATS<fp8_e4m3fnuz_t> = true;
 template <> constexpr bool MAKES_FLOATS<fp8_e4m3_t> = true;
 #endif
 
+// Makes NaN of e4m3 values in T where they are 480, which NaN counts as before. `magnitude`: exponents and mantissas of
+// e4m3, in the upper bytes of both halves.
+template <typename T>
+DEVICE uint32_t with_nan(const Vec<T, 2>& pair, uint32_t magnitude) {
+    constexpr bool IS_HALF = is_same<T, half_t>;
+    if constexpr (PYOPS_HIP) {
+        // is_nan has the sign bit of each half that is NaN, which becomes 0x7e00 or 0x7fc0.
+        const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
+        return pair.template word<2>(0) | (is_nan - (is_nan >> (IS_HALF ? 6 : 9)));
+    } else {
+        // Of all values 480 alone becomes infinite by this factor, and infinity times zero is NaN. Logic instructions
+        // have half the rate of multiplications.
+        const auto large = pair * Vec<T, 2>::full(IS_HALF ? 144.0f : 0x1.2p119f), zero = Vec<T, 2>::full(0.0f);
+        Vec<T, 2> result;
+        multiply_add_pair<T>(result.data, large.data, zero.data, pair.data);
+        return result.template word<2>(0);
+    }
+}
+
 // Converts four fp8 elements to two words of float16 pairs; float16 represents every fp8 value.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
@@ -98,13 +117,12 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
                 // value. This also holds for subnormal numbers.
                 const uint32_t sign = bytes & 0x80008000u, magnitude = bytes & 0x7f007f00u;
                 Vec<half_t, 2> pair;
-                pair.template word<2>(0) = sign | magnitude >> 1;
+                pair.template word<2>(0) = sign | (bytes >> 1 & 0x3f803f80u);
                 pair = pair * Vec<half_t, 2>::full(IS_FNUZ ? 128.0f : 256.0f);
-                // is_nan has the sign bit of each half that is NaN: -0 (FNUZ), or the largest magnitude. NaN becomes
-                // 0x7e00.
-                const uint32_t is_nan =
-                    IS_FNUZ ? sign & ~(magnitude + 0x7f007f00u) : (magnitude + 0x01000100u) & 0x80008000u;
-                halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
+                // FNUZ: is_nan has the sign bit of each half that is NaN, -0, which becomes 0x7e00.
+                const uint32_t is_nan = sign & ~(magnitude + 0x7f007f00u);
+                if constexpr (IS_FNUZ) halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
+                else halves[i] = with_nan(pair, magnitude);
             }
         }
     }
@@ -129,11 +147,9 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
             const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             const uint32_t magnitude = bytes & 0x7f007f00u;
             Vec<bf16_t, 2> pair;
-            pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
+            pair.template word<2>(0) = (bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u);
             pair = pair * Vec<bf16_t, 2>::full(0x1p120f);
-            // is_nan has the sign bit of each half that is NaN, the largest magnitude. NaN becomes 0x7fc0.
-            const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
-            pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
+            pairs[i] = with_nan(pair, magnitude);
         }
     }
 }

@@ -151,7 +151,7 @@ multiply_scaled(float (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Row
         [&](ScaledFragments& operands, int step, int part) {
             operands.load(stage_of(step), scales_of(step), warp_row, TILE_M + warp_column, part);
         },
-        [&](const ScaledFragments& operands, int part) { operands.multiply(accum, part); }, [](int) {});
+        [&](const ScaledFragments& operands, int part) { operands.multiply(accum, part); }, [](int) {}, [](int) {});
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

@@ -49,6 +49,9 @@
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 
+// The block scales of a thread's accumulators for a k-tile: those of its rows, and of the columns of its MMA tiles.
+struct TileScales { float rows[ROWS], columns[COLUMN_TILES][ROW_SUMS]; };
+
 // The accumulators of a thread.
 struct Accumulators {
     sum_t current[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
@@ -58,12 +61,16 @@ struct Accumulators {
         if constexpr (SCALE_BLOCK > 0) return totals[i][j][l];
         else return current[i][j][l];
     }
-    // Promotes accumulator l of MMA tile (i, j), multiplied by its block scales, and clears it.
-    DEVICE void promote(int i, int j, int l, float scale) {
-        sum_t& sum = current[i][j][l];
-        total_t& total = totals[i][j][l];
-        total = fmaf(scale, float(sum), total);
-        sum = 0;
+    // Promotes the accumulators of a k-tile, multiplied by their block scales, and clears them.
+    DEVICE void promote(const TileScales& scales) {
+#pragma unroll
+        for (int i = 0; i < ROWS * COLUMN_TILES * ROW_SUMS; ++i) {
+            const int row = i / (COLUMN_TILES * ROW_SUMS), j = i / ROW_SUMS % COLUMN_TILES, column = i % ROW_SUMS;
+            sum_t& sum = current[row / LANE_ROWS][j][row % LANE_ROWS * ROW_SUMS + column];
+            total_t& total = totals[row / LANE_ROWS][j][row % LANE_ROWS * ROW_SUMS + column];
+            total = fmaf(scales.rows[row] * scales.columns[j][column], float(sum), total);
+            sum = 0;
+        }
     }
 };
 
@@ -90,26 +97,23 @@ struct DenseTile {
         const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
         return strided_rows(b + first * b_step, row, b_stride, ROWS_APART / RUNS_OF_B, (n - column) * RUNS_OF_B);
     }
-    // Promotes the accumulators of k-tile `block`. The thread's first one is at row own_row, its warp's at warp_column.
-    DEVICE void
-    promote(Accumulators& accum, const BlockScales& scales, int own_row, int warp_column, int64_t block) const {
-        float row_scales[ROWS];
+    // The scales of k-tile `block`. The thread's first accumulator is at row own_row, its warp's at warp_column.
+    DEVICE TileScales scales_of(const BlockScales& scales, int own_row, int warp_column, int64_t block) const {
+        TileScales found{};
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            row_scales[i] = scales.of_row(min(first_row + own_row + i * ROW_STEP, m - 1), block);
+            found.rows[i] = scales.of_row(min(first_row + own_row + i * ROW_STEP, m - 1), block);
         }
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES * RUNS; ++j) {
             // All gate columns of one MMA share a block scale, and so do all its up columns.
             const int local = warp_column + j / RUNS * PRODUCT_COLUMNS;
             const int64_t column = min(column_of(local), n - 1) + (GATED && j % 2 ? n : 0);
-            const float column_scale = scales.of_column(column, block);
+            const float scale = scales.of_column(column, block);
 #pragma unroll
-            for (int i = 0; i < ROWS * ROW_RUN; ++i) {
-                const int row = i / ROW_RUN, at = row % LANE_ROWS * ROW_SUMS + j % RUNS * ROW_RUN + i % ROW_RUN;
-                accum.promote(row / LANE_ROWS, j / RUNS, at, row_scales[row] * column_scale);
-            }
+            for (int i = 0; i < ROW_RUN; ++i) found.columns[j / RUNS][j % RUNS * ROW_RUN + i] = scale;
         }
+        return found;
     }
 };
 
@@ -130,27 +134,20 @@ struct ExpertTile {
         return strided_rows(b + first, row, b_stride, ROWS_APART / RUNS_OF_B, int64_t(end - row) * RUNS_OF_B);
     }
     // As above; the thread's first accumulator is at column own_column.
-    DEVICE void promote(Accumulators& accum, const BlockScales& scales, int own_row, int own_column, int block) const {
-        float row_scales[ROWS];
+    DEVICE TileScales scales_of(const BlockScales& scales, int own_row, int own_column, int block) const {
+        TileScales found{};
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            row_scales[i] = scales.of_row(max(rows[own_row + i * ROW_STEP], 0) / top_k, block);
+            found.rows[i] = scales.of_row(max(rows[own_row + i * ROW_STEP], 0) / top_k, block);
         }
 #pragma unroll
-        for (int j = 0; j < COLUMN_TILES; ++j) {
+        for (int j = 0; j < COLUMN_TILES * ROW_SUMS; ++j) {
             // A lane's rows of b in one MMA tile can have different block scales: gates and ups do.
-            float column_scales[ROW_SUMS];
-#pragma unroll
-            for (int i = 0; i < ROW_SUMS; ++i) {
-                const int row = min(b_row_of(own_column + j * PRODUCT_COLUMNS + i), b_rows - 1);
-                column_scales[i] = scales.of_column(row, block);
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS * ROW_SUMS; ++i) {
-                const int row = i / ROW_SUMS;
-                accum.promote(row / LANE_ROWS, j, i % PRODUCT_SUMS, row_scales[row] * column_scales[i % ROW_SUMS]);
-            }
+            const int local = own_column + j / ROW_SUMS * PRODUCT_COLUMNS + j % ROW_SUMS;
+            const int row = min(b_row_of(local), b_rows - 1);
+            found.columns[j / ROW_SUMS][j % ROW_SUMS] = scales.of_column(row, block);
         }
+        return found;
     }
 };
 
@@ -183,9 +180,10 @@ gemm_sm80(out_t* out,                 // [M, N]
     const BlockScales scales{a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step};
     Accumulators accum;
     const int steps = int(end_step - first_step);
-    multiply_tile(accum.current, tile, memory, k, first_step, steps, warp_row, warp_column, [&](int step) {
-        tile.promote(accum, scales, warp_row + lane_row(lane), warp_column, first_step + step);
-    });
+    multiply_tile(
+        accum.current, tile, memory, k, first_step, steps, warp_row, warp_column,
+        [&](int step) { return tile.scales_of(scales, warp_row + lane_row(lane), warp_column, first_step + step); },
+        [&](const TileScales& of_step) { accum.promote(of_step); });
 
     total_t result[SUMS];
 #pragma unroll
@@ -245,8 +243,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_s
                              b_scale_step, a_scale_block_step, b_scale_block_step};
     Accumulators accum;
     const int steps = int((k + STEP - 1) / STEP);
-    multiply_tile(accum.current, tile, memory, k, 0, steps, warp_row, warp_column,
-                  [&](int step) { tile.promote(accum, scales, warp_row + g, warp_column + t, step); });
+    multiply_tile(
+        accum.current, tile, memory, k, 0, steps, warp_row, warp_column,
+        [&](int step) { return tile.scales_of(scales, warp_row + g, warp_column + t, step); },
+        [&](const TileScales& of_step) { accum.promote(of_step); });
 
     const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{
         topk_weights, a_scales, expert_scales, bias + int64_t(expert) * b_rows, int(top_k), a_scale_step, b_scale_step};

@@ -9,39 +9,7 @@
 
 // A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row threadIdx.x / 8 on.
 constexpr int ROWS_APART = NUM_THREADS / 8;
-
-// Rows a constant distance from each other.
-struct StridedRows {
-    const scalar_t* first;
-    int64_t between;  // elements from each row to the next
-    int count;        // rows that exist
-
-    DEVICE bool exists(int i) const { return i < count; }
-    DEVICE const scalar_t* row(int i) const { return first + i * between; }
-    DEVICE void advance(int64_t elements) { first += elements; }
-};
-
-// The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
-// from the first on. Rows past these are not read. If there is one row or none, the stride of a tensor of one row may be
-// anything, and copies need aligned addresses: so all rows get the address of the first.
-DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
-    const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(TILE_M + TILE_N)));
-    return {base + (count > 0 ? row : 0) * stride, count > 1 ? step * stride : 0, count};
-}
-
-// Rows anywhere.
-template <int COUNT>
-struct ScatteredRows {
-    const scalar_t* rows[COUNT];
-    uint32_t exist;  // a bit of each row
-
-    DEVICE bool exists(int i) const { return exist >> i & 1; }
-    DEVICE const scalar_t* row(int i) const { return rows[i]; }
-    DEVICE void advance(int64_t elements) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) rows[i] += elements;
-    }
-};
+#include "operand_rows.cuh"
 
 // The rows that a thread copies, from element `first` on: row_of(i) is the row of out of the tile's row i, negative if
 // there is none, and top_k rows of out share a row of `base`.
@@ -112,17 +80,19 @@ constexpr bool PREFETCHES =
 
 // The main loop with two sets of operands: one is loaded while the other is multiplied. load(step) begins the copies of a
 // k-tile. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers hold it. read(operands,
-// step, part) loads the operands of a LOAD_BYTES part of a k-tile, multiply(operands, part) adds their MMAs, and
-// promote(step) ends a k-tile.
-template <typename Operands, typename Load, typename NextStage, typename Read, typename Multiply, typename Promote>
+// step, part) loads the operands of a LOAD_BYTES part of a k-tile, and multiply(operands, part) adds their MMAs.
+// begin(step) and end(step) are called before and after a k-tile.
+template <typename Operands, typename Load, typename NextStage, typename Read, typename Multiply, typename Begin,
+          typename End>
 DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_stage, const Read& read,
-                           const Multiply& multiply, const Promote& promote) {
+                           const Multiply& multiply, const Begin& begin, const End& end) {
     constexpr int K_PARTS = 128 / LOAD_BYTES;
     static_assert(K_PARTS % 2 == 0);
     Operands operands[2];
     next_stage(steps);
     if (steps > 0) read(operands[0], 0, 0);
     for (int step = 0; step < steps; ++step) {
+        begin(step);
 #pragma unroll
         for (int part = 0; part < K_PARTS; ++part) {
             const bool is_last = part == K_PARTS - 1;
@@ -131,18 +101,23 @@ DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_st
             if (part == 0) load(step + STAGES - 1);
             multiply(operands[part % 2], part);
         }
-        promote(step);
+        end(step);
     }
 }
+
+// Whether block scales are loaded before the MMAs of their k-tile, which hide the latency. Next to more accumulators,
+// which a thread has twice, they would spill.
+constexpr bool SCALES_EARLY = SCALE_BLOCK > 0 && WARP_M* WARP_N <= 32 * WARP_SIZE;
 
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
 // tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a row,
-// tile.a_step and tile.b_step. promote(step) is called after each k-tile with SCALE_BLOCK.
-template <typename Tile, typename Promote>
-DEVICE void
-multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory, int64_t k,
-              int64_t first_step, int steps, int warp_row, int warp_column, const Promote& promote) {
+// tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and promote(scales)
+// is called after its MMAs.
+template <typename Tile, typename ScalesOf, typename Promote>
+DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory,
+                          int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,
+                          const ScalesOf& scales_of, const Promote& promote) {
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
@@ -173,6 +148,14 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
         load(step);
         store_held(step);
     }
+    decltype(scales_of(0)) scales;
+    const auto begin = [&](int step) {
+        if constexpr (SCALES_EARLY) scales = scales_of(step);
+    };
+    const auto end = [&](int step) {
+        if constexpr (SCALE_BLOCK > 0 && !SCALES_EARLY) scales = scales_of(step);
+        if constexpr (SCALE_BLOCK > 0) promote(scales);
+    };
     if constexpr (PREFETCHES) {
         using operands_t = Fragments<scalar_t, LOAD_WORDS>;
         multiply_ahead<operands_t>(
@@ -184,17 +167,15 @@ multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile&
             [&](operands_t& operands, int step, int part) {
                 operands.load(stage_of(step), warp_row, TILE_M + warp_column, part);
             },
-            [&](const operands_t& operands, int) { operands.multiply(accum); },
-            [&](int step) {
-                if constexpr (SCALE_BLOCK > 0) promote(step);
-            });
+            [&](const operands_t& operands, int) { operands.multiply(accum); }, begin, end);
     } else {
         for (int step = 0; step < steps; ++step) {
             next_stage();
             load(step + STAGES - 1);
+            begin(step);
             multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
             store_held(step + STAGES - 1);
-            if constexpr (SCALE_BLOCK > 0) promote(step);
+            end(step);
         }
     }
 }

@@ -26,8 +26,7 @@
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of the k-tile; 0: all rows are one group
 #pragma once
 #include "column_permutation.cuh"
-#include "dequant.cuh"
-#include "group_scale.cuh"
+#include "column_terms.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 #include "LAYOUT.cuh"
@@ -49,25 +48,19 @@ DEVICE Place place_of(int column) {
     return {int(SCALE_ORDER(column)), int(zero / FIELDS), int(zero % FIELDS * BITS)};
 }
 
-// The scale and the zero point of a column, each in both halves of a pair.
-struct Terms {
-    pair_t scale, added;
-    quants_t::Zero zero;
-
-    // Loads them for the column at `place`, group `group` of the k-tile. Zero points begin `scale_bytes` after the
+// The terms of a column, as a lane of a WGMMA loads them.
+struct Terms : ColumnTerms<number_t> {
+    // Loads them for the column with these offsets, group `group` of the k-tile. Zero points begin `scale_bytes` after the
     // scales.
-    DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& place) {
+    DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& at) {
         const uint8_t* points = groups + scale_bytes;
-        const int entry = group * TILE_N + place.entry;
+        const int entry = group * TILE_N + at.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
-        if constexpr (ADDED || ZERO_FLOATS) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
-        if constexpr ((ADDED || ZERO_FLOATS) && quants_t::SUM_FACTOR != 1.0f) {
-            added = added * pair_t::full(1.0f / quants_t::SUM_FACTOR);
-        }
+        if constexpr (ADDED || ZERO_FLOATS) added = added_of(reinterpret_cast<const number_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
-            const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
-            point += word >> place.shift & ((1 << BITS) - 1);
+            const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + at.word];
+            point += word >> at.shift & ((1 << BITS) - 1);
         }
         zero = quants_t::zero(point);
     }
@@ -75,25 +68,6 @@ struct Terms {
     // Row pair q of column h, dequantized.
     template <typename LaneQuants>
     DEVICE uint32_t weight(const quants_t& decode, const LaneQuants& quants, int h, int q) const {
-        pair_t pair = quants.pair(decode, h, q, zero);
-        // The two factors are separate only to stay in range; together they often cancel to 1.
-        constexpr float FACTOR = quants_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
-        if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
-        if constexpr (ZERO_FLOATS) pair = pair - added;
-        if constexpr (ADDED) multiply_add_pair<number_t>(pair.data, pair.data, scale.data, added.data);
-        else if constexpr (HAS_SCALES) pair = pair * scale;
-        return pair.template word<2>(0);
-    }
-
-private:
-    template <typename T>
-    static DEVICE pair_t twice(T x) {
-        if constexpr (is_same<T, number_t>) {
-            pair_t pair;
-            pair.data[0] = pair.data[1] = x;
-            return pair;
-        } else {
-            return pair_t::full(SCALE<T>(&x, 0));
-        }
+        return scaled(quants.pair(decode, h, q, zero));
     }
 };

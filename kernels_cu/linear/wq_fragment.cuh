@@ -19,10 +19,10 @@ using layout_t = LAYOUT<BITS>;
 using mma_unit_t = typename layout_t::template MmaUnit<TILE_N>;
 // 2:4 sparsity: metadata gives the rows of the stored ones (sparse_24_metadata.cuh).
 constexpr bool IS_SPARSE = mma_unit_t::SPREAD == 2;
-// Units of a k-tile, and words of a lane in a unit.
-constexpr int UNITS = mma_unit_t::UNITS, WORDS = mma_unit_t::WORDS;
-constexpr int TILES = TILE_N / 16;  // blocks of 16 columns
-constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * mma_unit_t::SPREAD, STEP_K = UNITS * UNIT_K;  // rows
+constexpr int WORDS = mma_unit_t::WORDS;                                      // words of a lane in a unit
+constexpr int TILES = TILE_N / 16;                                            // blocks of 16 columns
+constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * mma_unit_t::SPREAD;  // rows of a unit
+constexpr int UNITS = SHORT_STEPS ? ceil_div(64, UNIT_K) : mma_unit_t::UNITS, STEP_K = UNITS * UNIT_K;  // of a k-tile
 constexpr int PRODUCTS = UNIT_K / 16;                                                    // MMAs along K of a unit
 constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                           // blocks of 8 rows of a
 constexpr int A_CHUNKS = STEP_K / 8;                                                     // 16-byte chunks of a row
@@ -39,6 +39,7 @@ constexpr int PLACES_AT = QUANTS_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYT
 // Whether the epilogue needs the sum of each row of a over K, to apply zero points or offsets.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || quants_t::RAW_OFFSET > 0.0f;
 static_assert(TILE_N == 64 || TILE_N == mma_unit_t::MOST_COLUMNS);
+static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 static_assert(BITS != 3 || GROUPS == 1);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % (mma_unit_t::GROUPS_OF_16 ? 16 : UNIT_K) == 0);
@@ -152,8 +153,11 @@ struct Rows {
     static constexpr bool IN_FOURS = ORDER == rows_in_pairs || ORDER == rows_alternating;
     static constexpr bool BY_PRODUCT = IN_FOURS || (ORDER == rows_of_fragment && (TILE_M > 8 || PRODUCTS == 1));
 
-    // Loads the B fragments of a unit, by MMA and block of 8 rows of a; with BY_PRODUCT only those of `product`.
-    DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
+    // Loads the B fragments of a unit, by MMA and block of 8 rows of a; with BY_PRODUCT only those of `product`; then b
+    // may hold one MMA.
+    template <int COUNT>
+    DEVICE void load(uint32_t (&b)[COUNT][ROW_TILES][2], int unit, int product) const {
+        static_assert(COUNT == PRODUCTS || (BY_PRODUCT && COUNT == 1));
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (IN_FOURS) {  // a lane's four adjacent elements along K
 #pragma unroll
@@ -162,9 +166,9 @@ struct Rows {
                           chunk = (unit * PRODUCTS + product) * 2 + t / 2;
                 const auto four =
                     Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(data + place(row, chunk) + t % 2 * 8));
-                b[product][tile][0] =
+                b[product % COUNT][tile][0] =
                     ORDER == rows_in_pairs ? four.data[0] : pack_halves<false>(four.data[0], four.data[1]);
-                b[product][tile][1] =
+                b[product % COUNT][tile][1] =
                     ORDER == rows_in_pairs ? four.data[1] : pack_halves<true>(four.data[0], four.data[1]);
             }
         } else if constexpr (BY_PRODUCT) {
@@ -175,7 +179,7 @@ struct Rows {
                 uint32_t words[2 * TILES];
                 ldmatrix<2 * TILES>(words, data + place(row, (unit * PRODUCTS + product) * 2 + lane / 8 % 2));
 #pragma unroll
-                for (int j = 0; j < 2 * TILES; ++j) b[product][tile + j / 2][j % 2] = words[j];
+                for (int j = 0; j < 2 * TILES; ++j) b[product % COUNT][tile + j / 2][j % 2] = words[j];
             }
         } else if constexpr (ORDER == rows_of_fragment) {
             uint32_t words[4];
@@ -239,8 +243,8 @@ struct Terms {
     float scales[TILES][2], shifts[TILES][2];
 
     // Reads the values of the lane's columns from the row of the tile, and decodes them.
-    template <typename T, typename Decode>
-    static DEVICE void spread(float (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
+    template <typename T, typename To, typename Decode>
+    static DEVICE void spread(To (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
         const T* entries = reinterpret_cast<const T*>(from);
         const int g = threadIdx.x % 32 / 4;
         if constexpr (entries_by_eight()) {

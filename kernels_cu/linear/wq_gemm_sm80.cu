@@ -40,6 +40,7 @@
 //     HELD          whether lanes hold quants of the next k-tile in registers: where the layout has HELD_WORDS
 //     GROUPED, ROUTED    whether rows belong to experts, and have routing weights
 
+constexpr bool SHORT_STEPS = false;
 #include "cluster.cuh"
 #include "sparse_24_metadata.cuh"
 #include "zero_point_row_sums.cuh"
@@ -49,7 +50,6 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // K-tiles of a group. Its MMAs have accumulators of their own until the group ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 static_assert((HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0)) && (GROUPED || !ROUTED));
 static_assert((!RECODED || ZERO_POINT == 8) && !(IS_SPARSE && (GROUPED || ZERO_CODES)));
 static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0 && STAGES >= 2);

@@ -20,6 +20,7 @@
 //     TILE_N, the columns of a warp, 64, HELD false, and GROUP_SIZE 0 or a multiple of the k-tile; and
 //     STAGES        k-tiles of the ring in shared memory: a multiple of the four consumer warpgroups
 
+constexpr bool SHORT_STEPS = false;
 #include "pipeline.cuh"
 #include "wq_fragment.cuh"
 #include "wgmma.cuh"
@@ -40,7 +41,6 @@ static_assert(BITS == 4);
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
 static_assert(TILE_N == 64 && TILE_M == 16 && !HELD && GROUPS == 1 && !GROUPED && !ROUTED && !GATED && BIAS <= 1 &&
               AZP == 0);
-static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 
 // A k-tile in shared memory, as a warp reads it.
 struct Step {

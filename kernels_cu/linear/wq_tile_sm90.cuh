@@ -22,7 +22,6 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZ
 static_assert(!IS_TABLE || (HAS_SCALES && BITS == 4));
 static_assert(!RECODED || (ZERO_POINT == 8 && EXPONENT == 0));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
-static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert((!CUT || (SPLITS == 1 && !GROUPED)) && (NEIGHBOURS == 1 || (TMA_STORE && NEIGHBOURS == 2)));
 static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || lane_quants_t::TWO_BOXES));

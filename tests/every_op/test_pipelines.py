@@ -32,6 +32,7 @@ from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config
@@ -142,6 +143,10 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "linear/wq_gemm_sm80.cu": [
         partial(packed.test_packed_gemm, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
     ],
+    "linear/wq_gemm_sm80_large_m.cu": [
+        partial(packed.test_packed_gemm, packed.marlin, 4, PackedLargeConfig(16, 2, 2, 1), 40, 320, 384, 3, BF16),
+        partial(packed.test_packed_gemm, packed.gptq, 4, PackedLargeConfig(64, 1, 2, 1, 2), 70, 320, 320, 5, BF16),
+    ],
     "linear/wq_gemm_sm90_small_m.cu": [
         partial(packed.test_packed_gemm, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
     ],
@@ -230,6 +235,7 @@ ROUNDS: dict[str, Rounds] = {
     "linear/gemm_sm80.cu": of_products(of_row),
     "linear/wq_gemm_sm90.cu": of_products(lambda of: 64 * of["BOXES"], lambda of: of["TILE_M"] * (of["SPLITS"] == 1)),
     "linear/wq_gemm_sm80.cu": of_products(lambda of: 4 * 128 / of["BITS"]),
+    "linear/wq_gemm_sm80_large_m.cu": of_products(lambda _: 64, lambda of: of["WARPS_M"] * of["TILE_M"]),
     "linear/wq_gemm_sm90_small_m.cu": of_products(lambda _: 128),
     "linear/gemm_sm90_swap_ab.cu": of_products(
         of_row, lambda of: of["TILE_M"] * (of["SPLITS"] == 1 and of["TILE_N"] > 64)

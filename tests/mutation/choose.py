@@ -37,6 +37,7 @@ _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
     (device.model("sm_90"), {"num_tokens": 256}),
     (device.model("sm_90"), {"num_tokens": 4096}),
     (replace(device.model("sm_90"), num_sms=1), {}),  # the tiles of any matrix fill one SM
+    (device.model("sm_80"), {"num_tokens": 256}),  # without WGMMA
     (device.model("gfx942"), {}),
     (device.model("sm_120"), {}),
 )

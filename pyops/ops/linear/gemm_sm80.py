@@ -56,8 +56,7 @@ class MmaConfig:
     @property
     def k_tile_traffic(self) -> int:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
-        of_warps = self.warps_n * self.tile_m + self.warps_m * self.tile_n
-        return (self.tile_m + self.tile_n + of_warps) * K_TILE_BYTES
+        return step_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
@@ -78,9 +77,7 @@ class MmaConfig:
         """Whether shared memory and registers suffice."""
         held = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
         enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * held <= _MAX_RESIDENT
-        return (
-            enough and held <= _max_accumulators(problem.dtype, device) and self.shared_memory <= device.shared_memory
-        )
+        return enough and held <= max_accumulators(problem.dtype, device) and self.shared_memory <= device.shared_memory
 
     def launch(self, problem: GemmProblem) -> Launch:
         """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
@@ -129,7 +126,7 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
         if tile_m > 16 and 2 * shape.m <= tile_m:
             continue  # half of the tile would be padding
         held = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
-        if held * (2 if shape.block_scaled else 1) > _max_accumulators(shape.dtype, device):
+        if held * (2 if shape.block_scaled else 1) > max_accumulators(shape.dtype, device):
             continue
         stage_bytes = (tile_m + tile_n) * K_TILE_BYTES
         blocks = 2 if stage_bytes <= _SMALL_TILE else 1  # per SM; they share its shared memory
@@ -148,7 +145,12 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
                 break
 
 
-def _max_accumulators(dtype: DType, device: Device) -> int:
+def step_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
+    """Bytes of shared memory that a k-tile writes, and that its warps read."""
+    return (tile_m + tile_n + warps_n * tile_m + warps_m * tile_n) * K_TILE_BYTES
+
+
+def max_accumulators(dtype: DType, device: Device) -> int:
     """Most accumulators of a thread: a half where fp8 operands are converted, or copies are held in registers."""
     converts = dtype in FP8 and not device.supports("fp8_products")
     return _MAX_ACCUMULATORS if device.supports("async_copies") and not converts else _MAX_ACCUMULATORS // 2

@@ -16,6 +16,7 @@ from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float1
 from ...tuning.engines import Choice, Engine, overlapped
 from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm90
 from .gemm_problem import SCALE_BLOCK, multiplies
+from .gemm_shape import FP8
 from .grouped_problem import GroupedProblem
 from .grouped_rates import GroupedRates
 from .grouped_shape import GroupedShape
@@ -86,9 +87,9 @@ def _mma_refusal(shape: GroupedShape, device: Device) -> str | None:
 def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates: GroupedRates) -> float:
     """A tile of padding alone ends at once."""
     tiles = round(shape.row_tiles(config.tile_m)) * -(-shape.n // config.tile_n)
-    k_tile = (
-        rates.mma_row * (config.tile_m + config.tile_n) * (rates.mma_eight_bits if shape.dtype.itemsize == 1 else 1.0)
-    )
+    converts = shape.dtype in FP8 and not device.supports("fp8_products")
+    mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.step_traffic)
+    k_tile = (rates.mma_k_tile + mma) * (rates.mma_converted if converts else 1.0)
     loop = -(-tiles // device.num_sms) * shape.num_k_tiles * k_tile
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 

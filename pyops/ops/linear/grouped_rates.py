@@ -25,8 +25,9 @@ class GroupedRates:
         gather: for each row of a of the k-tile, further: to copy it alone.
         tile: a tile: to find its expert and its rows.
         epilogue: the epilogue of a tile, for each of its columns, and 128 rows.
-        mma_row: grouped_gemm_sm80: a k-tile of an SM, for each of its operand rows.
-        mma_eight_bits: factor on a k-tile of 8-bit operands.
+        mma_k_tile, mma_area: grouped_gemm_sm80: a k-tile, and its MMAs, for each element of the tile.
+        mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
+        mma_converted: factor on a k-tile of fp8 operands that are converted.
         simt, simt_load: grouped_gemm_simt: a multiplication of an SM; an operand element that it loads.
         slot: for each slot of the sorted lists: to write and to read it.
     """
@@ -41,8 +42,10 @@ class GroupedRates:
     gather: float
     tile: float
     epilogue: float
-    mma_row: float
-    mma_eight_bits: float
+    mma_k_tile: float
+    mma_area: float
+    mma_shared: float
+    mma_converted: float
     simt: float
     simt_load: float
     slot: float

@@ -10,6 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .gemm_problem import HELD_STAGES
 from .gemm_shape import K_TILE_BYTES
+from .gemm_sm80 import max_accumulators, step_traffic
 from .grouped_problem import GROUP, GroupedProblem
 from .grouped_shape import GroupedShape
 
@@ -25,6 +26,18 @@ _TILES = (
     (96, 128, 2, 4, 1),
     (128, 128, 2, 4, 1),
 )
+# Tiles with wider warps, which read fewer bytes of shared memory for each MMA and convert rows of a for more columns.
+# Chosen by arithmetic, not yet measured; so GPUs with WGMMA, where other choices are measured, have none.
+_WIDE_TILES = (
+    (16, 128, 1, 4, 2),
+    (16, 192, 1, 4, 2),
+    (32, 128, 1, 4, 2),
+    (48, 128, 1, 4, 2),
+    (64, 128, 1, 4, 2),
+    (64, 256, 2, 4, 1),
+    (128, 256, 2, 4, 1),
+)
+_MAX_BLOCK_SCALED = 32  # accumulators of a thread, which has them twice, in a wide tile with block scales
 _MATRIX_CORE_TILES = 16, 32, 64  # rows of the tiles that compile without spills for matrix cores
 
 
@@ -53,6 +66,11 @@ class GroupedMmaConfig:
     @property
     def shared_memory(self) -> int:
         return self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
+
+    @property
+    def step_traffic(self) -> int:
+        """Bytes of shared memory that a k-tile writes, and that its warps read."""
+        return step_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
         """Other tiles and stages."""
@@ -94,11 +112,20 @@ class GroupedMmaConfig:
 def configs(shape: GroupedShape, device: Device) -> Iterator[GroupedMmaConfig]:
     """The tiles that divide the blocks of the sorted lists, with as many stages as fit."""
     copies = device.supports("async_copies")
-    for tile_m, tile_n, warps_m, warps_n, blocks in _TILES:
+    most_held = _MAX_BLOCK_SCALED if shape.scales == "block" else max_accumulators(shape.dtype, device)
+    for tile_m, tile_n, warps_m, warps_n, blocks in _TILES + _WIDE_TILES:
         if not copies and tile_m not in _MATRIX_CORE_TILES:
             continue
+        held = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
+        is_wide = (tile_m, tile_n, warps_m, warps_n, blocks) in _WIDE_TILES
+        if is_wide and (not copies or device.supports("wgmma") or held > most_held):
+            continue
+        if held > 48 and shape.scales == "block" and device.supports("fp8_products"):
+            continue  # it spills for sm_120
         most = (device.shared_memory // blocks - _static_bytes(tile_m)) // ((tile_m + tile_n) * K_TILE_BYTES)
-        stages = max(2, min(_MAX_STAGES[blocks], most)) if copies else HELD_STAGES
+        stages = min(_MAX_STAGES[blocks], most) if copies else HELD_STAGES
+        if stages < 2:
+            continue
         one = GroupedMmaConfig(tile_m, tile_n, warps_m, warps_n, stages, blocks)
         if one.fits(shape.block_size, device):
             yield one

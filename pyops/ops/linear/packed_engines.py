@@ -1,8 +1,8 @@
 """The kernels for GEMMs with packed quantized weights: which shapes each of them serves, its Configs, and their times.
 
-Four kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
-compute capability 9.0, and wq_gemm_cdna.cu on AMD. The fifth engine dequantizes the weight first and multiplies it by
-the GEMM that `gemm_engines` chooses; it serves every shape.
+Five kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm80_large_m.cu for larger M on GPUs without
+WGMMA, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on compute capability 9.0, and wq_gemm_cdna.cu on AMD. The sixth
+engine dequantizes the weight first and multiplies it by the GEMM that `gemm_engines` chooses; it serves every shape.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from ...tuning.engines import Choice, Engine, overlapped
 from .._shared.products import multiplies
 from .._shared.scalar_type import uint4b8
-from . import gemm_engines, packed_hopper, packed_mma, packed_narrow, packed_rates, packed_tile
+from . import gemm_engines, packed_hopper, packed_large, packed_mma, packed_narrow, packed_rates, packed_tile
 from .dequantize_packed import DequantizeConfig
 from .gemm_rates import num_clusters
 from .gemm_shape import K_TILE_BYTES
 from .packed_hopper import PackedConfig
+from .packed_large import PackedLargeConfig
 from .packed_mma import PackedMmaConfig
 from .packed_narrow import PackedNarrowConfig
 from .packed_rates import PackedRates
@@ -99,6 +100,50 @@ def _mma_us(config: PackedMmaConfig, shape: PackedShape, device: Device, rates: 
     return rates.launch + overlapped(loop, memory) + ends
 
 
+# wq_gemm_sm80_large_m.cu
+
+
+def large_refusal(shape: PackedShape, device: Device) -> str | None:
+    if device.supports("wgmma"):
+        return "WGMMA multiplies faster"
+    if not (device.supports("mma") and device.supports("async_copies") and multiplies(shape.dense.dtype, device)):
+        return f"the device has no cp.async, or no mma.sync of {shape.dense.dtype}"
+    if shape.is_sparse or shape.bits == 3 or shape.k % packed_large.STEP:
+        return f"K = {shape.k} is no multiple of a k-tile, or the weight has 3 bits or 2:4 sparsity"
+    return unread(shape) or rounding(shape) or _ungrouped(shape, packed_large.STEP) or _unmapped(shape)
+
+
+def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
+    full, rest = config.waves(shape.m, shape.n, device)
+    sharers = config.num_sharers(rest, k_tiles, device)
+    of_weight = shape.weight_bytes * config.columns / (shape.n * k_tiles)  # bytes of a k-tile
+    mma = rates.large_mma * config.rows * config.columns
+    # Each warp reads its rows of a and its quants.
+    reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
+    shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
+    code = rates.large_code * config.warps * packed_large.COLUMNS
+    loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
+    k_tile = rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)  # of all CTAs of an SM
+    wide = ctas * config.columns / 128
+    end = rates.tile + rates.epilogue * rows * wide
+    part = rates.part + rates.part_row * config.rows * wide
+    steps, ends = _stream_k(full, rest, sharers, k_tiles, end, part)
+    return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
+
+
+def _stream_k(full: int, rest: int, sharers: int, k_tiles: int, end: float, part: float) -> tuple[int, float]:
+    """k-tiles of the CTA with most of them, and what it takes besides: to begin and store tiles, in `end` each, and to
+    reduce those that `sharers` CTAs share, in `part` for each of their parts.
+    """
+    steps = full * k_tiles + (-(-rest * k_tiles // sharers) if rest else 0)
+    ends = (full + (rest > 0)) * end
+    if sharers > rest:  # CTAs may have the end of one tile and the beginning of the next
+        across = sharers % rest > 0
+        ends += across * end + (-(-sharers // rest) + across) * part
+    return steps, ends
+
+
 # wq_gemm_sm90_small_m.cu
 
 
@@ -173,13 +218,8 @@ def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: 
         ends = waves * (end + rates.exchange * (config.splits.bit_length() - 1))
     else:
         of = config.waves(shape.m, shape.n, device)
-        sharers = config.num_sharers(of, k_tiles)
-        steps = of.full * k_tiles + (-(-of.rest * k_tiles // sharers) if of.rest else 0)
-        ends = (of.full + (of.rest > 0)) * end
-        if sharers > of.rest:  # CTAs may have the end of one tile and the beginning of the next
-            across = sharers % of.rest > 0
-            parts = -(-sharers // of.rest) + across
-            ends += across * end + parts * (rates.part + rates.part_row * config.tile_m * wide)
+        part = rates.part + rates.part_row * config.tile_m * wide
+        steps, ends = _stream_k(of.full, of.rest, config.num_sharers(of, k_tiles), k_tiles, end, part)
     return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
 
 
@@ -223,6 +263,7 @@ choose: Choice[PackedShape, PackedRates] = Choice(
     PackedShape.of,
     packed_rates.of,
     Engine("wq_gemm_sm80.cu", mma_refusal, packed_mma.configs, _mma_us),
+    Engine("wq_gemm_sm80_large_m.cu", large_refusal, packed_large.configs, _large_us),
     Engine("wq_gemm_sm90_small_m.cu", _narrow_refusal, lambda shape, device: (PackedNarrowConfig(),), _narrow_us),
     Engine("wq_gemm_sm90.cu", _hopper_refusal, packed_hopper.configs, _hopper_us),
     Engine("wq_gemm_cdna.cu", cdna_refusal, _cdna_configs, _cdna_us),

@@ -33,6 +33,10 @@ class PackedRates:
         mma_row: to multiply a weight of an SM by a row of a.
         mma_idle: factor on these: issue slots that latency leaves idle with one warp on an SM.
         mma_end: to reduce a tile over the warps of a CTA, for each row of each warp.
+        large_k_tile: wq_gemm_sm80_large_m.cu: what nothing overlaps in a k-tile.
+        large_mma: the tensor cores, for each element of a tile.
+        large_shared: for each byte of shared memory that a k-tile writes and reads.
+        large_code: to dequantize a column of a k-tile in one warp.
         few_k_tile, few_end: wq_gemm_sm90_small_m.cu: a k-tile, and the reduction and epilogue of a tile.
         cdna_row: wq_gemm_cdna.cu: a k-tile of a compute unit, for each row of a and each 128 columns.
         cdna_code: to dequantize a column of a k-tile.
@@ -61,6 +65,10 @@ class PackedRates:
     mma_row: float
     mma_idle: float
     mma_end: float
+    large_k_tile: float
+    large_mma: float
+    large_shared: float
+    large_code: float
     few_k_tile: float
     few_end: float
     cdna_row: float

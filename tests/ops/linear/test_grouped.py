@@ -195,6 +195,7 @@ def test_mma_and_simt_grouped_gemm(one: Config, case: tuple[Any, ...]) -> None:
     [
         (GroupedMmaConfig(48, 64, 1, 4, 3), (50, 66, 136, "silu", BF16, "none", 48)),
         (GroupedMmaConfig(96, 128, 2, 4, 3), (90, 66, 272, "swigluoai", FP8, "block", 96)),
+        (GroupedMmaConfig(16, 192, 1, 4, 3, 2), (20, 264, 272, "silu", FP8, "block", 16)),
         (GroupedMmaConfig(128, 128, 2, 4, 3), (120, 66, 200, "none", torch.float16, "none", 128)),
         (GroupedSimtConfig(48, 64), (50, 66, 72, "silu", BF16, "none", 48)),
     ],

@@ -21,6 +21,7 @@ from pyops.ops.linear import (
     gemm_simt,
     packed_engines,
     packed_hopper,
+    packed_large,
     packed_mma,
     packed_narrow,
     packed_shape,
@@ -30,6 +31,7 @@ from pyops.ops.linear.dequantize_packed import DequantizeConfig
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_engines import choose
 from pyops.ops.linear.packed_hopper import PackedConfig, box_rows_of
+from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig, choose_mma
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.packed_plan import plan
@@ -48,10 +50,10 @@ def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_si
     make = ArgMaker(on)
     a, out = make.empty(m, k, dtype="bfloat16"), make.empty(m, n, dtype="bfloat16")
     kind = given.get("type", SCALAR_TYPES["uint4b8"])
-    codes = make.empty(k * n * kind.size_bits // 32, dtype="int32")
+    quants = make.empty(k * n * kind.size_bits // 32, dtype="int32")
     groups = -(-k // group_size)
     scales = make.empty(groups, n, dtype="bfloat16") if groups > 1 else None
-    weight = PackedWeight(codes, layout, kind, k, n, groups, min(group_size, k), scales, "natural")
+    weight = PackedWeight(quants, layout, kind, k, n, groups, min(group_size, k), scales, "natural")
     return PackedProblem(Operand.of_rows(a), replace(weight, **given), Epilogue(out))
 
 
@@ -67,7 +69,10 @@ CHOICES = [
     ("sm_90", 1024, 28672, 4096, replace(_WAVE, neighbours=2)),
     ("sm_90", 8192, 4992, 4096, replace(_WAVE, sharers=2)),  # an odd number of tiles side by side
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(8, 64, 8, 1, 2)),
-    ("sm_80", 1000, 4096, 4096, DequantizeConfig),
+    ("sm_80", 64, 28672, 4096, PackedLargeConfig(64, 1, 4, 2, 2)),
+    ("sm_86", 256, 28672, 4096, PackedLargeConfig(64, 2, 4, 1, 8)),
+    ("sm_80", 1000, 4096, 4096, PackedLargeConfig(64, 2, 4, 1, 4)),
+    ("sm_75", 256, 28672, 4096, DequantizeConfig),
     ("gfx942", 1, 4096, 4096, PackedTileConfig(16, 64, 1, 2, 4, 8)),
     ("gfx942", 16, 28672, 4096, PackedTileConfig(16, 64, 1, 2, 4, 2)),
     ("gfx1100", 20, 4096, 4096, PackedTileConfig(32, 64, 1, 4, 4, 2)),
@@ -83,6 +88,9 @@ def test_choice_of_config(arch: str, m: int, n: int, k: int, expected: Any) -> N
         found = choose(problem(m, n, k, on, layout), on)
         if isinstance(expected, type):
             assert isinstance(found, expected)
+        elif isinstance(expected, PackedLargeConfig) and layout != "marlin":  # more rows of a warp would spill
+            assert isinstance(found, PackedLargeConfig)
+            assert found.tile_m <= 48
         elif layout == "awq" and m <= 8 and arch == "sm_90" and n == 28672:  # 64 columns are only 32 bytes of a row
             assert found == replace(expected, tile_n=128, warps=6, min_blocks=2)
         elif layout == "gptq" and expected == PackedNarrowConfig():
@@ -207,7 +215,8 @@ def test_kernels_and_engines_name_no_layout() -> None:
     names = "|".join(LAYOUTS)
     kernels = {name: kernels_cu.read(name) for name in kernels_cu.names() if not name.startswith("linear/layout_")}
     found = {name for name, text in kernels.items() if re.search(rf"\blayout_({names})\b", re.sub("//.*", "", text))}
-    modules = [dequantize_packed, packed_engines, packed_hopper, packed_mma, packed_narrow, packed_shape, packed_tile]
+    modules = [dequantize_packed, packed_engines, packed_hopper, packed_large, packed_mma, packed_narrow, packed_shape]
+    modules.append(packed_tile)
     found |= {one.__name__ for one in modules if re.search(rf'"({names})"', inspect.getsource(one))}
     assert found == set()
     assert {f"linear/layout_{name}.cuh" for name in LAYOUTS} <= set(kernels_cu.names())
@@ -302,9 +311,9 @@ def test_w4a8_of_float16() -> None:
     make = ArgMaker(HOPPER)
 
     def of(m: int) -> PackedProblem:
-        codes, tables = make.empty(512, 28672, dtype="int32"), make.empty(32 * 28672 * 8, dtype="float8_e4m3fn")
+        quants, tables = make.empty(512, 28672, dtype="int32"), make.empty(32 * 28672 * 8, dtype="float8_e4m3fn")
         out = Epilogue(make.empty(m, 28672, dtype="float16"))
-        weight = weight_of(codes, 28672, 4096, tables, 128)
+        weight = weight_of(quants, 28672, 4096, tables, 128)
         return PackedProblem(Operand.of_rows(make.empty(m, 4096, dtype="float8_e4m3fn")), weight, out)
 
     for m in (16, 256, 4096):
@@ -317,27 +326,34 @@ def test_w4a8_of_float16() -> None:
     assert isinstance(choose(of(256), HOPPER), PackedConfig)
 
 
+_ZEROS = {"zero_kind": "codes"}
 # Tiles with rows that are no power of two, and stream-K of tiles that threads store.
 COMPILED = [
     ("marlin", PackedConfig(208, 128, 2, 1, 1, 2), {}),
     ("marlin", PackedConfig(112, 256, 2, 1, 1, 2, boxes=2), {}),
-    ("awq", PackedConfig(240, 128, 1, 1, 1, 4, 3), {"zero_kind": "codes"}),
+    ("awq", PackedConfig(240, 128, 1, 1, 1, 4, 3), _ZEROS),
     ("exllama", PackedConfig(112, 256, 2, 1, 1, 2), {}),
     ("gptq", PackedConfig(48, 256, 2, 1, 1, 2), {}),
     ("awq", PackedConfig(64, 256, 2, 1, 1, 4, 3), {}),
     ("n32k16", PackedConfig(176, 128, 2, 1, 1, 2), {"type": SCALAR_TYPES["uint8b128"]}),
     ("marlin", PackedConfig(224, 128, 2, 1, 1, 2, neighbours=2), {"type": SCALAR_TYPES["float8_e4m3fn"]}),
+    # 128 accumulators of a thread, and zero points in registers.
+    ("marlin", PackedLargeConfig(64, 2, 4, 1, 2), _ZEROS),
+    ("gptq", PackedLargeConfig(48, 2, 4, 1, 2), _ZEROS),
+    ("awq", PackedLargeConfig(48, 1, 4, 2, 4), {**_ZEROS, "group_size": 32}),
+    ("n32k16", PackedLargeConfig(64, 1, 2, 4), {"type": SCALAR_TYPES["uint8b128"]}),
 ]
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize(("layout", "config", "given"), few(COMPILED, 3))
-def test_tiles_fit_into_registers(layout: str, config: PackedConfig, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("layout", "config", "given"), few(COMPILED, 4))
+def test_tiles_fit_into_registers(layout: str, config: Any, given: dict[str, Any]) -> None:
+    on = HOPPER if isinstance(config, PackedConfig) else device.model("sm_80")
     if given.get("zero_kind") == "codes":
-        given = {**given, "zeros": ArgMaker(HOPPER).empty(32, 4096 // 8, dtype="int32"), "zero_layout": layout}
-    (launch,) = config.launches(problem(300, 4096, 4096, HOPPER, layout, **given))
+        given = {**given, "zeros": ArgMaker(on).empty(32, 4096 // 8, dtype="int32"), "zero_layout": layout}
+    (launch,) = config.launches(problem(300, 4096, 4096, on, layout, **given))
     one = launch.specialisation
-    report = offline.compile(one.kernel.file, str(one.constants), one.text, HOPPER.arch_feature)
+    report = offline.compile(one.kernel.file, str(one.constants), one.text, on.arch_feature)
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
 
 
@@ -350,6 +366,8 @@ def test_invalid_geometries() -> None:
         lambda: PackedConfig(128, 128, 1, 1, 1, 0),
         lambda: PackedConfig(128, 128, 1, 1, 1, 3, 4),
         lambda: PackedConfig(64, 256, 1, 1, 1, neighbours=2),
+        lambda: PackedLargeConfig(80, 1, 4, 1),
+        lambda: PackedLargeConfig(64, 2, 4, 2),
         lambda: PackedMmaConfig(12, 64, 4, 1, 1),
         lambda: PackedMmaConfig(16, 64, 4, 1, 4),
         lambda: PackedMmaConfig(8, 64, 4, 3, 1),

@@ -15,6 +15,7 @@ from pyops import SCALAR_TYPES
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.packed_tile import PackedTileConfig
@@ -51,10 +52,10 @@ def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -
     return pyops.marlin_gemm(a, *weight, points, None, None, None, kind.id, len(a), n, k)
 
 
-def allspark(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
+def allspark(a: Tensor, quants: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Zero points are all 128."""
-    given = packed.n32k16(codes), packed.n32k16_columns(scales), None
-    return pyops.allspark_w8a16_gemm(a, *given, codes.shape[1], -1, 132, 90, 1024, False, True)
+    given = packed.n32k16(quants), packed.n32k16_columns(scales), None
+    return pyops.allspark_w8a16_gemm(a, *given, quants.shape[1], -1, 132, 90, 1024, False, True)
 
 
 FEW = [
@@ -104,12 +105,22 @@ MANY = [
     # A cluster multicasts boxes of 32 rows, of a last tile that has one of them.
     (marlin, 4, PackedConfig(96, 128, 2, 1, 1, neighbours=2), 120, 512, 192, 3),
 ]
+LARGE = [
+    (marlin, 4, PackedLargeConfig(64, 2, 2, 1), 130, 192, 256, 2),  # a second tile of rows; warps without columns
+    (marlin, 4, PackedLargeConfig(16, 1, 2, 2, 4), 13, 192, 448, 28),  # four groups in a k-tile; stream-K
+    (marlin, 8, PackedLargeConfig(48, 1, 2, 4, 2), 40, 64, 320, 5),
+    (allspark, 8, PackedLargeConfig(32, 1, 2, 1), 20, 192, 128, 1),
+    (gptq, 4, PackedLargeConfig(64, 1, 2, 1), 64, 128, 192, 6),  # two groups in a k-tile
+    (exllama, 8, PackedLargeConfig(16, 2, 2, 1), 30, 128, 128, 1),
+    (gptq, 2, PackedLargeConfig(16, 2, 2, 1, 3), 70, 64, 320, 5),
+    (awq, 4, PackedLargeConfig(16, 1, 4, 2), 17, 320, 192, 6),
+]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("call", "bits", "one", "m", "n", "k", "groups", "dtype"),
-    [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + NARROW + MANY)],
+    [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + NARROW + MANY + LARGE)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_packed_gemm(

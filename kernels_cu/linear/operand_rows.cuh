@@ -1,0 +1,38 @@
+// operand_rows.cuh: the rows of an operand that a thread copies to shared memory.
+//
+// The kernel defines before the include: scalar_t and ROWS_APART.
+#pragma once
+#include "vec.cuh"
+
+// Rows a constant distance from each other.
+struct StridedRows {
+    const scalar_t* first;
+    int64_t between;  // elements from each row to the next
+    int count;        // rows that exist
+
+    DEVICE bool exists(int i) const { return i < count; }
+    DEVICE const scalar_t* row(int i) const { return first + i * between; }
+    DEVICE void advance(int64_t elements) { first += elements; }
+};
+
+// The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
+// from the first on. Rows past these are not read. If there is one row or none, the stride of a tensor of one row may be
+// anything, and copies need aligned addresses: so all rows get the address of the first.
+DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
+    const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(1 << 30)));
+    return {base + (count > 0 ? row : 0) * stride, count > 1 ? step * stride : 0, count};
+}
+
+// Rows anywhere.
+template <int COUNT>
+struct ScatteredRows {
+    const scalar_t* rows[COUNT];
+    uint32_t exist;  // a bit of each row
+
+    DEVICE bool exists(int i) const { return exist >> i & 1; }
+    DEVICE const scalar_t* row(int i) const { return rows[i]; }
+    DEVICE void advance(int64_t elements) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) rows[i] += elements;
+    }
+};

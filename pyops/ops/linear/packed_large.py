@@ -1,0 +1,151 @@
+"""GEMMs with packed weights by mma.sync, for large M: the geometry of wq_gemm_sm80_large_m.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from .packed_problem import PackedProblem
+from .packed_shape import PackedShape
+
+_wq_gemm_sm80_large_m = Kernel("linear/wq_gemm_sm80_large_m.cu")
+
+STEP = 64  # weight rows of a k-tile
+COLUMNS = 64  # columns of a warp
+_MAX_WARP_ROWS = 64  # most rows of a warp: 128 accumulators of a thread
+# Most rows of a warp, where more would spill: with 2 bits, where a part of a k-tile is all of it; in layouts that
+# hold several rows of a column, or columns of a row, in a word.
+_MAX_ROWS_OF_2_BITS, _MAX_ROWS_OF_WORDS = 32, 48
+_MIN_WARP_ROWS = 32  # fewest rows of a warp: for fewer, dequantization takes longer than MMAs
+_MAX_STAGES = 4  # most k-tiles in shared memory
+_MAX_PARTS = 8  # stream-K: most CTAs for a tile of the last wave
+_MORE_ROW_TILES = 2  # numbers of row tiles that come into question, from the fewest on
+_THREADS = 256  # threads of an SM: two warps for each of its tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLargeConfig:
+    """The geometry of wq_gemm_sm80_large_m.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m: rows of a warp.
+        warps_m, warps_n: warps of a CTA along M and N; each has 64 columns.
+        min_blocks: CTAs per SM; bounds the registers.
+        sharers: stream-K: CTAs that share, along K, each tile of a last wave that is not full, as far as there are CTAs
+            for it; 1: no stream-K.
+    """
+
+    tile_m: int
+    warps_m: int
+    warps_n: int
+    min_blocks: int
+    sharers: int = 1
+
+    def __post_init__(self) -> None:
+        rows = self.tile_m % 16 == 0 and 16 <= self.tile_m <= _MAX_WARP_ROWS
+        warps = self.warps_m in (1, 2) and self.warps_n in (2, 4) and self.warps * self.min_blocks <= 8
+        if not (rows and warps and self.min_blocks > 0 and 0 < self.sharers <= _MAX_PARTS):
+            raise ValueError(f"no geometry of wq_gemm_sm80_large_m.cu: {self}")
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warps_m * self.tile_m
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return self.warps_n * COLUMNS
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedLargeConfig]:
+        """Other tiles, and stream-K."""
+        shape = PackedShape.of(problem)
+        found = tuning.varied(
+            self,
+            tile_m=(self.tile_m - 16, self.tile_m + 16),
+            warps_m=(1, 2),
+            warps_n=(2, 4),
+            min_blocks=(1, 2),
+            sharers=(1, 2, 4, 8),
+        )
+        return [one for one in found if one.stages(shape, device) >= 2 and one.tile_m <= max_warp_rows(shape)]
+
+    def waves(self, m: int, n: int, device: Device) -> tuple[int, int]:
+        """(full waves, tiles of the last wave if it is not full, else 0)."""
+        return divmod(-(-m // self.rows) * -(-n // self.columns), device.num_sms * self.min_blocks)
+
+    def num_sharers(self, rest: int, k_tiles: int, device: Device) -> int:
+        """CTAs of a last wave of `rest` tiles; as many as it has tiles: no stream-K."""
+        most = min(device.num_sms * self.min_blocks, rest * min(k_tiles, self.sharers))
+        return max(rest, most)
+
+    def _stage_bytes(self, shape: PackedShape) -> int:
+        """Bytes of a k-tile in shared memory: rows of a, quantized weights, scales and zero points."""
+        weight = (STEP * shape.bits + shape.groups_of(STEP) * shape.group_bits) * self.columns // 8
+        return self.rows * STEP * 2 + weight
+
+    def stages(self, shape: PackedShape, device: Device) -> int:
+        """k-tiles in shared memory."""
+        space = (device.shared_memory + 1024) // self.min_blocks - 1024
+        return min(_MAX_STAGES, space // self._stage_bytes(shape))
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """A persistent grid."""
+        weight, device, shape = problem.weight, problem.device, PackedShape.of(problem)
+        stages = self.stages(shape, device)
+        full, rest = self.waves(problem.m, weight.n, device)
+        sharers = self.num_sharers(rest, weight.k // STEP, device)
+        parts = rest + sharers - 1 if sharers > rest else 0  # parts of all stream-K tiles
+        kernel = problem.kernel(_wq_gemm_sm80_large_m)
+        launch = kernel(
+            **problem.constants(),
+            TILE_M=self.tile_m,
+            TILE_N=COLUMNS,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            STAGES=stages,
+            CUT=self.sharers > 1,
+            HELD=False,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            device.num_sms * self.min_blocks if full else max(rest, sharers),
+            self.warps * 32,
+            stages * self._stage_bytes(shape),
+            partial=Scratch(parts * self.rows * self.columns * 4) if parts else 0,
+            arrived=Scratch(rest * self.warps * 4, zeroed=True) if parts else 0,
+            sharers=max(1, sharers),
+            **problem.arguments(kernel),
+        )
+        return [launch]
+
+
+def configs(shape: PackedShape, device: Device) -> Iterator[PackedLargeConfig]:
+    """Tiles of equal rows, of the fewest row tiles or of one more; the last wave whole, or by stream-K."""
+    for warps_m, warps_n in (2, 4), (1, 4), (1, 2):
+        fewest = -(-shape.m // (warps_m * max_warp_rows(shape)))
+        counts = range(fewest, fewest + _MORE_ROW_TILES)
+        rows = {max(_MIN_WARP_ROWS, -(-shape.m // (16 * warps_m * count)) * 16) for count in counts}
+        for tile_m in sorted(rows):
+            one = PackedLargeConfig(tile_m, warps_m, warps_n, _THREADS // (32 * warps_m * warps_n))
+            if one.stages(shape, device) < 2:
+                continue
+            rest = one.waves(shape.m, shape.n, device)[1]
+            for sharers in (1, 2, 4, 8):
+                cut = replace(one, sharers=sharers)
+                if sharers == 1 or cut.num_sharers(rest, shape.k // STEP, device) > rest:
+                    yield cut
+
+
+def max_warp_rows(shape: PackedShape) -> int:
+    """Most rows of a warp that registers allow."""
+    if shape.bits == 2:
+        return _MAX_ROWS_OF_2_BITS
+    return _MAX_WARP_ROWS if shape.format.tile_rows else _MAX_ROWS_OF_WORDS
