@@ -5859,8 +5859,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
     ) -> None:
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
-        12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 10.0, 10.3,
+        12.0 and 12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
         Args:
             out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
@@ -5885,8 +5885,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
     ) -> Tensor:
         """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 12.0 and
-        12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
+        A and B are the quantized values times their scales. Tensor cores apply the scales on compute capability 10.0, 10.3,
+        12.0 and 12.1; elsewhere A and B are dequantized in a workspace to bfloat16, which holds them exactly.
 
         Args:
             a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one

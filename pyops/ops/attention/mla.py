@@ -176,6 +176,7 @@ def example_sm100_cutlass_mla_decode(
         None,
         ENTRY_SIZE**-0.5,
         0,
+        1,
     )
 
 
