@@ -353,7 +353,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     const int writer = threadIdx.x / WRITERS;
     // If the first warp has had all tokens, there is nothing to combine.
     if (end - begin <= STEP) {
-        if (turn != warp) return;  // another CTA of the cluster
+        if (CLUSTER > 1 && blockIdx.y > 0) return;
         const int writers = CLUSTER == 1 ? num_warps : AT_ONCE;
         for (int head = writer < writers ? writer : num_heads; head < num_heads; head += writers) {
             const RowState row{warp_max[head], warp_sum[head]};

@@ -125,10 +125,12 @@ def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
 
 
 def kernel_source(file: str, constants: Mapping[str, str]) -> str:
-    """The source of a kernel file, with includes resolved, for constants as a CompileError prints them."""
+    """The source of a kernel file, with includes resolved, for constants as a CompileError prints them: `entry` names
+    the kernel, if it is not named as the file."""
     if file not in kernels_cu.names():
         raise OpError("pyops", file, "is no kernel file")
-    return sources.flatten(file, {name: _constant(text) for name, text in constants.items()})
+    values = {name: _constant(text) for name, text in constants.items() if name != "entry"}
+    return sources.flatten(file, values, entry=sources.signature(file, entry=constants.get("entry")).entry)
 
 
 def _constant(text: str) -> Any:

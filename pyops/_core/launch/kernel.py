@@ -102,7 +102,8 @@ class Specialisation:
             return source.flatten(self.kernel.file, self.constants, self.kernel.text, self.kernel.signature.entry)
 
     def __str__(self) -> str:
-        return source.describe(self.constants)
+        entry = self.kernel.entry
+        return f"entry={entry} " * bool(entry) + source.describe(self.constants)
 
     def loaded(self, device: int) -> Compiled | None:
         """The compiled kernel if this process already holds it for the device; for the CPU, that is -1."""

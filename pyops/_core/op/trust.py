@@ -159,8 +159,8 @@ def _copy(value: Any) -> Any:
 def _rows(value: Any) -> Any:
     """Rows of a tensor from its first to its last."""
     rows = value.reshape(1, -1) if value.ndim < 2 else value.flatten(0, -2)
-    picked = torch.linspace(0, max(0, len(rows) - 1), min(len(rows), _NUM_ROWS), dtype=torch.float64)
-    return rows[picked.round().long().to(rows.device)]
+    count, last = min(len(rows), _NUM_ROWS), max(0, len(rows) - 1)
+    return rows[torch.linspace(0, last, count, dtype=torch.float64, device=rows.device).round().long()]
 
 
 def _difference(expected: Any, found: Any) -> str | None:
