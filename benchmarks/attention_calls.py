@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pyops.ops.attention.prefill_problem import MAX_FEW_TOKENS
+
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 LATENT, ROPE, DS_MLA_BYTES = 512, 64, 656
 
@@ -64,6 +66,7 @@ def paged(
         "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
         "k_scale": 1.0,
         "v_scale": 1.0,
+        "max_query_len": max(new) if max(new) <= MAX_FEW_TOKENS else 0,
         **options,
         **sinks,
     }
@@ -72,7 +75,7 @@ def paged(
 def decode(cache: str, lengths: Sequence[int], heads: Sequence[int], block: int, **options: Any) -> dict[str, Any]:
     """The arguments of `paged_attention_v1`, as those of `paged`."""
     call = paged(cache, lengths, [1] * len(lengths), heads, block, **options)
-    del call["cu_seqlens_q"]
+    del call["cu_seqlens_q"], call["max_query_len"]
     return call | {"max_seq_len": max(lengths), "alibi_slopes": None}
 
 

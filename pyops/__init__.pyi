@@ -3389,6 +3389,7 @@ class _paged_attention_varlen(_Attributes, Protocol):
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
         q_scale: Tensor | None = None,
+        max_query_len: int = 0,
     ) -> None:
         """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
@@ -3432,6 +3433,8 @@ class _paged_attention_varlen(_Attributes, Protocol):
             sinks: [num_heads] float32, for each head one more logit, without a value; or None.
             lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
             q_scale: scale of e4m3 queries: [1] float32, or [num_kv_heads] if k_scale has as many elements; None for 1.
+            max_query_len: the most query tokens of a sequence if they are few, as in speculative decoding; 0 if they are
+                not, or unknown. Only the choice of the kernel depends on it, and each number has a plan of its own.
         """
     @staticmethod
     def new(
@@ -3455,6 +3458,7 @@ class _paged_attention_varlen(_Attributes, Protocol):
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
         q_scale: Tensor | None = None,
+        max_query_len: int = 0,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
@@ -3498,6 +3502,8 @@ class _paged_attention_varlen(_Attributes, Protocol):
             sinks: [num_heads] float32, for each head one more logit, without a value; or None.
             lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
             q_scale: scale of e4m3 queries: [1] float32, or [num_kv_heads] if k_scale has as many elements; None for 1.
+            max_query_len: the most query tokens of a sequence if they are few, as in speculative decoding; 0 if they are
+                not, or unknown. Only the choice of the kernel depends on it, and each number has a plan of its own.
             out_dtype: of the output, with queries of fp8; None for bfloat16 then, and the dtype of the queries otherwise.
 
         Returns:

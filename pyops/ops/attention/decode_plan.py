@@ -82,6 +82,7 @@ def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
         query_start_loc=rows.cu_seqlens_q,
         fp8_out_scale=None,
         query_tokens=most // rows.group,
+        max_query_len=rows.max_query_len,
     )
     return problem if problem.query_tokens > 1 and problem.uses_mma else None
 

@@ -22,6 +22,7 @@ class DecodeProblem:
 
     Attributes:
         query_tokens: query tokens of a CTA of attention_decode.cu; 1: each sequence has one query token.
+        max_query_len: the most query tokens of a sequence, by the caller; 0: unknown.
         partition: tokens of each split if the caller gives memory for `partials`; 0 if the plan chooses the splits.
     """
 
@@ -36,6 +37,7 @@ class DecodeProblem:
     query_start_loc: TensorArg | None
     fp8_out_scale: TensorArg | None
     query_tokens: int = 1
+    max_query_len: int = 0
 
     @property
     def num_seqs(self) -> int:
@@ -49,13 +51,15 @@ class DecodeProblem:
     @property
     def other_tiles(self) -> int:
         """The same, as the plan expects it: the lengths are on the device. If all sequences may have equally many
-        tokens, they have; otherwise one sequence has all but one of each other."""
+        tokens, they have; otherwise one sequence has all but one of each other, or as many as the caller says."""
         num_tokens, num_seqs = self.query.shape[0], max(1, self.num_seqs)
         if self.query_tokens == 1 or num_tokens <= num_seqs:
             return 0
         if num_tokens % num_seqs == 0:
             return num_seqs * ((num_tokens // num_seqs - 1) // self.query_tokens)
-        return (num_tokens - num_seqs) // self.query_tokens
+        others = (num_tokens - num_seqs) // self.query_tokens
+        most = (self.max_query_len - 1) // self.query_tokens if self.max_query_len else others
+        return min(others, num_seqs * most)
 
     @property
     def num_heads(self) -> int:

@@ -18,6 +18,7 @@ from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_
 # decode attention takes those (docs/performance/prefill.md, "Sequences of one query token").
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
+MAX_FEW_TOKENS = 16  # most query tokens of a sequence that count as few: those of speculative decoding
 _MAX_FEW_ROWS = 128  # most query rows of a sequence and key-value head that count as few: those of one CTA
 
 
@@ -37,6 +38,7 @@ class PrefillProblem:
         codes, q_scale: e4m3 queries and their scale; None for other queries. A q_scale of None means 1.
         p_hi_lo: whether 16-bit probabilities are split into two values of their type, as in decode attention. Only
             prefill_sm90.cu does so.
+        max_query_len: the most query tokens of a sequence, by the caller; 0: unknown. No result depends on it.
     """
 
     out: TensorArg
@@ -49,6 +51,7 @@ class PrefillProblem:
     codes: TensorArg | None = None
     q_scale: TensorArg | None = None
     p_hi_lo: bool = False
+    max_query_len: int = 0
 
     @property
     def num_seqs(self) -> int:
@@ -56,12 +59,14 @@ class PrefillProblem:
 
     @property
     def tokens_of_each(self) -> int:
-        """Query tokens of each sequence if all have as many; 0 if they have not.
+        """Query tokens of each sequence if all have as many, or the most of one if these are few; 0 if neither.
 
-        The counts are on the device, so this is a guess: a batch of speculative decoding has a whole number of tokens
-        per sequence. No result depends on it.
+        The counts are on the device, so the former is a guess: a batch of speculative decoding has a whole number of
+        tokens per sequence. No result depends on it.
         """
         tokens, remainder = divmod(self.query.shape[0], max(1, self.num_seqs))
+        if 0 < self.max_query_len <= MAX_FEW_TOKENS:
+            tokens, remainder = self.max_query_len, 0
         return 0 if remainder or tuning.batch_invariant() else tokens
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
@@ -73,6 +74,7 @@ def paged_attention_varlen(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     q_scale: Tensor | None = None,
+    max_query_len: int = 0,
 ) -> None:
     """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
@@ -103,6 +105,8 @@ def paged_attention_varlen(
         logits_soft_cap, sinks: as in `paged_attention_v1`.
         lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
         q_scale: scale of e4m3 queries: [1] float32, or [num_kv_heads] if k_scale has as many elements; None for 1.
+        max_query_len: the most query tokens of a sequence if they are few, as in speculative decoding; 0 if they are
+            not, or unknown. Only the choice of the kernel depends on it, and each number has a plan of its own.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale
@@ -147,8 +151,12 @@ def plan_paged_attention_varlen(
     cu_seqlens_q: TensorArg,
     causal: bool,
     q_scale: TensorArg | None,
+    max_query_len: int,
 ) -> list[Launch]:
-    return launch_varlen("paged_attention_varlen", check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale))
+    problem = check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale)
+    if max_query_len < 0:
+        raise check.refuse(query, "max_query_len", f"expected 0 or more, got {max_query_len}")
+    return launch_varlen("paged_attention_varlen", replace(problem, max_query_len=max_query_len))
 
 
 @paged_attention_varlen.bad_indices
@@ -208,5 +216,6 @@ def example_paged_attention_varlen(
         **kv.named(),
         **example_options(make, num_heads, num_tokens, options).named(),
         "q_scale": make.full(1, value=0.25, dtype="float32") if fp8_queries else None,
+        "max_query_len": 0,
     }
     return in_order(paged_attention_varlen.op, call)

@@ -21,8 +21,8 @@ _TOKENS = 64  # tokens of a tile
 _PREPARE_BLOCKS = 4  # resident blocks of gated_delta_prepare.cu per SM: shared memory holds four
 _STAGES = 3  # tiles in shared memory of gated_delta_sm90.cu
 _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
-# Cycles of a tile in a block, by rows: the chain of its four products, and for two warpgroups their MMAs. One sequence of
-# 8192 tokens with 8 heads takes an H200 192 and 276 us.
+# Cycles of a tile in a block, by rows: the chain of its four products, and for two warpgroups their MMAs. An H200 takes
+# 192 and 276 us for one sequence of 8192 tokens with 8 heads.
 _TILE_CYCLES = {64: 2500, 128: 3600}
 _L2_BYTES = 3300  # bytes that the L2 cache delivers to all SMs in a cycle; an estimate
 _SQUARE_BYTES = 2 * _TOKENS * _TOKENS  # bytes of a matrix that relates the tokens of a tile to each other

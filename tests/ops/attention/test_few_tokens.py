@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops import offline, tuning
+from pyops import OpError, offline, tuning
 from pyops._core import config
 from pyops._core.launch.kernel import Specialisation
 from pyops._core.system import device
@@ -145,6 +145,7 @@ def _launched(
     arch: str = "sm_90",
     head_size: int = 128,
     options: bool = False,
+    max_query_len: int = 0,
 ) -> Specialisation | None:
     """The first specialisation of a call; None if it is one of prefill."""
     make, (num_heads, num_kv_heads) = ArgMaker(device.model(arch)), heads
@@ -155,7 +156,24 @@ def _launched(
     one, codes = make.full(1, value=1.0, dtype="float32"), "fp8" if is_fp8 else "auto"
     of_heads = make.full(num_heads, value=0.5, dtype="float32") if options else None
     more = (of_heads, 20, 2.0, of_heads, None, None) if options else (None, 0, 0.0, None, None, None)
-    call = (query, query, cache, cache, num_kv_heads, 0.1, tables, lengths, starts, 16, codes, one, one, True, *more)
+    call = (
+        query,
+        query,
+        cache,
+        cache,
+        num_kv_heads,
+        0.1,
+        tables,
+        lengths,
+        starts,
+        16,
+        codes,
+        one,
+        one,
+        True,
+        *more,
+        max_query_len,
+    )
     first = VARLEN.launches(*call)[0]
     return first.specialisation if isinstance(tuning.last[VARLEN.name], DecodeConfig) else None
 
@@ -166,6 +184,22 @@ def test_choice(
 ) -> None:
     one = _launched(counts, tokens, heads, is_fp8)
     assert (one and (one.constants["HEADS"], one.constants["QUERY_TOKENS"])) == expected
+
+
+def test_choice_by_the_most_tokens_of_a_sequence() -> None:
+    """Without it, one sequence might have nearly all tokens; no result depends on it."""
+    counts = [8] * 148 + [1, 3, 6]
+    assert _launched(counts, 4832, (8, 8), False) is None
+    assert _launched(counts, 4832, (8, 8), False, max_query_len=17) is None
+    one = _launched(counts, 4832, (8, 8), False, max_query_len=8)
+    assert one is not None
+    assert one.constants["QUERY_TOKENS"] == 8
+    call = _call([3, 0, 9, 2], [40, 9, 30, 2], (2, 2), head_size=64, dtype=torch.bfloat16)
+    call.pop("plain")
+    for most in (1, 9):
+        assert_matches_reference(VARLEN, **call | {"max_query_len": most}, schedules=SCHEDULES[:1])
+    with pytest.raises(OpError, match="max_query_len: expected 0 or more, got -1"):
+        VARLEN.wrapper(**call | {"max_query_len": -1})
 
 
 def test_warps_that_have_a_step() -> None:

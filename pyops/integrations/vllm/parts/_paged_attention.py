@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ....ops.attention import paged_attention_v1, paged_attention_varlen
+from ....ops.attention.prefill_problem import MAX_FEW_TOKENS
 from ....ops.cache import reshape_and_cache_flash
 
 try:
@@ -77,12 +78,14 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
     Attributes:
         num_reqs: sequences, including the padding of a CUDA graph.
         is_decode: whether each sequence has exactly one query row.
+        max_query_len: the most query rows of a sequence if they are few; 0 if not, because each number has a plan.
         block_table: [num_reqs, blocks], with capacity for at least `max_seq_len` tokens.
     """
 
     num_actual_tokens: int
     num_reqs: int
     is_decode: bool
+    max_query_len: int
     max_seq_len: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -112,6 +115,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
             num_actual_tokens=common.num_actual_tokens,
             num_reqs=common.num_reqs,
             is_decode=common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs,
+            max_query_len=common.max_query_len if common.max_query_len <= MAX_FEW_TOKENS else 0,
             max_seq_len=common.max_seq_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -339,5 +343,6 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             self._cache_dtype,
             *self._scales,
             alibi_slopes=self._alibi_slopes,
+            max_query_len=metadata.max_query_len,
             **self._options,
         )
