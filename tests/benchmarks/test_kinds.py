@@ -536,6 +536,32 @@ def test_a_rival_that_differs_is_left_out(capsys: pytest.CaptureFixture[str]) ->
     assert "zeros: differs from pyops by 1 " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_flashinfer_is_told_the_largest_top_k(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newer versions then sort the tokens that top-k keeps; older ones have no such argument."""
+    told = []
+
+    def draw(logits: Any, top_k: Any, top_p: Any, *, seed: int, offset: int) -> Any:
+        return logits.argmax(1).int()
+
+    def draw_newer(*args: Any, top_k_max: int | None = None, **named: Any) -> Any:
+        told.append(top_k_max)
+        return draw(*args, **named)
+
+    installed._import.cache_clear()
+    for name in ("norm", "activation"):
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", SimpleNamespace())
+    sampling = SimpleNamespace(top_k_top_p_sampling_from_logits=draw if older else draw_newer)
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", sampling)
+    op = pyops.registry["top_k_top_p_sampling_from_logits"]
+    check = Check(Case(op, {"num_tokens": 5, "vocab_size": 1000, "dtype": "float32"}), "cpu")
+    try:
+        assert check(rivals.builders(op, ["flashinfer"])[0]["flashinfer"], any_order=True) == 0
+    finally:
+        installed._import.cache_clear()
+    assert told == ([] if older else [50])
+
+
 def test_rivals_may_draw_other_tokens() -> None:
     """Those that top-k keeps, which is 50 of them."""
     axes = {"num_tokens": 5, "vocab_size": 1000, "dtype": "float32"}
