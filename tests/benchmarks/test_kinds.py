@@ -400,8 +400,9 @@ def rule(
 
 
 def flashinfer_delta_rule(
-    q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, *, cu_seqlens: Any, **_: Any
+    q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, *, cu_seqlens: Any, max_seqlen: int, **_: Any
 ) -> Any:
+    assert max_seqlen == int(cu_seqlens.diff().max())
     repeats = v.shape[1] // q.shape[1]
     q, k = (x.repeat_interleave(repeats, 1) for x in (q, k))
     return delta_rule(q, k, v, decay, beta, scale, cu_seqlens), None
