@@ -86,6 +86,9 @@ def flash_infer_delta_rule(call: Arguments) -> Call:
     q, k = (F.normalize(call[name][0].float(), dim=-1).to(call[name].dtype) for name in ("q", "k"))
     v, decay, beta = call["v"][0], call["g"][0].float().exp(), call["beta"][0].float()
     named = {"initial_state": call["initial_state"], "output_final_state": True, "cu_seqlens": _starts(call)}
+    # Newer versions split sequences among more blocks, and choose the parts by the longest sequence.
+    if "max_seqlen" in inspect.signature(function).parameters:
+        named["max_seqlen"] = int(call["cu_seqlens"].diff().max())
     return lambda: function(q, k, v, decay, beta, call["scale"], **named)[0]
 
 

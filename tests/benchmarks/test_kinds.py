@@ -400,8 +400,9 @@ def rule(
 
 
 def flashinfer_delta_rule(
-    q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, *, cu_seqlens: Any, **_: Any
+    q: Any, k: Any, v: Any, decay: Any, beta: Any, scale: float, *, cu_seqlens: Any, max_seqlen: int, **_: Any
 ) -> Any:
+    assert max_seqlen == int(cu_seqlens.diff().max())
     repeats = v.shape[1] // q.shape[1]
     q, k = (x.repeat_interleave(repeats, 1) for x in (q, k))
     return delta_rule(q, k, v, decay, beta, scale, cu_seqlens), None
@@ -534,6 +535,32 @@ def test_a_rival_that_differs_is_left_out(capsys: pytest.CaptureFixture[str]) ->
         found = drawn.agreeing(row, {"pyops": scan_layers.contenders(row)["pyops"], **wrong}, call, "out", 0.02)
     assert set(found) == {"pyops"}
     assert "zeros: differs from pyops by 1 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_flashinfer_is_told_the_largest_top_k(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newer versions then sort the tokens that top-k keeps; older ones have no such argument."""
+    told = []
+
+    def draw(logits: Any, top_k: Any, top_p: Any, *, seed: int, offset: int) -> Any:
+        return logits.argmax(1).int()
+
+    def draw_newer(*args: Any, top_k_max: int | None = None, **named: Any) -> Any:
+        told.append(top_k_max)
+        return draw(*args, **named)
+
+    installed._import.cache_clear()
+    for name in ("norm", "activation"):
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", SimpleNamespace())
+    sampling = SimpleNamespace(top_k_top_p_sampling_from_logits=draw if older else draw_newer)
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", sampling)
+    op = pyops.registry["top_k_top_p_sampling_from_logits"]
+    check = Check(Case(op, {"num_tokens": 5, "vocab_size": 1000, "dtype": "float32"}), "cpu")
+    try:
+        assert check(rivals.builders(op, ["flashinfer"])[0]["flashinfer"], any_order=True) == 0
+    finally:
+        installed._import.cache_clear()
+    assert told == ([] if older else [50])
 
 
 def test_rivals_may_draw_other_tokens() -> None:
