@@ -9,8 +9,9 @@
 #include "tile_splits.cuh"
 
 // Partial results, and where a row's result goes. Members are the kernel's arguments of the same names. FRESH: other
-// CTAs of this launch have written the partial results.
-template <bool FRESH>
+// CTAs of this launch have written the partial results. SLICES: the slices of a head's values, each with its own row of
+// partial results and VALUE_SIZE elements of out. num_heads and `head` count the slices of all heads.
+template <bool FRESH, int SLICES = 1>
 struct PartialRows {
     using pointer_t = conditional_t<FRESH, float*, const float*>;
     static constexpr int ACCESS = 4;  // elements of a row in one access of a lane
@@ -22,11 +23,16 @@ struct PartialRows {
 
     static DEVICE float load(const float* address) { return FRESH ? load_fresh(address) : *address; }
 
+    // The first slice of a head stores its log-sum-exp.
+    DEVICE void store_lse(int64_t token, int64_t head, float log_sum) const {
+        if (HAS_LSE && head % SLICES == 0) lse[head / SLICES * num_tokens + token] = log_sum;
+    }
+
     // Combines the splits of a row. Every lane of the warp calls; a lane has ACCESS of each WARP_SIZE * ACCESS elements.
     DEVICE void combine(int64_t token, int64_t head, int splits) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const int64_t first_part = (token * num_heads + head) * max_splits;
-        float max_logit = HAS_SINKS ? sinks[head] : minus_infinity(), exp_sum = 0.0f;
+        float max_logit = HAS_SINKS ? sinks[head / SLICES] : minus_infinity(), exp_sum = 0.0f;
         for (int split = 0; split < splits; ++split)
             max_logit = fmaxf(max_logit, load(max_logits + first_part + split));
         // exp(x - max_logit); 0 for x = -inf, also where max_logit is -inf.
@@ -34,10 +40,8 @@ struct PartialRows {
         for (int split = 0; split < splits; ++split) {
             exp_sum += load(exp_sums + first_part + split) * relative_exp(load(max_logits + first_part + split));
         }
-        if (HAS_SINKS) exp_sum += relative_exp(sinks[head]);
-        if (HAS_LSE && lane == 0) {
-            lse[head * num_tokens + token] = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
-        }
+        if (HAS_SINKS) exp_sum += relative_exp(sinks[head / SLICES]);
+        if (lane == 0) store_lse(token, head, exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum));
         const float scale = 1.0f / (exp_sum + 1e-6f);
         for (int column = lane * ACCESS; column < VALUE_SIZE; column += WARP_SIZE * ACCESS) {
             float sum[ACCESS] = {};

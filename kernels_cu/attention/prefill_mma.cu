@@ -12,7 +12,9 @@
 //
 // Grid: a CTA takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
 // begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, so each sequence has at most one number without rows.
-// Sequences of fewer than min_tokens query tokens are skipped. blockIdx.y is the KV head.
+// Sequences of fewer than min_tokens query tokens are skipped. blockIdx.y counts the slices of all KV heads: where the
+// accumulators of whole values exceed the registers, a CTA has the columns of one slice, and all CTAs of a tile compute
+// its scores.
 //
 // Thread mapping: a warp takes ROW_TILES tiles of 16 rows. The CTA goes through KV tiles of TOKENS keys. It computes
 // the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes the current one.
@@ -31,7 +33,8 @@
 //     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 8; PACKED: of 16
-//     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
+//     SLICES         slices of a value, one to a CTA
+//     VALUE_SIZE     elements of a slice of a value of a head: likewise, at most HEAD_SIZE
 //     RAGGED         keys and values are ragged tensors, read as blocks of one slot; else a paged cache
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
 //     HEAD_SCALES    as in attention_decode.cu
@@ -51,11 +54,11 @@
 #include "sequence_search.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, VALUE_SIZE]
+prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, SLICES * VALUE_SIZE]
             float* lse,                                  // [num_heads, num_tokens]
             const scalar_t* query,                       // [num_tokens, num_heads, HEAD_SIZE]
             const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
-            const cache_t* value_cache,                  // likewise, with VALUE_SIZE
+            const cache_t* value_cache,                  // likewise, with SLICES * VALUE_SIZE
             const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
             const length_t* seq_lens,                    // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
             const starts_t* cu_seqlens_q,                // [num_seqs + 1]
@@ -67,9 +70,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
             int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride,
             float scale, float logits_soft_cap,
-            float* tmp_out,     // [num_tokens, num_heads, max_splits, VALUE_SIZE]
-            float* max_logits,  // [num_tokens, num_heads, max_splits]
-            float* exp_sums,    // [num_tokens, num_heads, max_splits]
+            float* tmp_out,     // [num_tokens, num_heads * SLICES, max_splits, VALUE_SIZE]
+            float* max_logits,  // [num_tokens, num_heads * SLICES, max_splits]
+            float* exp_sums,    // [num_tokens, num_heads * SLICES, max_splits]
             uint32_t* arrived,  // [gridDim.x, gridDim.y], zero before and after
             int64_t max_splits) {
     await_previous_kernel();
@@ -99,13 +102,14 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
-    const int kv_head = blockIdx.y;
+    const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
     // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers, because
     // accumulators need most registers.
     const int first_head = int(tile_row % GROUP), tile_rows = int(min(num_rows - tile_row, int64_t(TILE_ROWS)));
     const int64_t tile_token = first_token + tile_row / GROUP;
     const auto token_of = [&](int i) { return (first_head + i) / GROUP; };
     const auto head_of = [&](int i) { return kv_head * GROUP + (first_head + i) % GROUP; };
+    const auto slice_of = [&](int i) { return head_of(i) * SLICES + slice; };
     // The last key that a row sees, and the one before the first. A row beyond the last one is treated as the last one.
     const int oldest_limit = int(CAUSAL ? context + tile_row / GROUP : context);
     const auto limit_of = [&](int i) { return CAUSAL ? oldest_limit + token_of(min(i, tile_rows - 1)) : oldest_limit; };
@@ -152,7 +156,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     };
     held_t held_keys, held_values;
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
-                      value_cache + kv_head * value_head_stride};
+                      value_cache + kv_head * value_head_stride + slice * VALUE_SIZE * (PACKED ? BLOCK_SIZE : 1)};
 
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
     float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
@@ -345,13 +349,13 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         row_sum *= FULL_SCALE<scalar_t>;
         const int row = warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= tile_rows) continue;
-        results.store(o[r], half, t, row_max, row_sum, tile_token + token_of(row), head_of(row), splits);
+        results.store(o[r], half, t, row_max, row_sum, tile_token + token_of(row), slice_of(row), splits);
     }
     if constexpr (HAS_SPLITS) {
         __shared__ uint32_t is_last;
-        if (splits == 1 || !arrives_last(arrived + blockIdx.x * gridDim.y + kv_head, splits, &is_last)) return;
+        if (splits == 1 || !arrives_last(arrived + blockIdx.x * gridDim.y + blockIdx.y, splits, &is_last)) return;
         for (int row = warp; row < tile_rows; row += NUM_WARPS) {
-            results.rows.combine(tile_token + token_of(row), head_of(row), splits);
+            results.rows.combine(tile_token + token_of(row), slice_of(row), splits);
         }
     }
 }

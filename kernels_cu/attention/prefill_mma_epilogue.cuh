@@ -8,11 +8,11 @@ constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
 constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // accumulators of a thread per 16 rows
 
 struct Results {
-    PartialRows<true> rows;
+    PartialRows<true, SLICES> rows;
     float value_unit;  // the factor from accumulators to values
 
     // Stores row `half` of the lane's rows of a tile `o`, from column `t` on: the final result if splits == 1,
-    // else that of split blockIdx.z.
+    // else that of split blockIdx.z. As in PartialRows, `head` counts slices.
     DEVICE void store(const float (&o)[OUT_TILES][PRODUCT_SUMS], int half, int t, float row_max, float row_sum,
                       int64_t token, int64_t head, int splits) const {
         if (HAS_SPLITS && splits > 1) {
@@ -33,7 +33,7 @@ struct Results {
             }
             return;
         }
-        const float correction = HAS_SINKS ? count_sink(rows.sinks[head], row_max, row_sum) : 1.0f;
+        const float correction = HAS_SINKS ? count_sink(rows.sinks[head / SLICES], row_max, row_sum) : 1.0f;
         const float factor = correction / (row_sum + 1e-6f) * value_unit;
         scalar_t* const to = rows.out + token * rows.out_stride + head * VALUE_SIZE + t;
 #pragma unroll
@@ -44,6 +44,6 @@ struct Results {
             store_pair<scalar_t>(pair.data, o[m][at] * factor, o[m][at + 1] * factor);
             pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);
         }
-        if (HAS_LSE && t == 0) rows.lse[head * rows.num_tokens + token] = log_sum_exp(row_max, row_sum);
+        if (HAS_LSE && t == 0) rows.store_lse(token, head, log_sum_exp(row_max, row_sum));
     }
 };

@@ -51,7 +51,7 @@ def launch_varlen(name: str, rows: PrefillProblem) -> list[Launch]:
     """The launches of the op `name`, for any number of query tokens of each sequence."""
     device, problem = rows.query.device, _as_columns(rows)
     config: Any
-    if problem and _columns_are_faster(problem, device):
+    if problem and _columns_are_faster(problem, rows, device):
         config = tuning.config(name, problem, device, decode_choose.choose)
     else:
         config = tuning.config(name, rows, device, prefill_plan.choose)
@@ -87,10 +87,11 @@ def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
     return problem if problem.query_tokens > 1 and problem.uses_mma else None
 
 
-def _columns_are_faster(problem: DecodeProblem, device: Device) -> bool:
+def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:
     """Whether attention_decode.cu is faster than the prefill kernels, by the bytes that CTAs read.
 
-    Every tile of query tokens reads the sequence, those after the first one without splits.
+    Every tile of query tokens reads the sequence, those after the first one without splits. The prefill kernels read
+    it once, but the keys once per slice of the values.
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
@@ -102,7 +103,7 @@ def _columns_are_faster(problem: DecodeProblem, device: Device) -> bool:
         us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
     ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     us += _CTA_US * max(0.0, ctas / slots - 1)
-    return us <= nbytes / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
+    return us <= nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
 
 
 def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
@@ -114,7 +115,8 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
     # With an fp8 cache, prefill_sm90.cu rounds probabilities to float16, as attention_decode.cu does.
     if layout.dtype is query.dtype or not rows.uses_wgmma:
         rows = replace(rows, p_hi_lo=True)
-    return rows if rows.uses_mma and rows.has_aligned_out and rows.few_rows else None
+    # The rate of the prefill kernels is that of reading keys once, not once per slice of the values.
+    return rows if rows.uses_mma and rows.slices == 1 and rows.has_aligned_out and rows.few_rows else None
 
 
 def _is_faster(problem: DecodeProblem) -> bool:

@@ -101,10 +101,29 @@ def _choose_mma(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
         step_tokens=_step_tokens(problem, device, row_tiles),
         min_blocks=2,
     )
+    if problem.uses_mma and problem.query.shape[2] > 256:
+        config = _choose_wide(problem, config, device)
     config = replace(config, stages=_choose_stages(problem, config, device))
-    fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
+    fits = not problem.uses_mma or _ctas(problem, config, device)
     config = config if fits else replace(config, num_warps=_NUM_WARPS // 2)
     return replace(config, max_splits=_choose_splits(problem, config, device))
+
+
+def _choose_wide(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> PrefillMmaConfig:
+    """The geometry for heads above 256 elements, which shared memory bounds.
+
+    Where CTAs of four warps are more than the SMs, an SM has eight warps: a CTA of eight if a sequence has the rows,
+    because it reads keys and values once, else two CTAs with short KV tiles.
+    """
+    one = replace(config, min_blocks=1)
+    short, eight = replace(config, step_tokens=16), replace(one, num_warps=2 * _NUM_WARPS)
+    geometries = [one, short]
+    if tuning.batch_invariant() or _work_of(problem, one, device).items > device.num_sms:
+        many_rows = tuning.batch_invariant() or problem.num_rows >= eight.rows * problem.num_seqs
+        geometries = [eight, replace(eight, step_tokens=16), short] if many_rows else [short]
+    geometries.append(replace(short, num_warps=_NUM_WARPS // 2))
+    ctas = [_ctas(problem, replace(found, stages=1), device) for found in geometries]
+    return next((replace(one, min_blocks=most) for one, most in zip(geometries, ctas, strict=True) if most), short)
 
 
 def _row_tiles(problem: PrefillProblem, device: Device) -> int:
@@ -122,12 +141,14 @@ def _row_tiles(problem: PrefillProblem, device: Device) -> int:
 
 def _choose_stages(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
     """One stage if more CTAs then fit on an SM: they hide more of a latency than a second stage does."""
+    one, two = (_ctas(problem, replace(config, stages=stages), device) for stages in (1, 2))
+    return 2 if two >= one else 1
 
-    def ctas(stages: int) -> int:
-        own = shared_memory(problem, replace(config, stages=stages)) + _STATIC_SHARED_MEMORY + _CTA_RESERVE
-        return min(config.min_blocks, (device.shared_memory + _CTA_RESERVE) // own)
 
-    return 2 if ctas(2) >= ctas(1) else 1
+def _ctas(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
+    """CTAs that fit on an SM at once."""
+    own = shared_memory(problem, config) + _STATIC_SHARED_MEMORY + _CTA_RESERVE
+    return min(config.min_blocks, (device.shared_memory + _CTA_RESERVE) // own)
 
 
 def _choose_splits(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> int:
@@ -148,8 +169,8 @@ def _work_of(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) 
     empty_tiles = max(0, count_tiles(problem, config) - tiles)
     item_tokens = tokens or -(-config.rows // problem.group)
     kv_tiles = count_kv_tiles(problem, item_tokens, config.step_tokens)
-    num_kv_heads, slots = problem.layout.num_kv_heads, config.min_blocks * device.num_sms
-    return Work(tiles * num_kv_heads, empty_tiles * num_kv_heads, kv_tiles, slots)
+    slices, slots = problem.layout.num_kv_heads * problem.slices, config.min_blocks * device.num_sms
+    return Work(tiles * slices, empty_tiles * slices, kv_tiles, slots)
 
 
 def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
@@ -174,7 +195,7 @@ def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int
         is_crowded = problem.p_hi_lo or (problem.is_fp8 and head_size > 192)
         return 64 if head_size <= 128 else 16 if is_crowded else 32
     if device.supports("mma"):
-        return 64 if head_size <= 64 else 32
+        return 64 if head_size <= 64 else 16 if head_size > 128 and problem.layout.packed else 32
     is_crowded = head_size > 64 or problem.is_fp8
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 
@@ -190,7 +211,7 @@ def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
+    value_bytes = -(-problem.slice_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.slice_size)
     return config.rows * head_bytes + _stages(problem, config) * (tokens * head_bytes + value_bytes)
 
 
@@ -258,7 +279,8 @@ def _launch_mma(
     (num_tokens, num_heads, _), out, splits = problem.query.shape, problem.out, config.max_splits
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
     kernel = _prefill_mma(
-        **constants,
+        **constants | {"VALUE_SIZE": problem.slice_size},
+        SLICES=problem.slices,
         TOKENS=config.step_tokens,
         ROW_TILES=config.row_tiles,
         STAGES=_stages(problem, config),
@@ -268,15 +290,15 @@ def _launch_mma(
         HAS_STARTS=problem.cu_seqlens_q is not None,
         P_HI_LO=problem.p_hi_lo,
     )
-    tiles, num_kv_heads = count_tiles(problem, config) if num_tokens else 0, problem.layout.num_kv_heads
+    tiles, slices = count_tiles(problem, config) if num_tokens else 0, problem.layout.num_kv_heads * problem.slices
     return kernel.launch(
-        (tiles, num_kv_heads, splits),
+        (tiles, slices, splits),
         config.num_warps * out.device.warp_size,
         shared_memory(problem, config),
         num_tokens=num_tokens,
         max_splits=splits,
-        arrived=Scratch(4 * tiles * num_kv_heads, zeroed=True) if splits > 1 else 0,
-        **workspace(num_tokens * num_heads * splits if splits > 1 else 0, problem.value_size),
+        arrived=Scratch(4 * tiles * slices, zeroed=True) if splits > 1 else 0,
+        **workspace(num_tokens * num_heads * problem.slices * splits if splits > 1 else 0, problem.slice_size),
         **arguments,
     )
 

@@ -19,12 +19,21 @@ from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 MAX_FEW_TOKENS = 16  # most query tokens of a sequence that count as few: those of speculative decoding
+_MAX_WGMMA_HEAD_SIZE = 256  # largest head size of prefill_sm90.cu
 _MAX_FEW_ROWS = 128  # most query rows of a sequence and key-value head that count as few: those of one CTA
 
 
-def _max_head_size(device: Device) -> int:
-    """Largest head size of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 are 256 registers of
-    a lane."""
+def _max_head_size(device: Device, packed: bool) -> int:
+    """Largest head size of prefill_mma.cu: with larger heads a tile of queries, one of keys and a slice of one of
+    values exceed shared memory. On sm_75 packed values, which have rows of 128 bytes, do so above 256."""
+    if not device.supports("mma"):
+        return _max_slice(device)
+    return 256 if packed and not device.supports("async_copies") else 512
+
+
+def _max_slice(device: Device) -> int:
+    """Most columns of values of a CTA of prefill_mma.cu: more spill. The accumulators of 16 rows of 512 are 256
+    registers of a lane."""
     return 256 if device.supports("async_copies") or device.warp_size == 64 else 128
 
 
@@ -110,6 +119,17 @@ class PrefillProblem:
         return self.layout.value_size
 
     @property
+    def slices(self) -> int:
+        """Slices of a value in prefill_mma.cu, each with its own CTAs. All of them compute the scores, so that keys are
+        read once per slice."""
+        return -(-self.value_size // _max_slice(self.query.device))
+
+    @property
+    def slice_size(self) -> int:
+        """Elements of a slice of a value."""
+        return self.value_size // self.slices
+
+    @property
     def is_fp8(self) -> bool:
         return self.layout.dtype is not self.query.dtype
 
@@ -126,21 +146,19 @@ class PrefillProblem:
     @property
     def uses_mma(self) -> bool:
         """Whether prefill_mma.cu supports the call; attention_decode_simt.cu supports every call."""
-        query, head_size = self.query, self.query.shape[2]
+        query, head_size, device = self.query, self.query.shape[2], self.query.device
         unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
         # spill.
-        has_registers = (
-            self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
-        )
+        has_registers = self.value_size == head_size or self.has_plain_logits or not device.arch.startswith("gfx11")
         return (
             has_registers
-            and multiplies(query.dtype, query.device)
+            and multiplies(query.dtype, device)
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
-            and head_size % unit == self.value_size % unit == 0
-            and head_size <= _max_head_size(query.device)
+            and head_size % unit == self.value_size % (unit * self.slices) == 0
+            and head_size <= _max_head_size(device, self.layout.packed)
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
 
@@ -153,6 +171,7 @@ class PrefillProblem:
         return (
             query.device.supports("wgmma")
             and self.uses_mma
+            and query.shape[2] <= _MAX_WGMMA_HEAD_SIZE
             and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
             and (layout.ragged or layout.block_size % 8 == 0)

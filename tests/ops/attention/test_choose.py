@@ -128,7 +128,7 @@ def test_prefill_on_matrix_cores(arch: str, head_size: int, cache: str, expected
     [
         ("float16", 64, "auto", (4, 1, 64)),
         ("float16", 128, "fp8", (4, 1, 32)),
-        ("float16", 256, "auto", None),
+        ("float16", 256, "auto", (4, 1, 32)),  # two slices of the values
         ("bfloat16", 64, "auto", None),  # no such mma.sync
     ],
 )
@@ -182,13 +182,13 @@ def test_k_and_v_load_in_turn_where_both_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """Decode loads keys and values in pieces. Prefill takes the SIMT kernel: the accumulators of 16 such rows are all
-    registers of a warp.
+    """Decode loads keys and values in pieces. Prefill has CTAs for slices of the values: the accumulators of 16 such
+    rows are all registers of a warp.
     """
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
     one = launches[0].specialisation
-    kernel = "attention_decode" if name == "paged_attention_v1" else "attention_decode_simt"
+    kernel = "attention_decode" if name == "paged_attention_v1" else "prefill_mma"
     assert one.kernel.file == f"attention/{kernel}.cu"
     report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)
