@@ -5,8 +5,8 @@
 #pragma once
 #include "math.cuh"
 
-// SwiGLU of clamped halves: T(T(g / (1 + exp(-alpha * g))) * (u + beta)) with g at most T(limit) and u between -T(limit)
-// and T(limit). NaN stays NaN, and a NaN limit means no limit.
+// SwiGLU of clamped halves: T(T(g / (1 + exp(-alpha * g))) * (u + beta)) with g at most T(limit) and u between
+// -T(limit) and T(limit). NaN stays NaN, and a NaN limit means no limit.
 template <typename T, int N>
 DEVICE Vec<T, N> clamped_swiglu(const Vec<T, N>& gate, const Vec<T, N>& up, float limit, float alpha, float beta) {
     const float bound = round_to<T>(limit);
@@ -18,8 +18,8 @@ DEVICE Vec<T, N> clamped_swiglu(const Vec<T, N>& gate, const Vec<T, N>& up, floa
     return Vec<T, N>::from_floats(g);
 }
 
-// SwiGLU of clamped pairs: T((u + 1) * g / (1 + exp(-alpha * g))) with g at most `limit` and u between -limit and limit.
-// NaN becomes limit. `first` and `second` hold 2 * N adjacent elements: the even ones are g, the odd ones u.
+// SwiGLU of clamped pairs: T((u + 1) * g / (1 + exp(-alpha * g))) with g at most `limit` and u between -limit and
+// limit. NaN becomes limit. `first` and `second` hold 2 * N adjacent elements: the even ones are g, the odd ones u.
 template <typename T, int N>
 DEVICE Vec<T, N> swigluoai(const Vec<T, N>& first, const Vec<T, N>& second, float alpha, float limit) {
     float x[2][N], y[N];
@@ -55,8 +55,8 @@ DEVICE Vec<T, N> swiglustep(const Vec<T, N>& gate, const Vec<T, N>& up, float li
     return Vec<T, N>::from_floats(y);
 }
 
-// tanh(x) = numerator / divisor, accurate to about 17 bits, for 16-bit results. Where the numerator 1 - exp(-2|x|) would
-// cancel, it is the Taylor polynomial of tanh instead, also of a subnormal x.
+// tanh(x) = numerator / divisor, accurate to about 17 bits, for 16-bit results. Where the numerator 1 - exp(-2|x|)
+// would cancel, it is the Taylor polynomial of tanh instead, also of a subnormal x.
 struct TanhFraction {
     float numerator, divisor;
 

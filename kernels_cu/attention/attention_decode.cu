@@ -4,12 +4,12 @@
 //     l_i = softcap(scale * q . k_i) + slope * (i - length + 1)        first <= i < length
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
-// Grid (QUERY_TOKENS > 1: decode_tokens.cuh has more of it): blockIdx.x counts sequences, KV heads and groups of HEADS query heads; blockIdx.y counts the splits of a
-// sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and
-// Balance computes the number of splits of each sequence from the lengths of all. CLUSTER > 1: a sequence has one
-// split, which the CLUSTER CTAs of blockIdx.y share; they combine their results through distributed shared memory.
-// `arrived` counts the finished splits of a query head: a warp of the last one combines them (decode_combine.cuh). If
-// `arrived` is null, decode_combine.cu combines the splits.
+// Grid (QUERY_TOKENS > 1: decode_tokens.cuh has more of it): blockIdx.x counts sequences, KV heads and groups of HEADS
+// query heads; blockIdx.y counts the splits of a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x
+// counts the splits of all sequences instead, and Balance computes the number of splits of each sequence from the
+// lengths of all. CLUSTER > 1: a sequence has one split, which the CLUSTER CTAs of blockIdx.y share; they combine their
+// results through distributed shared memory. `arrived` counts the finished splits of a query head: a warp of the last
+// one combines them (decode_combine.cuh). If `arrived` is null, decode_combine.cu combines the splits.
 //
 // Warps: the warps that share a split take steps of STEP tokens round-robin (decode_tile.cuh). A warp computes S^T = K
 // Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads its next step meanwhile. The warps of a CTA
@@ -122,7 +122,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         entries = load_entries(turn * STEP, lane, [&](int token) { return entry_of(min(token, int(max_tokens) - 1)); });
     }
 
-    // HAS_TOKENS: the CTA's tokens between them attend to the keys up to the last token, from the first one's window on.
+    // HAS_TOKENS: the CTA's tokens between them attend to the keys up to the last token, from the first one's window
+    // on.
     const int first_length = HAS_TOKENS ? tile.first_length(seq_len, max_tokens) : 0;
     const int64_t window =
         HAS_TOKENS && sliding_window > 0 ? min(sliding_window, max_tokens) + tile.count - 1 : sliding_window;

@@ -28,7 +28,8 @@ struct PartialRows {
         if (HAS_LSE && head % SLICES == 0) lse[head / SLICES * num_tokens + token] = log_sum;
     }
 
-    // Combines the splits of a row. Every lane of the warp calls; a lane has ACCESS of each WARP_SIZE * ACCESS elements.
+    // Combines the splits of a row. Every lane of the warp calls; a lane has ACCESS of each WARP_SIZE * ACCESS
+    // elements.
     DEVICE void combine(int64_t token, int64_t head, int splits) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const int64_t first_part = (token * num_heads + head) * max_splits;

@@ -1,10 +1,10 @@
 // decode_tokens.cuh: the query tokens of a CTA of attention_decode with QUERY_TOKENS > 1.
 //
 // The columns of the CTA's MMAs are its query tokens times the heads of a KV head, token by token. The query tokens of
-// a sequence are its last ones, and lie in tiles of QUERY_TOKENS. The first CTAs of the grid take the first tile of each
-// sequence, as if it had one token. The last CTAs take the other tiles, without splits: tile k + 1 of sequence s has
-// number first_number(s) + k. So the grid depends on the number of all query tokens alone, and sequences may have any
-// number of them.
+// a sequence are its last ones, and lie in tiles of QUERY_TOKENS. The first CTAs of the grid take the first tile of
+// each sequence, as if it had one token. The last CTAs take the other tiles, without splits: tile k + 1 of sequence s
+// has number first_number(s) + k. So the grid depends on the number of all query tokens alone, and sequences may have
+// any number of them.
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once

@@ -22,7 +22,8 @@
 // A warpgroup has its own probabilities as A fragments in registers. The other warpgroup reads them from shared memory:
 // they overwrite the last panel of their tile, the rotated keys, which no MMA needs any more.
 //
-// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the sequence.
+// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the
+// sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -350,7 +351,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             }
         }
 
-        // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
+        // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 prevents 0 / 0.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             exp_sum[half] += shfl_xor(exp_sum[half], 1);
@@ -400,7 +401,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                 }
                 continue;
             }
-            // Four threads hold four adjacent pairs of each 8 elements. They exchange pairs, so that each stores 16 bytes.
+            // Four threads hold four adjacent pairs of each 8 elements. They exchange pairs, so that each stores 16
+            // bytes.
             out_t* const to = out + item.seq * out_stride + int64_t(first_head + head) * LATENT_SIZE;
 #pragma unroll
             for (int i = 0; i < LATENT_SIZE / 16; i += 4) {

@@ -18,7 +18,8 @@
 // 3. O += P V with MMAs of 16 heads x 8 elements of the warp's part. The B operands of S are transposed between lanes.
 // At the end the results of the groups are combined.
 //
-// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the sequence.
+// A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the
+// sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -282,8 +283,8 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
         }
         __syncthreads();
-        // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
-        // only guards against 0 / 0.
+        // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
+        // 1e-20 only guards against 0 / 0.
         for (int pair = warp; 2 * pair < min(HEADS, int(num_heads)); pair += NUM_WARPS) {
             constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
             float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};

@@ -1,13 +1,13 @@
-// mla_tree_combine.cuh: the combine of the pieces of a sequence (mla_schedule.cuh) inside an MLA decode kernel on Hopper,
-// without another launch.
+// mla_tree_combine.cuh: the combine of the pieces of a sequence (mla_schedule.cuh) inside an MLA decode kernel on
+// Hopper, without another launch.
 //
 //     out = (w_l o_l + w_r o_r) / (w_l z_l + w_r z_r + 1e-6),   w_p = exp2(m_p - m),   m = max(m_l, m_r)
 //
-// The pieces of a sequence are the leaves of a binary tree. Two warps meet at a node: one has the pieces on its left, the
-// other the pieces on its right, both for the same rows and columns. The first stores its accumulators o, row max m and
-// row sum z, and is done with the sequence. The second adds both and goes on to the next node; no warp waits. The warp
-// that has passed the root has the result of the sequence. The sum of two rounded products does not depend on their
-// order, and so not on which warp comes first.
+// The pieces of a sequence are the leaves of a binary tree. Two warps meet at a node: one has the pieces on its left,
+// the other the pieces on its right, both for the same rows and columns. The first stores its accumulators o, row max m
+// and row sum z, and is done with the sequence. The second adds both and goes on to the next node; no warp waits. The
+// warp that has passed the root has the result of the sequence. The sum of two rounded products does not depend on
+// their order, and so not on which warp comes first.
 //
 // A node is known by the share that its right pieces begin in. Each piece but the first of a sequence begins a share,
 // and the right pieces of exactly one node begin with it.

@@ -8,9 +8,9 @@
 // gridDim.y-th tile of TILE keys.
 //
 // Thread mapping: a warp holds 32 keys of a tile as A operands in registers, and goes through the rows of its group.
-// The heads of a row are the columns of B, in shared memory: while the CTA computes a row, it loads the next one. A lane
-// has the products of two heads with two keys in each MMA. It applies the ReLU and adds them up, weighted, in registers;
-// only the sum over all heads is exchanged between the four lanes of a key.
+// The heads of a row are the columns of B, in shared memory: while the CTA computes a row, it loads the next one. A
+// lane has the products of two heads with two keys in each MMA. It applies the ReLU and adds them up, weighted, in
+// registers; only the sum over all heads is exchanged between the four lanes of a key.
 //
 // K order: A words come straight from 16 adjacent bytes of a key. Element 16 t + 4 j + i of 64 is therefore column
 // 2 t + i % 2 + i / 2 * 8 of step j, and queries are stored in this order.

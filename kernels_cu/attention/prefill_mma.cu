@@ -103,8 +103,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
-    // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers, because
-    // accumulators need most registers.
+    // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers,
+    // because accumulators need most registers.
     const int first_head = int(tile_row % GROUP), tile_rows = int(min(num_rows - tile_row, int64_t(TILE_ROWS)));
     const int64_t tile_token = first_token + tile_row / GROUP;
     const auto token_of = [&](int i) { return (first_head + i) / GROUP; };

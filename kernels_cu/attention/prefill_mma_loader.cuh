@@ -40,8 +40,8 @@ static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && VALUE_SIZE <= HEAD_SI
 static_assert(!PACKED || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
 static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
-// Calls f(row, column, n) for the n-th item of a thread, of ROWS * COLUMNS items. n is a compile-time constant, and so is
-// the distance between the items of a thread if COLUMNS divides NUM_THREADS.
+// Calls f(row, column, n) for the n-th item of a thread, of ROWS * COLUMNS items. n is a compile-time constant, and so
+// is the distance between the items of a thread if COLUMNS divides NUM_THREADS.
 template <int ROWS, int COLUMNS, typename F>
 DEVICE void each_item(F f) {
     constexpr int ITEMS = ROWS * COLUMNS;
@@ -55,8 +55,8 @@ DEVICE void each_item(F f) {
     }
 }
 
-// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Where swizzles repeat, a
-// thread's addresses have a constant stride, which the instructions take as immediates.
+// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Where swizzles repeat,
+// a thread's addresses have a constant stride, which the instructions take as immediates.
 template <int COLUMNS, typename Tile>
 DEVICE scalar_t* item_at(const Tile& tile, int row, int column, int n) {
     constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS;

@@ -8,8 +8,8 @@
 // `section_heads` groups of PACKED_HEADS heads,
 // chosen so that their keys and values fit in L2; within a section by tiles of query tokens, and then by heads. The
 // tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, so each sequence has at most one number
-// without tokens. Sequences of fewer than `min_tokens` query tokens have no work. Without HAS_STARTS, sequence s has one
-// query token, row s, and the tile with number s.
+// without tokens. Sequences of fewer than `min_tokens` query tokens have no work. Without HAS_STARTS, sequence s has
+// one query token, row s, and the tile with number s.
 //
 // HAS_SPLITS (split-KV): each item has `max_splits` numbers, one for each part of its keys that a CTA may process
 // alone. An item of few keys has fewer splits, and its other numbers have no work.

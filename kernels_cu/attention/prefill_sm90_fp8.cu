@@ -9,9 +9,9 @@
 //
 // FP8 WGMMA accumulates with 14 bits of mantissa (wgmma.cuh), so the accumulators of many tiles would lose the next
 // tile. P V of each tile is therefore computed in accumulators of its own, PIECE elements of the head at a time, and
-// promoted to the item's float32 accumulators. With OVERLAP the first piece is issued together with S = Q K^T of the next
-// tile, and the others overlap with the exponentials. Without, a warpgroup's softmax overlaps with the WGMMAs of the
-// others, and the registers that this leaves free allow larger tiles or a third warpgroup.
+// promoted to the item's float32 accumulators. With OVERLAP the first piece is issued together with S = Q K^T of the
+// next tile, and the others overlap with the exponentials. Without, a warpgroup's softmax overlaps with the WGMMAs of
+// the others, and the registers that this leaves free allow larger tiles or a third warpgroup.
 //
 // Constants
 //     scalar_t       T: element type of out: half_t or bf16_t

@@ -10,9 +10,9 @@
 //                   BLOCK_SIZE entries [7 biased exponents of s, a byte of 0]
 //     GROUP = 32: an entry = [512 elements e4m3(T(key) / s), 16 biased exponents of s]
 //
-// Computed in float32 and rounded once to T, the dtype of kv; fp8 queries are e4m3(q * q_scale_inv), not rounded before.
-// NaN is ignored in the maximum and stored as -448 in fp8. If cos_sin_cache has no row for its position, a token is not
-// rotated and its key is not written. A key without an existing slot is not written either.
+// Computed in float32 and rounded once to T, the dtype of kv; fp8 queries are e4m3(q * q_scale_inv), not rounded
+// before. NaN is ignored in the maximum and stored as -448 in fp8. If cos_sin_cache has no row for its position, a
+// token is not rotated and its key is not written. A key without an existing slot is not written either.
 //
 // Thread mapping: 32 lanes share a head. Lane i holds elements 8i to 8i + 7 and 256 + 8i to 263 + 8i, so that the last
 // eight lanes hold the rotated elements, and adjacent lanes share a group of the cache. The padded heads of a token and

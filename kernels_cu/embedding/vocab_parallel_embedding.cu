@@ -1,4 +1,5 @@
-// vocab_parallel_embedding: the rows of a rank's part of an embedding table, bit for bit; zeros for tokens of other ranks.
+// vocab_parallel_embedding: the rows of a rank's part of an embedding table, bit for bit; zeros for tokens of other
+// ranks.
 //
 //     out[t] = weight[row(input_ids[t])], or 0 if there is no such row
 //     row(id) = id - org_vocab_start_index                          for org_vocab_start_index <= id < its end, else

@@ -52,8 +52,8 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 #if PYOPS_CP_ASYNC
     const uint32_t to = __cvta_generic_to_shared(shared);
     const uint64_t from = __cvta_generic_to_global(global);
-    // The size is selected by a predicate: ptxas makes the predicate an operand of the copy. For a size in a register it
-    // also computes an address that depends on the size, in nine instructions.
+    // The size is selected by a predicate: ptxas makes the predicate an operand of the copy. For a size in a register
+    // it also computes an address that depends on the size, in nine instructions.
 #define PYOPS_COPY(CACHE)                                                                                  \
     asm volatile("{.reg .pred p; .reg .u32 n; setp.ne.u32 p, %2, 0; selp.u32 n, %3, 0, p; cp.async." CACHE \
                  ".shared.global [%0], [%1], %3, n;}"                                                      \

@@ -114,8 +114,8 @@ DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
 }
 
 // Words by which blocks of a launch pass values to each other. What a thread has written, and what others have written
-// before a barrier with it, can be read with load_fresh by a block that finds its word: by the thread that finds it, and
-// by others after a barrier with that one.
+// before a barrier with it, can be read with load_fresh by a block that finds its word: by the thread that finds it,
+// and by others after a barrier with that one.
 DEVICE uint32_t exchange_acq_rel(uint32_t* address, uint32_t value) {
 #if PYOPS_CUDA
     uint32_t before;

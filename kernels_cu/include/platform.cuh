@@ -46,8 +46,8 @@ constexpr int WARP_SIZE = 32;
 #endif
 #endif
 
-// Whether the device is an NVIDIA GPU before sm_80. It has no cp.async, no mma.sync for bfloat16 and TF32, and a smaller K
-// in that of other types. The host backend defines it to emulate such a GPU.
+// Whether the device is an NVIDIA GPU before sm_80. It has no cp.async, no mma.sync for bfloat16 and TF32, and a
+// smaller K in that of other types. The host backend defines it to emulate such a GPU.
 #ifndef PYOPS_TURING
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define PYOPS_TURING 1
@@ -63,8 +63,8 @@ using lane_mask_t = lane_mask_of<WARP_SIZE>::type;
 constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
 
 // Programmatic dependent launch. A kernel that calls this before it touches global memory may be launched while the
-// previous kernel in the stream still runs (docs/kernels.md has the rule). The call returns when the previous kernel has
-// ended and its writes are visible; then the next kernel may be launched.
+// previous kernel in the stream still runs (docs/kernels.md has the rule). The call returns when the previous kernel
+// has ended and its writes are visible; then the next kernel may be launched.
 DEVICE void await_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");

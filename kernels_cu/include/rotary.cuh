@@ -9,8 +9,8 @@
 #pragma once
 #include "vec.cuh"
 
-// Rotates a pair (x, y) in float32. Every product, sum and difference is rounded and may be subnormal, as in eager tensor
-// arithmetic.
+// Rotates a pair (x, y) in float32. Every product, sum and difference is rounded and may be subnormal, as in eager
+// tensor arithmetic.
 DEVICE void rotate(float& x, float& y, float cosine, float sine) {
     const float rotated = ieee_subtract(ieee_multiply(x, cosine), ieee_multiply(y, sine));
     y = ieee_add(ieee_multiply(y, cosine), ieee_multiply(x, sine));

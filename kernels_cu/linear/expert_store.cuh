@@ -1,8 +1,8 @@
 // expert_store.cuh: the epilogue of grouped_gemm_sm90: stores a tile to rows that are scattered over out, 16 bytes at a
 // time, from swizzled shared memory.
 //
-// The kernel defines before the include: out_t, ACTIVATION, GATED, ALIGNED_OUT; epilogue_t of grouped.cuh; PART_N rows of
-// b that a warpgroup multiplies, OUT_N columns of out that these give.
+// The kernel defines before the include: out_t, ACTIVATION, GATED, ALIGNED_OUT; epilogue_t of grouped.cuh; PART_N rows
+// of b that a warpgroup multiplies, OUT_N columns of out that these give.
 #pragma once
 #include "grouped.cuh"
 #include "tma.cuh"
@@ -39,8 +39,8 @@ struct ExpertStore {
 private:
     static constexpr int PAIR = GATED == 2 ? 1 : 2;  // adjacent columns of out of a thread per 8 columns of b
 
-    // Writes the thread's elements of one 8-column block of the accumulators (GATED 1: of the gates) to the store buffer,
-    // which begins with column `first`.
+    // Writes the thread's elements of one 8-column block of the accumulators (GATED 1: of the gates) to the store
+    // buffer, which begins with column `first`.
     template <typename Sum>
     DEVICE void stage(const Sum (&accum)[PART_N / 2], const typename epilogue_t::Row (&row_terms)[2],
                       const epilogue_t& epilogue, int first_column, int first, int at) const {

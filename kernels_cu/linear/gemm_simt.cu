@@ -11,9 +11,9 @@
 // SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
 // partial[j] sums over the j-th SCALE_BLOCK elements of K.
 //
-// A block takes an output tile of TILE_M x TILE_N, for MoE of the rows of one expert, and a thread 4 x 4 elements of it.
-// For every k-tile of STEP elements the block copies a and b to shared memory, converted to sum_t and transposed; with
-// GATED also a second tile of b, the ups.
+// A block takes an output tile of TILE_M x TILE_N, for MoE of the rows of one expert, and a thread 4 x 4 elements of
+// it. For every k-tile of STEP elements the block copies a and b to shared memory, converted to sum_t and transposed;
+// with GATED also a second tile of b, the ups.
 //
 // Constants
 //     scalar_t      element type of a and b

@@ -1,5 +1,5 @@
-// gemm_sm100: the GEMM in CUDA Tile C++ (tile.cuh), for GPUs with tensor cores that mma.sync does not reach: tcgen05 with
-// tensor memory on sm_100 and sm_103.
+// gemm_sm100: the GEMM in CUDA Tile C++ (tile.cuh), for GPUs with tensor cores that mma.sync does not reach: tcgen05
+// with tensor memory on sm_100 and sm_103.
 //
 //     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
@@ -7,10 +7,10 @@
 // SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
 // partial[j] is the sum over the j-th SCALE_BLOCK elements of K: a k-tile.
 //
-// A block takes an output tile of TILE_M x TILE_N, or with WIDE two of adjacent columns, each with an epilogue of its own
-// that fits into registers. GATED: b has 2 N rows, gates and then ups; the block has accumulators for a tile of each.
-// SWAP: tcgen05 multiplies at least 64 rows, so where a tile of a has fewer, the rows of b are the rows of the product,
-// and the accumulators are transposed.
+// A block takes an output tile of TILE_M x TILE_N, or with WIDE two of adjacent columns, each with an epilogue of its
+// own that fits into registers. GATED: b has 2 N rows, gates and then ups; the block has accumulators for a tile of
+// each. SWAP: tcgen05 multiplies at least 64 rows, so where a tile of a has fewer, the rows of b are the rows of the
+// product, and the accumulators are transposed.
 //
 // The raster order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks `group_rows` row tiles
 // down M, then the next column tile.

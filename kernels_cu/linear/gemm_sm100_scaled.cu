@@ -6,8 +6,8 @@
 //
 // Rows of one expert are contiguous, as group_rows.cu lists them: block i of the lists has the rows from
 // sorted_token_ids[i * TILE_M] on, of the expert expert_ids[i]. Lists that no valid offsets and sizes have made touch
-// nothing outside of the tensors. Scales are in tiles (quantize/fp4.cuh), those of an expert in tiles of its own. A row is
-// zeros if its scales would lie outside of a_scales.
+// nothing outside of the tensors. Scales are in tiles (quantize/fp4.cuh), those of an expert in tiles of its own. A row
+// is zeros if its scales would lie outside of a_scales.
 //
 // Constants
 //     quant_t       e2m1_t, or fp8_e4m3_t

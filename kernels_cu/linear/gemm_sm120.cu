@@ -9,15 +9,15 @@
 //                         (b[e, n, k] * b_block_scales[e, n, k / BLOCK])
 //     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n]; a row of scales out of range stands for a[t] = 0
 //
-// Operands are bytes: e4m3 values, or two e2m1 values to a byte, the first in its lower half; sizes and strides of K are
-// in bytes, and rows begin at multiples of 16. Block scales are in tiles of 128 rows and 4 columns: the scales of row r,
-// columns 4 w to 4 w + 3, are a word at byte
+// Operands are bytes: e4m3 values, or two e2m1 values to a byte, the first in its lower half; sizes and strides of K
+// are in bytes, and rows begin at multiples of 16. Block scales are in tiles of 128 rows and 4 columns: the scales of
+// row r, columns 4 w to 4 w + 3, are a word at byte
 //
 //     (r / 128 * words + w) * 512 + r % 32 * 16 + r / 32 % 4 * 4,    words = ceil(K / BLOCK / 4)
 //
-// Blocks, warps, split-K, k-tiles and stages are those of gemm_sm80.cu. A stage also has the words of scales of its rows.
-// A lane loads the scales of row lane % 4 * 8 + lane / 4 of each 32 rows of a or of b: two MMA tiles of a or four of b
-// take their scales from one register (mma_block_scaled.cuh).
+// Blocks, warps, split-K, k-tiles and stages are those of gemm_sm80.cu. A stage also has the words of scales of its
+// rows. A lane loads the scales of row lane % 4 * 8 + lane / 4 of each 32 rows of a or of b: two MMA tiles of a or four
+// of b take their scales from one register (mma_block_scaled.cuh).
 //
 // Constants
 //     QUANT_BITS    bits of a value. 4: e2m1; 8: e4m3
@@ -72,8 +72,8 @@ struct ScaleCopies {
     }
 };
 
-// The copies from word `first` on, of rows with `blocks` scales. a_row(i) and b_row(i) give the row of scales of row i of the tile, negative if there is
-// none.
+// The copies from word `first` on, of rows with `blocks` scales. a_row(i) and b_row(i) give the row of scales of row i
+// of the tile, negative if there is none.
 template <typename RowOfA, typename RowOfB>
 DEVICE ScaleCopies scale_copies(const uint8_t* a_scales, const uint8_t* b_scales, int64_t blocks, int64_t first,
                                 const RowOfA& a_row, const RowOfB& b_row) {
@@ -117,8 +117,8 @@ struct ScaledFragments {
     }
 };
 
-// Adds the MMAs of `steps` k-tiles to the accumulators of a warp, as multiply_tile does. `left`: bytes of a row of a or b
-// from the thread's first chunk on.
+// Adds the MMAs of `steps` k-tiles to the accumulators of a warp, as multiply_tile does. `left`: bytes of a row of a or
+// b from the thread's first chunk on.
 template <typename RowsOfA, typename RowsOfB>
 DEVICE void
 multiply_scaled(float (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const RowsOfA& a_rows, const RowsOfB& b_rows,

@@ -13,10 +13,10 @@
 // b_scales[e, n / SCALE_BLOCK, j].
 //
 // Blocks: a block takes an output tile of TILE_M x TILE_N, with experts of TILE_M rows of one expert. blockIdx.x counts
-// tiles: GROUP_ROWS row tiles come before the next column tile, so that concurrent blocks read the same rows of a and b;
-// with experts in the order of grouped.cuh, where blocks past the last tile exit. Split-K: SPLITS blocks along y share a
-// tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces them in
-// the order of the splits.
+// tiles: GROUP_ROWS row tiles come before the next column tile, so that concurrent blocks read the same rows of a and
+// b; with experts in the order of grouped.cuh, where blocks past the last tile exit. Split-K: SPLITS blocks along y
+// share a tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces
+// them in the order of the splits.
 //
 // Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
 // ups; GATED 2, with experts: a gate and its up. Either way one thread has both.

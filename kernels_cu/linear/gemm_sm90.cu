@@ -13,15 +13,16 @@
 //
 // The grid is as many clusters as the device holds at a time; each takes output tiles of 128 x TILE_N, one after
 // another. STREAM_K: the tiles that would not fill the last wave are divided along K among all clusters (stream_k.cuh).
-// A cluster is CTAs with adjacent tiles: CLUSTER_M along M, which share the tile of b, or CLUSTER_N along N, which share
-// the tile of a. Each CTA loads a part of the shared tile, and multicasts it to the cluster. A CTA has three warpgroups.
-// One thread of the last is the producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of each row. The
-// other two are consumers. They share a tile, each with half of its rows, and do not synchronise; or, with PING_PONG,
-// they take alternate whole tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a
-// warp stores 16 rows x STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
+// A cluster is CTAs with adjacent tiles: CLUSTER_M along M, which share the tile of b, or CLUSTER_N along N, which
+// share the tile of a. Each CTA loads a part of the shared tile, and multicasts it to the cluster. A CTA has three
+// warpgroups. One thread of the last is the producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of
+// each row. The other two are consumers. They share a tile, each with half of its rows, and do not synchronise; or,
+// with PING_PONG, they take alternate whole tiles, so that one runs its epilogue while the other runs its main loop. In
+// the epilogue a warp stores 16 rows x STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
 //
 // TMA spends about 2 ns on each row past the end of a tensor. So a box of its own size, a_tail_map, loads the rows of
-// the last, partial row tile; the accumulators of the other rows are never stored. Each CTA loads these rows for itself.
+// the last, partial row tile; the accumulators of the other rows are never stored. Each CTA loads these rows for
+// itself.
 //
 // Up to `group_rows` row tiles, in clusters, form a group that shares columns of b in the L2 cache.
 //
@@ -54,7 +55,8 @@ constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, M_SLICES = TILE_M / 64 /
 static_assert(!PING_PONG || (SUM_BLOCK == 0 && !STREAM_K));
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 static_assert(CLUSTER_M == 1 || CLUSTER_N == 1);
-// Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of a cluster along M, else all by each CTA.
+// Runs of consecutive rows of b of a tile, each loaded by itself: by one CTA of a cluster along M, else all by each
+// CTA.
 constexpr int B_RUNS = GATED ? 2 : CLUSTER_M, RUN_ROWS = TILE_N / B_RUNS;
 static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER_M <= B_RUNS));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
@@ -236,8 +238,8 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
                 named_barrier_sync(PING_PONG_BARRIER + ping_pong_index, 128 * CONSUMERS);
 
             mainloop_t::accum_t accums[BUFFERS];
-            // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one of
-            // its rows, so the barriers of the warpgroup come before.
+            // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one
+            // of its rows, so the barriers of the warpgroup come before.
             const auto store_tile = [&](auto(&accum)[M_SLICES][TILE_N / 2]) {
                 column_params.share(OWN_BARRIER + warpgroup);
                 if (!tile.template complete<CONSUMERS * 4>(accum, partial, arrived)) return;

@@ -70,7 +70,8 @@ DEVICE int column_of(int of_warp, int product, int lane) {
 struct Promotion {
     static constexpr int ROWS = SCALE_BLOCK > 0 ? TILE_M / 4 : 1;  // rows of a of the thread's accumulators
     float promoted[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
-    // Block scales of the next k-tile, for the rows of a and b of the thread's accumulators; their products for this one.
+    // Block scales of the next k-tile, for the rows of a and b of the thread's accumulators; their products for this
+    // one.
     float row_scales[ROWS], column_scales[PRODUCTS][2];
     float factors[PRODUCTS][2][ROWS];
 

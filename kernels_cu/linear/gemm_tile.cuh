@@ -51,7 +51,8 @@ DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uin
 // Applies the epilogue and writes the tile to out, which has n columns. The thread's first accumulator is at row
 // own_row and column own_column of the tile. row_of(local, more) maps row `local + more` of the tile to its row of out;
 // exists(row) tells whether that row is in range. column_of(local) maps a column of the tile to its column of out;
-// GATED: a gate and its up map to the same column. An access to out has OUT_ACCESS elements, 1 or 2. `Terms` is an Epilogue, or has its members.
+// GATED: a gate and its up map to the same column. An access to out has OUT_ACCESS elements, 1 or 2. `Terms` is an
+// Epilogue, or has its members.
 template <int OUT_ACCESS, typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
 DEVICE void
 write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,

@@ -81,8 +81,8 @@ struct ExpertTiles {
 
     // The row tile and column tile of number `index`; a CTA takes every stride-th number. The order walks at most GROUP
     // consecutive row tiles of one expert down M, then the next column, so that they share columns of the weight in the
-    // L2 cache. The starting point is rotated each wave, counted over all experts: an expert's last tile, which may have
-    // few rows, goes to a different CTA each time. Returns the expert, or -1 if it is invalid.
+    // L2 cache. The starting point is rotated each wave, counted over all experts: an expert's last tile, which may
+    // have few rows, goes to a different CTA each time. Returns the expert, or -1 if it is invalid.
     template <int GROUP>
     DEVICE int locate(int index, int columns, int stride, int& tile, int& column) const {
         const int expert = number(index / columns);

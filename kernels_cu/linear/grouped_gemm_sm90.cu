@@ -58,7 +58,8 @@ using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
 // The producer of a tile, a warpgroup: one thread loads b by TMA, and all threads gather the rows of a by cp.async.
 struct GatherLoader {
-    // Elements of 16 bytes, 16-byte chunks of a row, rows that all threads load at a time, and rows that a thread loads.
+    // Elements of 16 bytes, 16-byte chunks of a row, rows that all threads load at a time, and rows that a thread
+    // loads.
     static constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = ROW_BYTES / 16, PASS_ROWS = 128 / ROW_CHUNKS;
     static constexpr int OWN_ROWS = TILE_M / PASS_ROWS;
 

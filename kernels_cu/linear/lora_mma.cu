@@ -5,12 +5,12 @@
 // A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
 // A CTA has TOKENS adjacent tokens and a tile of N. Its warps find the distinct adapters of the tokens, so tokens need
-// no order. For each adapter, the CTA multiplies the tokens that have it (other rows are zeros, and are not read) by the
-// tile of the adapter's weight. CTAs along blockIdx.y share the adapters of the same tokens: in a decode step, where
-// each token may have an adapter of its own, they load the weights in parallel. K_WARPS warps split K in steps, and
-// N_WARPS warps split N. Fragments come from global memory in 16-byte accesses: both operands permute K in the same way,
-// so that the elements of a lane are adjacent. Neither the other tokens nor the order of adapters enters into the sum of
-// an element.
+// no order. For each adapter, the CTA multiplies the tokens that have it (other rows are zeros, and are not read) by
+// the tile of the adapter's weight. CTAs along blockIdx.y share the adapters of the same tokens: in a decode step,
+// where each token may have an adapter of its own, they load the weights in parallel. K_WARPS warps split K in steps,
+// and N_WARPS warps split N. Fragments come from global memory in 16-byte accesses: both operands permute K in the same
+// way, so that the elements of a lane are adjacent. Neither the other tokens nor the order of adapters enters into the
+// sum of an element.
 //
 // Constants:
 //     input_t, out_t    element types of x and out

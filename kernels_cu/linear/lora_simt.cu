@@ -4,9 +4,9 @@
 //
 // A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
-// A CTA has one token. ROW_THREADS adjacent threads share ROWS rows of the weight, so that a thread has several loads in
-// flight even if rows are short. The kernel is for few tokens, which spread over more CTAs here than by lora_mma, and for
-// element types that MMAs do not take.
+// A CTA has one token. ROW_THREADS adjacent threads share ROWS rows of the weight, so that a thread has several loads
+// in flight even if rows are short. The kernel is for few tokens, which spread over more CTAs here than by lora_mma,
+// and for element types that MMAs do not take.
 //
 // Constants:
 //     input_t, out_t    element types of x and out

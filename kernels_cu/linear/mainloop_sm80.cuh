@@ -33,8 +33,8 @@ struct OperandCopies {
     HeldChunks<ROWS, NUM_THREADS> held;
 
     DEVICE explicit OperandCopies(const Rows& rows) : rows(rows) {}
-    // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left` elements at
-    // distances of `step`.
+    // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left`
+    // elements at distances of `step`.
     DEVICE void load(const tile_t& stage, int first, int64_t step, int64_t left) {
         uint16_t* const to = stage.at(first + threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
@@ -78,10 +78,10 @@ struct Fragments {
 constexpr bool PREFETCHES =
     PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
 
-// The main loop with two sets of operands: one is loaded while the other is multiplied. load(step) begins the copies of a
-// k-tile. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers hold it. read(operands,
-// step, part) loads the operands of a LOAD_BYTES part of a k-tile, and multiply(operands, part) adds their MMAs.
-// begin(step) and end(step) are called before and after a k-tile.
+// The main loop with two sets of operands: one is loaded while the other is multiplied. load(step) begins the copies of
+// a k-tile. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers hold it.
+// read(operands, step, part) loads the operands of a LOAD_BYTES part of a k-tile, and multiply(operands, part) adds
+// their MMAs. begin(step) and end(step) are called before and after a k-tile.
 template <typename Operands, typename Load, typename NextStage, typename Read, typename Multiply, typename Begin,
           typename End>
 DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_stage, const Read& read,
@@ -111,9 +111,9 @@ constexpr bool SCALES_EARLY = SCALE_BLOCK > 0 && WARP_M* WARP_N <= 32 * WARP_SIZ
 
 // Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
-// tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a row,
-// tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and promote(scales)
-// is called after its MMAs.
+// tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a
+// row, tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and
+// promote(scales) is called after its MMAs.
 template <typename Tile, typename ScalesOf, typename Promote>
 DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory,
                           int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,

@@ -13,8 +13,8 @@
 
 // PIECES: pieces of a k-tile that are promoted separately. CLUSTER: CTAs that a multicast into the ring reaches.
 // A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.
-// LATE_A: the descriptor of a is made after the wait. NVRTC schedules by the order of the text, and each kernel has fewer
-// instructions with its own order.
+// LATE_A: the descriptor of a is made after the wait. NVRTC schedules by the order of the text, and each kernel has
+// fewer instructions with its own order.
 template <typename T, int M_SLICES, int N, int PIECES, int STAGES, int STAGE_BYTES, int CLUSTER,
           bool A_BY_THREADS = false, bool LATE_A = false>
 struct WgmmaMainloop {

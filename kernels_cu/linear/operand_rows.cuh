@@ -16,8 +16,8 @@ struct StridedRows {
 };
 
 // The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
-// from the first on. Rows past these are not read. If there is one row or none, the stride of a tensor of one row may be
-// anything, and copies need aligned addresses: so all rows get the address of the first.
+// from the first on. Rows past these are not read. If there is one row or none, the stride of a tensor of one row may
+// be anything, and copies need aligned addresses: so all rows get the address of the first.
 DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
     const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(1 << 30)));
     return {base + (count > 0 ? row : 0) * stride, count > 1 ? step * stride : 0, count};

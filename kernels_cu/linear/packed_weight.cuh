@@ -50,8 +50,8 @@ DEVICE Place place_of(int column) {
 
 // The terms of a column, as a lane of a WGMMA loads them.
 struct Terms : ColumnTerms<number_t> {
-    // Loads them for the column with these offsets, group `group` of the k-tile. Zero points begin `scale_bytes` after the
-    // scales.
+    // Loads them for the column with these offsets, group `group` of the k-tile. Zero points begin `scale_bytes` after
+    // the scales.
     DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& at) {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + at.entry;

@@ -63,8 +63,8 @@ DEVICE pair_t scale_of(uint32_t terms, int i) {
     return word_pair<scalar_t>(byte_perm(terms, terms, i == 0 ? 0x5410 : 0x7632));
 }
 
-// `weights_of` takes e4m3's NaN for 480. So if there is a NaN among the quants under a scale, the scale becomes NaN. The
-// result is the same: all accumulators of the row of w are NaN.
+// `weights_of` takes e4m3's NaN for 480. So if there is a NaN among the quants under a scale, the scale becomes NaN.
+// The result is the same: all accumulators of the row of w are NaN.
 template <int N>
 DEVICE void mark_nan(pair_t& scale, const uint32_t (&words)[N]) {
     if constexpr (BITS == 8 && EXPONENT > 0) {

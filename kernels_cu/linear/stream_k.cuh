@@ -40,8 +40,8 @@ struct CutTile {
 
     // The fix-up. Returns whether `sums` of the calling warp now holds the accumulators over all of K; if not, another
     // CTA finishes the tile. All lanes of the NUM_WARPS warps call. `partial` is the workspace: NUM_WARPS * 32 * ROWS *
-    // SUMS elements of 4 bytes per part, and capacity for sharers + tiles of the rest - 1 parts. `arrived` has NUM_WARPS counters
-    // per tile of the rest, which are 0 before and after.
+    // SUMS elements of 4 bytes per part, and capacity for sharers + tiles of the rest - 1 parts. `arrived` has
+    // NUM_WARPS counters per tile of the rest, which are 0 before and after.
     template <int NUM_WARPS, typename Sum, int ROWS, int SUMS>
     DEVICE bool complete(Sum (&sums)[ROWS][SUMS], float* partial, uint32_t* arrived) const {
         if (!CUT || number < whole) return true;

@@ -1,6 +1,6 @@
-// tile.cuh: CUDA Tile C++. A kernel is a sequence of operations on tiles for a block as a whole. The compiler maps tiles to
-// threads, shared memory and tensor memory, their loads to TMA, and products to the tensor cores of the architecture:
-// tcgen05 on sm_100, mma.sync on sm_120. The host backend has the same operations as loops over arrays.
+// tile.cuh: CUDA Tile C++. A kernel is a sequence of operations on tiles for a block as a whole. The compiler maps
+// tiles to threads, shared memory and tensor memory, their loads to TMA, and products to the tensor cores of the
+// architecture: tcgen05 on sm_100, mma.sync on sm_120. The host backend has the same operations as loops over arrays.
 //
 //     View<T, M, N>{data, rows, columns, row_stride}    a matrix in memory, in tiles of M x N
 //     view.load(i, j)          tile (i, j); elements outside the matrix are 0
@@ -13,8 +13,8 @@
 //                              those from row part * M on
 //     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y
 //
-// M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16 bytes.
-// The kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
+// M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16
+// bytes. The kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
 #pragma once
 
 #if PYOPS_HOST

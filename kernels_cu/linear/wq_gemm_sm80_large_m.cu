@@ -8,13 +8,13 @@
 // operands of its MMAs in registers, each once for all TILE_M rows of its warp.
 //
 // Warps: WARPS_M x WARPS_N warps share a tile of BLOCK_M rows and BLOCK_N columns of out; a warp has TILE_M rows and
-// TILE_N columns of it. A CTA takes a tile of each wave, down the rows of the same columns first. CUT: the last, partial
-// wave is scheduled by stream-K (stream_k.cuh).
+// TILE_N columns of it. A CTA takes a tile of each wave, down the rows of the same columns first. CUT: the last,
+// partial wave is scheduled by stream-K (stream_k.cuh).
 //
 // K-tiles: 64 rows of w, STAGES of them in shared memory. cp.async brings rows of a, quants, scales and zero points
-// STAGES - 1 k-tiles ahead. The operands of a part of a k-tile, an MMA deep in K or with some layouts a unit, are read from
-// shared memory while the previous part is multiplied, where registers allow (AHEAD). wq_fragment.cuh describes the
-// words of a lane.
+// STAGES - 1 k-tiles ahead. The operands of a part of a k-tile, an MMA deep in K or with some layouts a unit, are read
+// from shared memory while the previous part is multiplied, where registers allow (AHEAD). wq_fragment.cuh describes
+// the words of a lane.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t

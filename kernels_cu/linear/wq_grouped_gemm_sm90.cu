@@ -13,10 +13,10 @@
 // WGMMAs deep in K, while the WGMMAs of the previous part run.
 //
 // The order of K within a WGMMA is free. Lane 4g + t has the t-th quarter of a k-tile in rows g and g + 8 of a
-// fragment, WORDS words of each, and pairs quants as they lie in a word; the gathered columns of a are permuted to match
-// (LANE_STEP and LANE_PAIRS of gather_expert_columns.cu). So all quants of a lane in one row of a k-tile share a scale,
-// or each half of them. Scales and zero points are loaded ahead of their use; if a k-tile has one group (IN_TURN), each
-// of the four lanes of a row loads one of four groups.
+// fragment, WORDS words of each, and pairs quants as they lie in a word; the gathered columns of a are permuted to
+// match (LANE_STEP and LANE_PAIRS of gather_expert_columns.cu). So all quants of a lane in one row of a k-tile share a
+// scale, or each half of them. Scales and zero points are loaded ahead of their use; if a k-tile has one group
+// (IN_TURN), each of the four lanes of a row loads one of four groups.
 //
 // GATED: rows g of a fragment are gates and rows g + 8 their ups, so that one thread has both.
 //

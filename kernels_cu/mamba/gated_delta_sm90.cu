@@ -1,15 +1,15 @@
 // gated_delta_sm90: the gated delta rule for prefill on Hopper, by WGMMA on tiles of 64 tokens.
 //
-// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of u in o, and the
-// factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
+// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of u in o, and
+// the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
 // dependent products from the state before a tile to the state after it.
 //
 // Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A
 // block walks its sequence in tiles of TOKENS tokens.
 //
 // Warps are specialised. The first warpgroup, the producer, copies tiles to shared memory. The others hold 64 rows of
-// the state each, from tile to tile, in WGMMA accumulators: operand A, the state, r or u, is in registers, and operand B
-// in shared memory. The outputs of a tile overwrite its values.
+// the state each, from tile to tile, in WGMMA accumulators: operand A, the state, r or u, is in registers, and operand
+// B in shared memory. The outputs of a tile overwrite its values.
 //
 // Constants
 //     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
@@ -29,7 +29,8 @@ constexpr int WIDE = 64, PANELS = KEY_SIZE / WIDE;  // elements of a row of a sw
 constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, PRODUCERS = 128;
 constexpr int NUM_THREADS = PRODUCERS + WARPGROUPS * 128;
 constexpr int TOKEN_STEPS = TOKENS / 16;
-// Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal share.
+// Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal
+// share.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(KEY_SIZE % WIDE == 0 && VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0);
 

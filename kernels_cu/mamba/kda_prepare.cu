@@ -8,12 +8,12 @@
 // exp(a_l - a_m) is at most 1, but exp(-a_m) may overflow, so the dot product is an MMA of pairs of tokens that have an
 // anchor between them: exp(a_l - a_anchor) k_l times exp(a_anchor - a_m) k_m. Tokens l and m that differ in the bit of
 // value h and agree in the higher bits have the last token without this bit as their anchor. So one tile of operands
-// for each h of 16, 8, 4, 2 and 1 covers all pairs: a token with the bit is a row there, a token without it a column. No
-// factor exceeds 1 whatever the gates are, unless a decay does. With ONE_ANCHOR, all pairs of 16 tokens have the last
-// token of the first eight as their anchor: a factor is at most the inverse of the decays of eight tokens.
+// for each h of 16, 8, 4, 2 and 1 covers all pairs: a token with the bit is a row there, a token without it a column.
+// No factor exceeds 1 whatever the gates are, unless a decay does. With ONE_ANCHOR, all pairs of 16 tokens have the
+// last token of the first eight as their anchor: a factor is at most the inverse of the decays of eight tokens.
 //
-// Blocks: blockIdx.x counts slots of tiles and value heads. A warp has 16 channels of 32 tokens in registers. A lane has
-// four adjacent channels of every eighth token: the fragments of mma.sync, as rows and as columns alike, with the
+// Blocks: blockIdx.x counts slots of tiles and value heads. A warp has 16 channels of 32 tokens in registers. A lane
+// has four adjacent channels of every eighth token: the fragments of mma.sync, as rows and as columns alike, with the
 // channels in another order. Partial results of warps are added in shared memory, in order.
 //
 // Constants
@@ -189,9 +189,9 @@ kda_prepare(scalar_t* prepared,                  // [slots, value_heads, Prepare
         end[j] = before;
     }
 
-    // Operands of MMAs for pairs of tokens that differ in the bit of value `bit`: two words for each token. anchor(i, j)
-    // is the sum of logarithms of the anchor of token 8 * i + row. With a bit of 0 every token is a row and also, in the
-    // third operand, a column.
+    // Operands of MMAs for pairs of tokens that differ in the bit of value `bit`: two words for each token. anchor(i,
+    // j) is the sum of logarithms of the anchor of token 8 * i + row. With a bit of 0 every token is a row and also, in
+    // the third operand, a column.
     uint32_t words[3][GROUPS][2];
     const auto make_operands = [&](int bit, auto anchor) {
 #pragma unroll

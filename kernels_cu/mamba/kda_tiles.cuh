@@ -10,7 +10,8 @@ struct PreparedRows {
     DEVICE scalar_t* at(int row, int chunk) const { return data + row * ROW_SIZE + chunk * 8; }
 };
 
-// The prepared tile of a head. With a_l the sum of the logarithms of decays up to token l of the tile, for each channel:
+// The prepared tile of a head. With a_l the sum of the logarithms of decays up to token l of the tile, for each
+// channel:
 struct PreparedTile {
     using key_rows = PreparedRows<KEY_SIZE>;
     using square_rows = PreparedRows<TOKENS>;

@@ -1,5 +1,5 @@
-// kimi_k3_attn_res: the attention residual of Kimi K3, which mixes the residual stream and the outputs of earlier blocks
-// of layers by a softmax, and optionally norms the mix.
+// kimi_k3_attn_res: the attention residual of Kimi K3, which mixes the residual stream and the outputs of earlier
+// blocks of layers by a softmax, and optionally norms the mix.
 //
 //     x = T(prefix[t] + delta[t]), or prefix[t];  prefix[t] = x;  blocks[t, block_write_idx] = x if block_write_idx >= 0
 //     v[s] = blocks[t, s] for s < NUM_BLOCKS,  v[NUM_BLOCKS] = x
@@ -8,8 +8,8 @@
 //
 // All in float32; T, the dtype of the tensors, rounds x and the output.
 //
-// One thread block per token. Each thread has the same vectors of all rows, and reads those of the blocks twice: for all
-// logits together, which takes one reduction, and for the mix, then mostly from a cache.
+// One thread block per token. Each thread has the same vectors of all rows, and reads those of the blocks twice: for
+// all logits together, which takes one reduction, and for the mix, then mostly from a cache.
 //
 // Constants
 //     scalar_t      T

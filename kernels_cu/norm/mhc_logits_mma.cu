@@ -2,8 +2,8 @@
 //
 //     partials[split, t, n] = sum_k residual[t, k] * fn[n, k],  partials[split, t, COLUMNS] = sum_k residual[t, k]^2
 //
-// A float32 of fn is the exact sum of three bfloat16, which three MMAs multiply: every product is exact, and accumulators
-// are float32.
+// A float32 of fn is the exact sum of three bfloat16, which three MMAs multiply: every product is exact, and
+// accumulators are float32.
 //
 // A CTA has TOKENS adjacent tokens and a split of K, and its warps share the steps of the split. Fragments come from
 // global memory in 16-byte accesses: both operands permute K in the same way, so that the elements of a lane are

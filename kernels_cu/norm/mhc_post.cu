@@ -2,8 +2,8 @@
 //
 //     out[t, j] = T(post_layer_mix[t, j] * x[t] + sum_i comb_res_mix[t, i, j] * residual[t, i]), in float32
 //
-// Products and additions are rounded one by one, in the order of the formula, so that `mhc_fused_post_pre` gives the streams of
-// its reference to the layer after.
+// Products and additions are rounded one by one, in the order of the formula, so that `mhc_fused_post_pre` gives the
+// streams of its reference to the layer after.
 //
 // A thread has a vector of each stream.
 //

@@ -7,8 +7,8 @@
 //
 // The maximum ignores NaN, and NaN becomes -448. Counts are clamped to 0 ... num_tokens.
 //
-// 16 lanes share a group. A work item of a warp (counted_rows.cuh) is one chunk of a token: the adjacent groups that the
-// warp holds.
+// 16 lanes share a group. A work item of a warp (counted_rows.cuh) is one chunk of a token: the adjacent groups that
+// the warp holds.
 //
 // Constants:
 //     scale_t        element type of y_s: float, or int32_t for four exponents in a word
