@@ -27,6 +27,7 @@ from pyops.host.toolchain import toolchains
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
+from pyops.ops.linear.gemm_sm120 import ScaledMmaConfig
 from pyops.ops.linear.ggml_configs import GgmlMulMatConfig, GgmlRowConfig, GgmlVecConfig
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
@@ -42,6 +43,7 @@ from tests.ops.attention import test_e4m3 as e4m3
 from tests.ops.attention import test_hopper as prefill
 from tests.ops.attention import test_mla as latent
 from tests.ops.attention import test_varlen as varlen
+from tests.ops.linear import test_gemm_sm120 as scaled
 from tests.ops.linear import test_ggml as ggml
 from tests.ops.linear import test_grouped as grouped
 from tests.ops.linear import test_hopper as dense
@@ -85,6 +87,12 @@ def on_ampere(call: Callable[[], None]) -> None:
 def on_one(call: Callable[[], None]) -> None:
     """The call on a device with one SM."""
     on_device(call, num_sms=1)
+
+
+def on_geforce(call: Callable[[], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYOPS_ARCH", "sm_120")
+        call()
 
 
 def on_device(call: Callable[[], None], **attributes: Any) -> None:
@@ -135,6 +143,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "linear/gemm_sm80.cu": [
         partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328),
         partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16)),
+    ],
+    "linear/gemm_sm120.cu": [
+        partial(on_geforce, partial(scaled.test_nvfp4, ScaledMmaConfig(16, 32, 1, 2, 2, 1), 33, 40, 1120))
     ],
     "linear/wq_gemm_sm90.cu": [
         partial(packed.test_packed_gemm, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
@@ -233,6 +244,7 @@ ROUNDS: dict[str, Rounds] = {
     "attention/mla_decode_sm90.cu": of_keys(330, 64),
     "linear/gemm_sm90.cu": of_products(of_row, lambda of: 128 * of["CLUSTER_M"]),
     "linear/gemm_sm80.cu": of_products(of_row),
+    "linear/gemm_sm120.cu": of_products(lambda of: 128),  # k counts bytes
     "linear/wq_gemm_sm90.cu": of_products(lambda of: 64 * of["BOXES"], lambda of: of["TILE_M"] * (of["SPLITS"] == 1)),
     "linear/wq_gemm_sm80.cu": of_products(lambda of: 4 * 128 / of["BITS"]),
     "linear/wq_gemm_sm80_large_m.cu": of_products(lambda _: 64, lambda of: of["WARPS_M"] * of["TILE_M"]),

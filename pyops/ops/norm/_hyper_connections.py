@@ -114,7 +114,7 @@ def launches(
     vec_size = check.vector_width(hidden_size, *rows)
     row_threads = check.threads(-(-hidden_size // (vec_size * _THREAD_VECS)), max_threads=_MAX_ROW_THREADS)
     vecs = -(-hidden_size // (vec_size * row_threads))
-    holds = num_tokens <= residual.device.num_sms and vecs * streams <= _HELD_VECS
+    holds = tuning.pinned(num_tokens) <= residual.device.num_sms and vecs * streams <= _HELD_VECS
     specialised = kernel(
         scalar_t=residual.dtype,
         HC=streams,
