@@ -883,6 +883,7 @@ def test_mla_compiles_without_spills_and_advice(
         HAS_LSE=True,
         COMBINES=True,
         IS_DS_MLA=is_ds_mla,
+        QUERY_TOKENS=1 if is_ds_mla or half_boxes else 4,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
@@ -914,6 +915,7 @@ def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DTy
         HAS_LSE=True,
         COMBINES=True,
         IS_DS_MLA=is_ds_mla,
+        QUERY_TOKENS=1 if is_ds_mla else 4,
         **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
