@@ -132,7 +132,7 @@ def test_router_with_a_factor(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weights.double(), 2.5 * exact, rtol=1e-6, atol=0.0)
     weight = module.weight.detach().double()
     product, terms = x.double() @ weight.T, x.double().abs() @ weight.abs().T
-    # torch rounds the result, and each of 32 sums in an order of its own.
+    # torch rounds the result, and accumulates 32 products in an order of its own.
     allowed = torch.finfo(dtype).eps * product.abs() + 32 * 2.0**-24 * terms
     assert ((logits.double() - product).abs() <= allowed).all()
 
