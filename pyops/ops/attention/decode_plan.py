@@ -14,7 +14,7 @@ from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from . import decode_choose, decode_launch, prefill_plan
-from .arguments import PagedKV, Sparse
+from .arguments import PagedKV
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem
@@ -62,28 +62,15 @@ def launch_varlen(name: str, rows: PrefillProblem) -> list[Launch]:
 
 def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
     """The problem for attention_decode.cu; None if it does not support the call with two query tokens per CTA."""
-    query, kv = rows.query, rows.kv
-    if not isinstance(kv, PagedKV) or not rows.causal or rows.codes or not query.device.supports("mma"):
+    query = rows.query
+    if not isinstance(rows.kv, PagedKV) or not rows.causal or rows.codes or not query.device.supports("mma"):
         return None
-    if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * kv.block_tables.numel == 0:
+    if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * rows.kv.block_tables.numel == 0:
         return None
     most = _MAX_COLUMNS if query.shape[2] <= 128 else _MAX_COLUMNS // 2
     if 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2:
         most = _MAX_COLUMNS // 2  # fewer accumulators: three CTAs per SM
-    problem = DecodeProblem(
-        rows.out,
-        query,
-        kv,
-        rows.layout,
-        rows.options,
-        Sparse(),
-        partials=None,
-        partition=0,
-        query_start_loc=rows.cu_seqlens_q,
-        fp8_out_scale=None,
-        query_tokens=most // rows.group,
-        max_query_len=rows.max_query_len,
-    )
+    problem = rows.as_decode(most // rows.group)
     return problem if problem.query_tokens > 1 and problem.uses_mma else None
 
 

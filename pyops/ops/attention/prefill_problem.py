@@ -192,7 +192,19 @@ class PrefillProblem:
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV) or self.cu_seqlens_q is None:
             return None
-        single_rows = decode_problem.DecodeProblem(
+        single_rows = self.as_decode()
+        is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
+        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
+        may_be_many &= self.tokens_of_each <= 1
+        may_be_many |= tuning.batch_invariant()
+        reads_once = single_rows.reads == 1 or not self.uses_wgmma
+        return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
+
+    def as_decode(self, query_tokens: int = 1) -> decode_problem.DecodeProblem:
+        """The decode problem of a call with a paged cache; a CTA takes `query_tokens` query tokens."""
+        assert isinstance(self.kv, PagedKV)
+        return decode_problem.DecodeProblem(
             self.out,
             self.query,
             self.kv,
@@ -203,14 +215,9 @@ class PrefillProblem:
             partition=0,
             query_start_loc=self.cu_seqlens_q,
             fp8_out_scale=None,
+            query_tokens=query_tokens,
+            max_query_len=self.max_query_len,
         )
-        is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
-        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
-        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
-        may_be_many &= self.tokens_of_each <= 1
-        may_be_many |= tuning.batch_invariant()
-        reads_once = single_rows.reads == 1 or not self.uses_wgmma
-        return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
 
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
