@@ -132,7 +132,7 @@ def launches(
     return [logits.launch, specialised.launch(grid=num_tokens, block=row_threads + _COMB_THREADS, **arguments)]
 
 
-def plan_pre(
+def plan_mhc_pre(
     residual: TensorArg,
     fn: TensorArg,
     hc_scale: TensorArg,

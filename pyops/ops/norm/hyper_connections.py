@@ -11,7 +11,7 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
-from ._hyper_connections import check_rows, launches, plan_pre, streams_of
+from ._hyper_connections import check_rows, launches, plan_mhc_pre, streams_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,19 +102,7 @@ def result_mhc_pre(residual: TensorArg) -> tuple[Result, Result, Result]:
     return *shapes, Result((num_tokens, hidden_size), residual.dtype)
 
 
-@mhc_pre.plan
-def plan_mhc_pre(
-    residual: TensorArg,
-    fn: TensorArg,
-    hc_scale: TensorArg,
-    hc_base: TensorArg,
-    sinkhorn_repeat: int,
-    norm_weight: TensorArg | None,
-    post_mix: TensorArg,
-    comb_mix: TensorArg,
-    layer_input: TensorArg,
-) -> list[Launch]:
-    return plan_pre(residual, fn, hc_scale, hc_base, sinkhorn_repeat, norm_weight, post_mix, comb_mix, layer_input)
+mhc_pre.plan(plan_mhc_pre)
 
 
 @mhc_pre.traffic

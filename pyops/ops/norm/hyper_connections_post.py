@@ -10,7 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
-from ._hyper_connections import check_rows, plan_pre, streams_of, strides_of
+from ._hyper_connections import check_rows, plan_mhc_pre, streams_of, strides_of
 from .hyper_connections import example_mhc_pre, mhc_pre, result_mhc_pre
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def plan_mhc_fused_post_pre(
 ) -> list[Launch]:
     post = plan_mhc_post(x, residual, post_layer_mix, comb_res_mix, residual_cur)
     outputs = post_mix_cur, comb_mix_cur, layer_input_cur
-    return [post, *plan_pre(residual_cur, fn, hc_scale, hc_base, sinkhorn_repeat, norm_weight, *outputs)]
+    return [post, *plan_mhc_pre(residual_cur, fn, hc_scale, hc_base, sinkhorn_repeat, norm_weight, *outputs)]
 
 
 @mhc_fused_post_pre.traffic
