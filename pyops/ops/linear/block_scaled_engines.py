@@ -34,8 +34,7 @@ def _scaled_us(config: ScaledMmaConfig, shape: BlockScaledShape, device: Device,
     dense = shape.dense
     tiles = -(-dense.m // config.tile_m) * -(-dense.n // config.tile_n)
     loop = gemm_sm120.loop_us(config, tiles, dense.k, shape.bits, device)
-    parts = config.splits * config.tile_m * config.tile_n * 4  # bytes
-    split = rates.mma_split + rates.mma_split_byte * parts if config.splits > 1 else 0.0
+    split = rates.reduction(config.splits, tiles, config.tile_m * config.tile_n)
     return rates.mma_launch + rates.overlapped(loop, shape.quantized_bytes + shape.out_bytes) + split
 
 

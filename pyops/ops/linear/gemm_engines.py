@@ -146,14 +146,13 @@ def _mma_refusal(shape: GemmShape, device: Device) -> str | None:
 
 
 def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
-    blocks = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n) * config.splits
-    of_sm = -(-blocks // device.num_sms)
+    tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
+    of_sm = -(-tiles * config.splits // device.num_sms)
     conversions = 2 if shape.is_fp8 and not device.supports("fp8_products") else 1  # fp8 as float16: twice the MMAs
     mma = rates.mma_area * config.tile_m * config.tile_n * conversions
     k_tile = rates.mma_k_tile + engines.overlapped(mma, rates.mma_shared * config.k_tile_traffic)
     loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
-    parts = blocks * config.tile_m * config.tile_n * 4  # bytes of all partial accumulators
-    split = rates.mma_split + rates.mma_split_byte * parts if config.splits > 1 else 0.0
+    split = rates.reduction(config.splits, tiles, config.tile_m * config.tile_n)
     return rates.mma_launch + rates.overlapped(loop, shape.nbytes) + of_sm * rates.mma_block + split
 
 

@@ -89,6 +89,10 @@ class GemmRates:
         time = engines.overlapped(loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us)
         return engines.overlapped(time, macs / self.macs_per_us, softness=_POWER_SOFTNESS)
 
+    def reduction(self, splits: int, tiles: int, tile_elements: int) -> float:
+        """Microseconds to reduce the float32 partial accumulators of all tiles of split-K; 0 without it."""
+        return self.mma_split + self.mma_split_byte * (tiles * splits * tile_elements * 4) if splits > 1 else 0.0
+
 
 def of(device: Device) -> GemmRates:
     """The rates of a device."""
