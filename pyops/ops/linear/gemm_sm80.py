@@ -56,7 +56,7 @@ class MmaConfig:
     @property
     def k_tile_traffic(self) -> int:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
-        return step_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
+        return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
@@ -145,7 +145,7 @@ def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
                 break
 
 
-def step_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
+def k_tile_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
     """Bytes of shared memory that a k-tile writes, and that its warps read."""
     return (tile_m + tile_n + warps_n * tile_m + warps_m * tile_n) * K_TILE_BYTES
 

@@ -88,7 +88,7 @@ def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates
     """A tile of padding alone ends at once."""
     tiles = round(shape.row_tiles(config.tile_m)) * -(-shape.n // config.tile_n)
     converts = shape.dtype in FP8 and not device.supports("fp8_products")
-    mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.step_traffic)
+    mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.k_tile_traffic)
     k_tile = (rates.mma_k_tile + mma) * (rates.mma_converted if converts else 1.0)
     loop = -(-tiles // device.num_sms) * shape.num_k_tiles * k_tile
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)

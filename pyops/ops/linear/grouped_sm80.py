@@ -10,7 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .gemm_problem import HELD_STAGES
 from .gemm_shape import K_TILE_BYTES
-from .gemm_sm80 import max_accumulators, step_traffic
+from .gemm_sm80 import k_tile_traffic, max_accumulators
 from .grouped_problem import GROUP, GroupedProblem
 from .grouped_shape import GroupedShape
 
@@ -68,9 +68,9 @@ class GroupedMmaConfig:
         return self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
 
     @property
-    def step_traffic(self) -> int:
+    def k_tile_traffic(self) -> int:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
-        return step_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
+        return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
         """Other tiles and stages."""
