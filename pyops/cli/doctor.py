@@ -188,6 +188,8 @@ def _needs_proof(name: str, on: Device) -> bool:
         return on.supports("tcgen05")
     headers: set[str] = set()
     source.inline(name, headers)
+    if "linear/mma_block_scaled.cuh" in headers:
+        return on.supports("block_scaled_products")
     return on.supports("matrix_cores") and "include/matrix_core.cuh" in headers
 
 

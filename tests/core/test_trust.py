@@ -131,6 +131,14 @@ def test_wrong_kernel_is_disabled(
     assert len(warnings(caplog)) == 1
 
 
+def test_doctor_names_kernels_with_instructions_of_their_own() -> None:
+    assert "not linear/gemm_sm120.cu: " in doctor.proven_on(device.model("sm_120"))
+    assert "portable kernels" in doctor.proven_on(device.model("sm_89"))
+    for_cdna = doctor.proven_on(device.model("gfx942"))
+    assert "linear/wq_gemm_cdna.cu" in for_cdna
+    assert "linear/gemm_sm120.cu" not in for_cdna
+
+
 @needs_compiler
 def test_switch_trusts(blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_TRUST", "1")
