@@ -19,7 +19,7 @@ from tests.every_op.test_nvrtc import MISSING
 from tests.ops.attention.test_attention import V1
 from tests.ops.attention.test_decode_steps import AHEAD as ONE_WARP
 from tests.ops.attention.test_hopper import _in_codes as over_fp8
-from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, reference
+from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_call, reference
 from tests.support.profiles import few
 
 COUNTS = [3, 0, 1, 17, 2]
@@ -101,11 +101,7 @@ def test_equals_single_tokens(heads: tuple[int, int], is_fp8: bool, window: int)
 @pytest.mark.parametrize("one", [SPLITS, CLUSTER], ids=["splits", "cluster"])
 def test_hostile_indices(one: DecodeConfig) -> None:
     """Indices out of range contribute nothing; rows of no sequence are left alone."""
-    call = _call([20, 5, 8], [20, 40, 33], dtype=torch.bfloat16)
-    call.pop("plain")
-    call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [11, 10, 2**31 - 1]], dtype=torch.int32)
-    for name in ("key_cache", "value_cache"):
-        call[name] = call[name].nan_to_num(nan=0.5)
+    call = hostile_call(dtype=torch.bfloat16)
     for lengths, starts in (
         ([20, 2**62, -5], [0, 20, 25, 33]),
         ([2, 30, 33], [-7, 3, 9, 2**63 - 1]),

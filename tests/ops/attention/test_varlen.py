@@ -240,15 +240,21 @@ def test_more_queries_than_tokens(on: str, dtype: torch.dtype) -> None:
     assert (call["lse"][:, :4] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
-    """Indices out of range contribute nothing; rows of no sequence are left alone."""
-    call = _call([20, 5, 8], [20, 40, 33], dtype=dtype, packed=packed)
+def hostile_call(**more: Any) -> dict[str, Any]:
+    """A call with block tables that have numbers of no block of the cache, also the first one after its last."""
+    call = _call([20, 5, 8], [20, 40, 33], **more)
     call.pop("plain")
     call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [12, 11, 2**31 - 1]], dtype=torch.int32)
     for name in ("key_cache", "value_cache"):
         call[name] = call[name].nan_to_num(nan=0.5)
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
+    """Indices out of range contribute nothing; rows of no sequence are left alone."""
+    call = hostile_call(dtype=dtype, packed=packed)
     for lengths, starts in (
         ([20, 2**31 - 1, -5], [0, 20, 25, 33]),
         ([20, 30, 33], [-7, 3, 9, 2**31 - 1]),

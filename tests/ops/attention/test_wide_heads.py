@@ -19,7 +19,7 @@ from tests.ops.attention.test_attention import in_codes_of_heads
 from tests.ops.attention.test_hopper import _in_codes as over_fp8
 from tests.ops.attention.test_ragged import RAGGED
 from tests.ops.attention.test_ragged import _call as ragged_call
-from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, reference
+from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_call, reference
 from tests.support.profiles import few
 
 COUNTS, LENGTHS = [9, 0, 1, 6], [140, 9, 33, 6]  # two splits of the first sequence
@@ -115,11 +115,7 @@ def test_ragged(sizes: tuple[int, int]) -> None:
 
 def test_hostile_indices() -> None:
     """Indices out of range contribute nothing; rows of no sequence are left alone."""
-    call = _call([20, 5, 8], [20, 40, 33], head_size=512, dtype=torch.bfloat16)
-    call.pop("plain")
-    call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [11, 10, 2**31 - 1]], dtype=torch.int32)
-    for name in ("key_cache", "value_cache"):
-        call[name] = call[name].nan_to_num(nan=0.5)
+    call = hostile_call(head_size=512, dtype=torch.bfloat16)
     for one, lengths, starts in (
         (SHORT, [20, 2**62, -5], [0, 20, 25, 33]),
         (SPLITS, [2, 2**31 - 1, 33], [-7, 3, 9, 2**63 - 1]),
