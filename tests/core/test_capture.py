@@ -370,6 +370,29 @@ def test_scalars_of_cupy_captures_outlive_the_cache(cuda: Cuda, monkeypatch: pyt
     assert not destroyed_late
 
 
+def test_numbers_of_torch_captures_are_those_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph fills only a number that was never seen before, and a graph's numbers stay when the cache is emptied."""
+    captured = [False]
+    fake = SimpleNamespace(cuda=SimpleNamespace(is_current_stream_capturing=lambda: captured[0]), float32=None)
+    fake.tensor = lambda value, dtype, device: SimpleNamespace(value=value, filled_by_graph=captured[0])
+    monkeypatch.setattr(tensor, "torch", fake)
+    monkeypatch.setattr(tensor, "library_of", lambda value: "torch" if hasattr(value, "device") else None)
+    monkeypatch.setattr(tensor, "number", lambda value, like: SimpleNamespace(value=value, filled_by_graph=True))
+    for name in ("_numbers", "_in_graphs"):
+        monkeypatch.setattr(tensor, name, {})
+    like = SimpleNamespace(device="cuda:0", is_meta=False, is_cuda=True)
+
+    eager = tensor.held_number(0.0, like)
+    assert not eager.filled_by_graph
+    captured[0] = True
+    assert tensor.held_number(0.0, like) is eager
+    assert tensor.held_number(0.25, like).filled_by_graph
+    tensor._numbers.clear()
+    assert tensor.held_number(0.0, like) is eager
+    captured[0] = False
+    assert not tensor.held_number(0.25, like).filled_by_graph
+
+
 def test_ranks_load_and_allocate_during_a_capture(cuda: Cuda, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Kernel("test/rank.cu", text=text("rank", "float* out, const float* lost"))
     driver.kernels.append(made)

@@ -127,15 +127,17 @@ def on_host(value: Any) -> bool:
 MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # magnitudes from this one on round to infinity in float32
 _MAX_NUMBERS = 4096  # most cached tensors of numbers
 _numbers: dict[Any, Any] = {}
-_in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs do not keep them alive
+_in_graphs: dict[Any, Any] = {}  # numbers that captured calls read: graphs do not keep them alive
 
 
 def held_number(value: Any, like: Any) -> Any:
-    """`number` with a cache by value: the tensor is kept, and ready for use on any stream."""
+    """`number` with a cache by value: the tensor is kept, and ready for use on any stream.
+
+    A captured call reads the cached tensor, so that its graph does not fill one at every replay. Only a number that
+    torch first meets during a capture is filled by the graph: torch would allocate it in the memory of the graph.
+    """
     kind = library_of(like)
-    if kind is None or (
-        kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
-    ):
+    if kind is None or (kind == "torch" and like.is_meta):
         return number(value, like)
     try:
         value = float(value)
@@ -143,9 +145,18 @@ def held_number(value: Any, like: Any) -> Any:
         return value  # `arguments.convert` will refuse the value by the name of its argument
     where = None if kind == "numpy" else like.device.id if kind == "cupy" else like.device  # CuPy's have no hash
     key = (value, kind, where)
-    if (found := _numbers.get(key)) is None:
+    if kind == "torch":
+        is_captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    else:
+        is_captured = kind == "cupy" and driver.is_capturing(cupy.cuda.get_current_stream().ptr)
+    found = _numbers.get(key)
+    if found is None and is_captured:
+        found = _in_graphs.get(key)
+    if found is None:
         if MAX_FLOAT <= abs(value) < inf:
             return value  # `arguments.convert` will refuse this one, too
+        if kind == "torch" and is_captured:
+            return number(value, like)
         if kind == "torch":
             found = torch.tensor(value, dtype=torch.float32, device=like.device)
         elif kind == "cupy":
@@ -155,9 +166,7 @@ def held_number(value: Any, like: Any) -> Any:
         if len(_numbers) >= _MAX_NUMBERS:
             _numbers.clear()
         _numbers[key] = found
-    if kind == "cupy" and driver.is_capturing(cupy.cuda.get_current_stream().ptr):
-        return _in_graphs.setdefault(key, found)
-    return found
+    return _in_graphs.setdefault(key, found) if is_captured else found
 
 
 def _cupy_number(value: float, like: Any) -> Any:
