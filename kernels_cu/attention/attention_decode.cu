@@ -114,13 +114,28 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     }
 
     const auto entry_of = [&](int token) { return block_tables[seq * table_stride + token / BLOCK_SIZE * table_step]; };
+    // A short call waits mostly for loads that depend on each other, so the length, the first table entries, the scales
+    // and the queries are loaded together. The first token of a warp is known before the length if it is in the first
+    // split, unless there is a window.
     const length_t seq_len = seq_lens[seq * length_step];
-    // In a cluster, a warp's first token is known before the length, unless there is a window: its table entries are
-    // loaded together with the length.
-    TableEntries entries;
-    if constexpr (CLUSTER > 1) {
+    TableEntries entries{};
+    const bool has_entries = split == 0 && max_tokens > 0;
+    if (has_entries) {
         entries = load_entries(turn * STEP, lane, [&](int token) { return entry_of(min(token, int(max_tokens) - 1)); });
     }
+    const float key_scale = IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
+    const float value_unit = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
+    const auto find_row = [&] {
+        if (HAS_TOKENS) return tile.row;
+        return HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : int64_t(seq);
+    };
+    if (HAS_STARTS && find_row() < 0) return;
+    const auto query_of = [&](int head) {
+        return query + (find_row() + token_of_column(head)) * query_stride +
+               int64_t(first_head + head_of_column(head)) * HEAD_SIZE;
+    };
+    QueryBatch first_queries;
+    first_queries.load(0, num_heads, query_of);
 
     // HAS_TOKENS: the CTA's tokens between them attend to the keys up to the last token, from the first one's window
     // on.
@@ -129,11 +144,6 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         HAS_TOKENS && sliding_window > 0 ? min(sliding_window, max_tokens) + tile.count - 1 : sliding_window;
     const Splits splits(HAS_TOKENS ? int64_t(first_length + tile.count - 1) : int64_t(seq_len), max_tokens, window,
                         PARTITION, planned_splits, int(min_split));
-    const auto find_row = [&] {
-        if (HAS_TOKENS) return tile.row;
-        return HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : int64_t(seq);
-    };
-    if (HAS_STARTS && find_row() < 0) return;
     const bool direct = CLUSTER > 1 || (DIRECT && splits.count <= 1);
     if (!(direct && split == 0) && !splits.exists(split)) return;
 
@@ -154,7 +164,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     // The loads of the first keys and values are in flight while the queries are prepared.
     int start = begin + turn * STEP;
-    if (CLUSTER == 1 || begin > 0) entries = load_entries(start, lane, entry_before_end);
+    if (!has_entries || begin > 0) entries = load_entries(start, lane, entry_before_end);
     BlockNumbers numbers = numbers_of(entries, num_blocks);
     Keys keys;
     Values values;
@@ -174,13 +184,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
-    const float key_unit =
-        logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * k_scale[HEAD_SCALES ? kv_head : 0] : scale, logits_soft_cap);
-    const float value_unit = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
-    prepare_queries(queries, units, num_heads, key_unit, [&](int head) {
-        return query + (find_row() + token_of_column(head)) * query_stride +
-               int64_t(first_head + head_of_column(head)) * HEAD_SIZE;
-    });
+    const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * key_scale : scale, logits_soft_cap);
+    prepare_queries(queries, units, num_heads, key_unit, first_queries, query_of);
     __syncthreads();
 
     float unit[COLUMNS][LANE_HEADS], slope[COLUMNS][LANE_HEADS];  // per head of the lane

@@ -16,31 +16,46 @@ constexpr int QUERY_VEC = 16 / sizeof(scalar_t), QUERY_VECS = QUERY_SIZE / QUERY
 constexpr int QUERY_LANES = QUERY_VECS <= 8 ? 8 : QUERY_VECS <= 16 ? 16 : 32;
 static_assert(QUERY_SIZE % QUERY_VEC == 0 && HEAD_SIZE % QUERY_VEC == 0);
 
-// Copies the queries of a CTA to shared memory, with zeros for heads and elements that do not exist. query_of(head) is
-// the address of a head's query. units[head] becomes the factor from a score of the head to its logit: key_unit, and
-// with an fp8 cache also the inverse of the power of two that scales the query into the range of float16. All loads of
-// a thread are in flight together: otherwise a call with a short cache waits mostly for them.
-template <typename F>
-DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
-    constexpr int BATCH = 2, LANE_VECS = ceil_div(QUERY_VECS, QUERY_LANES), ACCESS = QUERY_STRIDE % 8 == 0 ? 8 : 4;
-    const int lane = threadIdx.x % QUERY_LANES, stride = int(blockDim.x) / QUERY_LANES;
-    for (int first = int(threadIdx.x) / QUERY_LANES; first < HEADS; first += BATCH * stride) {
-        Vec<scalar_t, QUERY_VEC> loaded[BATCH][LANE_VECS];
+// A lane's part of QUERY_BATCH heads, as loaded. All loads of a batch are in flight together.
+constexpr int QUERY_BATCH = 2, LANE_VECS = ceil_div(QUERY_VECS, QUERY_LANES);
+struct QueryBatch {
+    Vec<scalar_t, QUERY_VEC> vecs[QUERY_BATCH][LANE_VECS];
+
+    // The first head of the lane in batch `batch`, and the distance to its next one.
+    static DEVICE int stride() { return int(blockDim.x) / QUERY_LANES; }
+    static DEVICE int first_head(int batch) { return int(threadIdx.x) / QUERY_LANES + batch * QUERY_BATCH * stride(); }
+
+    // query_of(head) is the address of a head's query.
+    template <typename F>
+    DEVICE void load(int batch, int num_heads, F query_of) {
 #pragma unroll
-        for (int i = 0; i < BATCH * LANE_VECS; ++i) {
-            const int head = min(first + i / LANE_VECS * stride, num_heads - 1);
-            const int element = min((i % LANE_VECS * QUERY_LANES + lane) * QUERY_VEC, HEAD_SIZE - QUERY_VEC);
-            loaded[i / LANE_VECS][i % LANE_VECS] =
-                Vec<scalar_t, QUERY_VEC>::template load<QUERY_ACCESS>(query_of(head) + element);
+        for (int i = 0; i < QUERY_BATCH * LANE_VECS; ++i) {
+            const int vec = i % LANE_VECS * QUERY_LANES + int(threadIdx.x) % QUERY_LANES;
+            const int head = min(first_head(batch) + i / LANE_VECS * stride(), num_heads - 1);
+            vecs[i / LANE_VECS][i % LANE_VECS] = Vec<scalar_t, QUERY_VEC>::template load<QUERY_ACCESS>(
+                query_of(head) + min(vec * QUERY_VEC, HEAD_SIZE - QUERY_VEC));
         }
+    }
+};
+
+// Copies the queries of a CTA to shared memory, with zeros for heads and elements that do not exist. `loaded` is the
+// first batch. units[head] becomes the factor from a score of the head to its logit: key_unit, and with an fp8 cache
+// also the inverse of the power of two that scales the query into the range of float16.
+template <typename F>
+DEVICE void
+prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, QueryBatch& loaded, F query_of) {
+    constexpr int ACCESS = QUERY_STRIDE % 8 == 0 ? 8 : 4;
+    const int lane = threadIdx.x % QUERY_LANES, stride = QueryBatch::stride();
+    for (int batch = 0; QueryBatch::first_head(batch) < HEADS; ++batch) {
+        if (batch > 0) loaded.load(batch, num_heads, query_of);
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int head = first + b * stride;
+        for (int b = 0; b < QUERY_BATCH; ++b) {
+            const int head = QueryBatch::first_head(batch) + b * stride;
             float x[LANE_VECS][QUERY_VEC], absmax = 0.0f, factor = 1.0f;
 #pragma unroll
             for (int i = 0; i < LANE_VECS; ++i) {
                 const bool inside = head < num_heads && (i * QUERY_LANES + lane) * QUERY_VEC < HEAD_SIZE;
-                loaded[b][i].to_floats(x[i]);
+                loaded.vecs[b][i].to_floats(x[i]);
 #pragma unroll
                 for (int j = 0; j < QUERY_VEC; ++j) {
                     if (!inside) x[i][j] = 0.0f;

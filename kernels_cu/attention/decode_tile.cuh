@@ -150,14 +150,15 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
         prefetch_part(block_tables + row * table_stride, (max_tokens / BLOCK_SIZE - 1) * table_step, line);
     }
     if (HAS_TOKENS && seq >= num_seqs) return;
-    if constexpr (CLUSTER > 1) {
-        const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
-        if (token < max_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
-        const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS;
-        const int element = threadIdx.x * int(128 / sizeof(scalar_t));
-        if (!HAS_TOKENS && element < GROUP * HEAD_SIZE && seq < num_rows) {
-            prefetch_line(query + seq * query_stride + kv_head * GROUP * HEAD_SIZE + element);
-        }
+    if (balanced) return;
+    const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
+    if ((CLUSTER > 1 || blockIdx.y == 0) && token < max_tokens) {
+        prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
+    }
+    const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS;
+    const int element = threadIdx.x * int(128 / sizeof(scalar_t));
+    if (!HAS_TOKENS && element < GROUP * HEAD_SIZE && seq < num_rows) {
+        prefetch_line(query + seq * query_stride + kv_head * GROUP * HEAD_SIZE + element);
     }
 }
 
