@@ -5124,7 +5124,14 @@ class _vocab_parallel_embedding(_Attributes, Protocol):
 vocab_parallel_embedding: _vocab_parallel_embedding
 
 class _skinny_linear(_Attributes, Protocol):
-    def __call__(self, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        constant_weight: bool = False,
+    ) -> None:
         """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
         It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
@@ -5137,9 +5144,12 @@ class _skinny_linear(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype; constant row stride.
             bias: of the same dtype, contiguous, output_size elements; or None.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `weight`, as is so for
+                the weights of a model. The kernel then loads it while the previous kernel runs. If that kernel does write
+                `weight`, the result may be that of the old values.
         """
     @staticmethod
-    def new(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def new(input: Tensor, weight: Tensor, bias: Tensor | None = None, constant_weight: bool = False) -> Tensor:
         """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
         It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
@@ -5151,6 +5161,9 @@ class _skinny_linear(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype; constant row stride.
             bias: of the same dtype, contiguous, output_size elements; or None.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `weight`, as is so for
+                the weights of a model. The kernel then loads it while the previous kernel runs. If that kernel does write
+                `weight`, the result may be that of the old values.
 
         Returns:
             out: [..., output_size].
@@ -5568,6 +5581,7 @@ class _linear(_Attributes, Protocol):
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str = 'none',
+        constant_weight: bool = False,
     ) -> None:
         """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, accumulated in float32 and rounded once.
 
@@ -5581,9 +5595,16 @@ class _linear(_Attributes, Protocol):
                 constant row stride.
             bias: of the same dtype, contiguous, an element for each row of weight; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
+            constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
         """
     @staticmethod
-    def new(input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = 'none') -> Tensor:
+    def new(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str = 'none',
+        constant_weight: bool = False,
+    ) -> Tensor:
         """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, accumulated in float32 and rounded once.
 
         With "silu_and_mul" the first half of the weight's rows are gates, the second half ups: ``out = silu(gate) * up``
@@ -5595,6 +5616,7 @@ class _linear(_Attributes, Protocol):
                 constant row stride.
             bias: of the same dtype, contiguous, an element for each row of weight; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
+            constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
 
         Returns:
             out: [..., output_size].

@@ -5,7 +5,8 @@
 // SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
 // BATCH vectors per lane, adjacent lanes take adjacent vectors. blockIdx.y counts groups of TOKENS tokens; blocks along
 // x stride over the rows together. A warp issues the loads of its next chunk before it multiplies the current one; the
-// input stays in the L1 cache. While the previous kernel still runs, each warp prefetches its first chunk to L2.
+// input stays in the L1 cache. While the previous kernel still runs, each warp prefetches its first chunk: to L2, or to
+// registers if the caller promises that no kernel before this one writes the weight.
 //
 // Constants:
 //     input_t       element type of input
@@ -14,6 +15,7 @@
 //     SPLIT         warps that share a row of the weight; divides the warps of a block
 //     BATCH         vectors per lane in a chunk
 //     HAS_BIAS      false when bias is null
+//     CONSTANT_WEIGHT    the previous kernel does not write the weight
 
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -33,12 +35,29 @@ DEVICE int vector_of(int chunk, int b) {
 }
 DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
 
-DEVICE void prefetch_weight(const scalar_t* weight, int64_t output_size, int64_t stride) {
-    const int64_t row = row_of(0);
-    if (row >= output_size) return;
+// Loads the vectors of a step. Rows and vectors out of range are clamped to valid ones, so that the loads need no
+// branch; their results are not used.
+DEVICE void load_step(vec_t (&w)[BATCH], int step, const scalar_t* weight, int64_t output_size, int64_t stride) {
+    const int64_t row = row_of(step);
+    const scalar_t* address = weight + (row < output_size ? row : output_size - 1) * stride;
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
-        if (exists(0, b)) prefetch_line(weight + row * stride + int64_t(vector_of(0, b)) * VEC_SIZE);
+        const int vector = exists(step % CHUNKS, b) ? vector_of(step % CHUNKS, b) : 0;
+        w[b] = vec_t::load_once(address + int64_t(vector) * VEC_SIZE);
+    }
+}
+
+// The first step, before the previous kernel has ended: in `w` if the weight is constant, else in L2.
+DEVICE void prefetch_step(vec_t (&w)[BATCH], const scalar_t* weight, int64_t output_size, int64_t stride) {
+    if constexpr (CONSTANT_WEIGHT) {
+        load_step(w, 0, weight, output_size, stride);
+    } else {
+        const int64_t row = row_of(0);
+        if (row >= output_size) return;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (exists(0, b)) prefetch_line(weight + row * stride + int64_t(vector_of(0, b)) * VEC_SIZE);
+        }
     }
 }
 
@@ -48,7 +67,8 @@ gemv(scalar_t* out,           // [num_tokens, output_size]
      const scalar_t* weight,  // [output_size, HIDDEN_SIZE]
      const scalar_t* bias,    // [output_size]
      int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride) {
-    prefetch_weight(weight, output_size, weight_stride);
+    vec_t w[BATCH], next[BATCH];
+    prefetch_step(next, weight, output_size, weight_stride);
     await_previous_kernel();
     __shared__ float partial[2][NUM_WARPS][TOKENS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -56,25 +76,13 @@ gemv(scalar_t* out,           // [num_tokens, output_size]
     const int64_t row_groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
     const int steps = blockIdx.x < row_groups ? int((row_groups - 1 - blockIdx.x) / gridDim.x + 1) * CHUNKS : 0;
 
-    // Loads the vectors of a step. Rows and vectors out of range are clamped to valid ones, so that the loads need no
-    // branch; their results are not used.
-    const auto load = [&](int step, vec_t(&w)[BATCH]) {
-        const int64_t row = row_of(step);
-        const scalar_t* address = weight + (row < output_size ? row : output_size - 1) * weight_stride;
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int vector = exists(step % CHUNKS, b) ? vector_of(step % CHUNKS, b) : 0;
-            w[b] = vec_t::load_once(address + int64_t(vector) * VEC_SIZE);
-        }
-    };
-    vec_t w[BATCH], next[BATCH];
     float sums[TOKENS] = {};
-    if (steps > 0) load(0, next);
+    if (!CONSTANT_WEIGHT && steps > 0) load_step(next, 0, weight, output_size, weight_stride);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) w[b] = next[b];
-        if (step + 1 < steps) load(step + 1, next);
+        if (step + 1 < steps) load_step(next, step + 1, weight, output_size, weight_stride);
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             if (!exists(step % CHUNKS, b)) continue;

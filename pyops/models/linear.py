@@ -36,11 +36,13 @@ class Linear(NamedTuple):
         """``x @ weight.T + bias``."""
         if x.is_cuda and batch_invariant():
             return linear.new(x, self.weight, self.bias)
-        if x.shape[0] > MAX_SKINNY_ROWS or x.device.type == "cpu":
+        if not self._is_skinny(x):
             return torch.nn.functional.linear(x, self.weight, self.bias)
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
-        skinny_linear(out, x, self.weight, self.bias)
-        return out
+        return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
+
+    @staticmethod
+    def _is_skinny(x: Tensor) -> bool:
+        return bool(x.shape[0] <= MAX_SKINNY_ROWS and x.device.type != "cpu")
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights} of the projections in `sizes`, {name: rows}."""

@@ -20,7 +20,14 @@ __all__ = ["linear"]
 
 
 @op(out="out", atol=2.0**-18)
-def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
+def linear(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    constant_weight: bool = False,
+) -> None:
     """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, accumulated in float32 and rounded once.
 
     With "silu_and_mul" the first half of the weight's rows are gates, the second half ups: ``out = silu(gate) * up``
@@ -33,6 +40,7 @@ def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = Non
             constant row stride.
         bias: of the same dtype, contiguous, an element for each row of weight; or None.
         activation: "none"; "gelu", by the error function; or "silu_and_mul".
+        constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
     """
     x = input.double() @ weight.double().T
     if bias is not None:
@@ -53,8 +61,15 @@ def result_linear(input: TensorArg, weight: TensorArg, activation: str) -> Resul
 
 
 @linear.plan
-def plan_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str) -> Launch:
-    return plan(check_linear(out, input, weight, bias, activation))
+def plan_linear(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    bias: TensorArg | None,
+    activation: str,
+    constant_weight: bool,
+) -> Launch:
+    return plan(check_linear(out, input, weight, bias, activation, constant_weight))
 
 
 @linear.example
@@ -66,6 +81,7 @@ def example_linear(
     dtype: str = "bfloat16",
     activation: Literal["none", "gelu", "silu_and_mul"] = "none",
     with_bias: bool = False,
+    constant_weight: bool = False,
 ) -> tuple[Any, ...]:
     output_size = 40
     rows = output_size * (2 if activation == "silu_and_mul" else 1)
@@ -75,4 +91,5 @@ def example_linear(
         make.randn(rows, input_size, dtype=dtype, scale=input_size**-0.5),
         make.randn(rows, dtype=dtype) if with_bias else None,
         activation,
+        constant_weight,
     )

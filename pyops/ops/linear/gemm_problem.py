@@ -184,12 +184,14 @@ class GemmProblem:
     Attributes:
         a: [M, K]; b: [N, K], of the same dtype. With a gated activation b has 2 N rows: first the gates, then the ups.
         k: elements of K.
+        constant_weight: the kernel before this one does not write b.
     """
 
     a: Operand
     b: Operand
     k: int
     epilogue: Epilogue
+    constant_weight: bool = False
 
     @property
     def op(self) -> str:
@@ -297,7 +299,12 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 
 
 def check_linear(
-    out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    bias: TensorArg | None,
+    activation: str = "none",
+    constant_weight: bool = False,
 ) -> GemmProblem:
     """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
     check.floating(input)
@@ -312,4 +319,4 @@ def check_linear(
     check.dtype(weight, input.dtype)
     check.row_stride(out)
     epilogue = Epilogue(out, bias=column_bias(bias, input.dtype, output_size), activation=activation)
-    return GemmProblem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue)
+    return GemmProblem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue, constant_weight)

@@ -82,6 +82,7 @@ class SkinnyConfig:
             SPLIT=self.split,
             BATCH=self.batch,
             HAS_BIAS=problem.epilogue.bias is not None,
+            CONSTANT_WEIGHT=problem.constant_weight,
             NUM_THREADS=self.num_threads,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
@@ -122,7 +123,9 @@ def _choose(hidden_size: int, vec_size: int, several: bool, warp_size: int) -> S
 
 
 @op(out="out", atol=2.0**-18)
-def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def skinny_linear(
+    out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, constant_weight: bool = False
+) -> None:
     """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
     It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
@@ -135,6 +138,9 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
         input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [output_size, hidden_size] of the same dtype; constant row stride.
         bias: of the same dtype, contiguous, output_size elements; or None.
+        constant_weight: a promise that no kernel which may still run when this one starts writes `weight`, as is so for
+            the weights of a model. The kernel then loads it while the previous kernel runs. If that kernel does write
+            `weight`, the result may be that of the old values.
     """
     product = input.float() @ weight.float().T
     out.copy_(product if bias is None else product + bias.reshape(-1).float())
@@ -147,8 +153,10 @@ def result_skinny_linear(input: TensorArg, weight: TensorArg) -> Result:
 
 
 @skinny_linear.plan
-def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None) -> Launch:
-    problem = check_linear(out, input, weight, bias)
+def plan_skinny_linear(
+    out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, constant_weight: bool
+) -> Launch:
+    problem = check_linear(out, input, weight, bias, constant_weight=constant_weight)
     if not problem.k:
         raise input.error(f"expected rows of at least one element, got shape {input.shape}")
     return tuning.config(problem.op, problem, problem.device, choose).launch(problem)
@@ -163,10 +171,12 @@ def example_skinny_linear(
     output_size: Literal[16, 37] = 16,
     dtype: str = "bfloat16",
     with_bias: bool = False,
+    constant_weight: bool = False,
 ) -> tuple[Any, ...]:
     return (
         make.empty(num_tokens, output_size, dtype=dtype),
         make.randn(num_tokens, input_size, dtype=dtype),
         make.randn(output_size, input_size, dtype=dtype, scale=input_size**-0.5),
         make.randn(output_size, dtype=dtype) if with_bias else None,
+        constant_weight,
     )

@@ -49,7 +49,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not _is_served(x, weight):
         return torch_linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    pyops.linear(out, x, weight, bias)
+    pyops.linear(out, x, weight, bias, constant_weight=True)
     return out
 
 
