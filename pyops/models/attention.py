@@ -207,10 +207,9 @@ class MLP:
         return self.down(self._activated(hidden))
 
     def add_to(self, total: Tensor, hidden: Tensor) -> Tensor:
-        """Add the result to `total` in place and return it; with plain weights, in the epilogue of the last GEMM, which
-        is cuBLAS and thus not batch-invariant."""
+        """The result and `total`, in the memory of `total` or in new memory."""
         if isinstance(self.down, Linear) and self.down.bias is None and not batch_invariant():
-            return total.addmm_(self._activated(hidden), self.down.weight.t())
+            return self.down.add_to(total, self._activated(hidden))
         return total.add_(self(hidden))
 
     def _activated(self, hidden: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ class Linear(NamedTuple):
             return torch.nn.functional.linear(x, self.weight, self.bias)
         return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
 
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """``total + x @ weight.T``, in the memory of `total` or in new memory. In the epilogue of the GEMM, which is
+        cuBLAS for several rows and thus not batch-invariant."""
+        if x.shape[0] != 1 or not self._is_skinny(x):
+            return total.addmm_(x, self.weight.t())
+        return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+
     @staticmethod
     def _is_skinny(x: Tensor) -> bool:
         return bool(x.shape[0] <= MAX_SKINNY_ROWS and x.device.type != "cpu")
