@@ -32,6 +32,7 @@
 //     TILE_N        rows of b of a tile: a multiple of 8, GATED of 16, at most 256
 //     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
 //     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
+//     CONSTANT_WEIGHT    the previous kernel does not write b: the first k-tiles of b are loaded while it runs
 // If accumulators are reduced across CTAs or warpgroups, there are as many clusters as tiles.
 
 #include "cluster.cuh"
@@ -137,6 +138,21 @@ struct DirectStore {
     }
 };
 
+// Announces the bytes of a k-tile with a_rows rows of a, and loads its rows of b.
+DEVICE void fill_b(uint8_t* stage, const TensorMap* map, uint64_t* full, int step, int column, int a_rows) {
+    mbarrier_arrive_expect_tx(full, a_rows * ROW_BYTES + B_BYTES);
+    if constexpr (GATED) tma_load(stage + A_BYTES, map, full, step * TILE_K, 0, 0, column / 16);
+    else tma_load(stage + A_BYTES, map, full, step * TILE_K, column);
+}
+
+// Fills the ring, but for the rows of a. It may run before the previous kernel has ended.
+DEVICE void
+prefetch_b(Ring<STAGES> ring, uint8_t* stages, const TensorMap* map, int step, int last_step, int column, int a_rows) {
+    for (int i = 0; i < STAGES && step + i < last_step; ++i, ring.advance()) {
+        fill_b(stages + i * STAGE_BYTES, map, ring.full(), step + i, column, a_rows);
+    }
+}
+
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
                   const __grid_constant__ TensorMap a_tail_map,  // [M, K], boxes of the last M % TILE_M rows (times 8)
@@ -178,28 +194,32 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
         ring.init(ROW_WARPS);
     }
     start_cluster<SPLITS>();
+    const int first_step = int(int64_t(steps) * split / SPLITS);
+    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    const auto rows_of = [&](int row) { return row + TILE_M > m ? tail_rows : TILE_M; };
+    const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+    const bool is_producer = warp == CONSUMER_WARPS && elect_one();
+    if (CONSTANT_WEIGHT && is_producer) {
+        prefetch_b(ring, shared, &b_map, first_step, last_step, blockIdx.x / rows * TILE_N,
+                   rows_of(blockIdx.x % rows * TILE_M));
+    }
     await_previous_kernel();
 
     const int tiles = rows * int(((GATED ? 2 * n : n) + TILE_N - 1) / TILE_N);
-    const int first_step = int(int64_t(steps) * split / SPLITS);
-    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
-    const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
     if (warp == CONSUMER_WARPS) {
-        if (!elect_one()) return;
+        if (!is_producer) return;
+        int prefetched = CONSTANT_WEIGHT ? STAGES : 0;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row = tile % rows * TILE_M, column = tile / rows * TILE_N;
             const bool is_tail = row + TILE_M > m;
             for (int step = first_step; step < last_step; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                mbarrier_arrive_expect_tx(ring.full(), (is_tail ? tail_rows : TILE_M) * ROW_BYTES + B_BYTES);
-                if constexpr (GATED) {
-                    tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, 0, 0, column / 16);
-                } else {
-                    tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, column);
-                }
+                if (prefetched <= 0) fill_b(to, &b_map, ring.full(), step, column, rows_of(row));
                 tma_load(to, is_tail ? &a_tail_map : &a_map, ring.full(), step * TILE_K, row);
+                --prefetched;
             }
+            prefetched = 0;
         }
         return;
     }

@@ -238,6 +238,7 @@ class SwapConfig:
             TILE_N=self.tile_n,
             STAGES=stages,
             SPLITS=self.splits,
+            CONSTANT_WEIGHT=problem.constant_weight,
         ).launch(
             (tiles if self.parts > 1 else min(tiles, device.num_sms), self.splits),
             288,

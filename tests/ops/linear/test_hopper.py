@@ -92,6 +92,23 @@ def test_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("one", "m", "n", "k", "activation"),
+    [(*SWAP[1], "none"), (SWAP[3][0], 16, 200, 3000, "none"), (*GATED[8], "silu_and_mul")],
+    ids=str,
+)
+def test_constant_weight(one: SwapConfig, m: int, n: int, k: int, activation: str) -> None:
+    """Tiles after the first one, more k-tiles than stages, and a partial row tile give the same bits."""
+    x, weight = draw(m, k, dtype=torch.bfloat16), draw(2 * n, k, dtype=torch.bfloat16, seed=2)
+    with forced("linear", one):
+        plain = pyops.linear.new(x, weight, None, activation)
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = pyops.linear.new(x, weight, None, activation, constant_weight=True)
+            assert torch.equal(out, plain)
+
+
+@needs_compiler
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("one", "m", "n", "k"), GATED, ids=str)
 def test_gated_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int, with_bias: bool) -> None:
