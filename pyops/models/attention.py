@@ -16,7 +16,7 @@ from ..tuning import batch_invariant
 from .batch import Batch
 from .config import Config
 from .kv_cache import KvScales
-from .linear import MAX_SKINNY_ROWS, Linear, Place, ScaledLinear
+from .linear import MAX_SKINNY_ROWS, Linear, Place, ScaledLinear, gpu_of
 from .norm import Norm
 from .rope import Rope
 
@@ -216,7 +216,7 @@ class MLP:
         """The activations, [num_tokens, intermediate_size]."""
         if (weight := self._of_fused_gate(hidden)) is not None:
             activated = hidden.new_empty(hidden.shape[0], self.intermediate_size)
-            linear(activated, hidden, weight, None, "silu_and_mul")
+            linear(activated, hidden, weight, None, "silu_and_mul", constant_weight=True)
             return activated
         gate_up = self.gate_up(hidden)
         if not self.has_gate and self.activation in _TORCH_GELU:
@@ -235,5 +235,5 @@ class MLP:
         if not isinstance(matrix, Linear) or matrix.bias is not None or not has_silu:
             return None
         is_many = hidden.shape[0] > MAX_SKINNY_ROWS or batch_invariant()
-        fits = hidden.device.type != "cpu" and hidden.element_size() == 2
+        fits = gpu_of(hidden) is not None and hidden.element_size() == 2
         return matrix.weight if is_many and fits else None

@@ -13,7 +13,7 @@ from .config import Config
 from .config_values import refuse
 from .expert_weights import PlainExperts, as_plain
 from .gguf_experts import GgufExperts
-from .linear import Linear, Place
+from .linear import Linear, Place, gpu_of
 from .marlin_experts import MarlinExperts, serves
 from .mixture import STACKED, Mixture
 from .packed_format import PackedQuantization
@@ -106,7 +106,7 @@ class Experts:
         """The logits of the router. In float32, few tokens of bfloat16 take one kernel, without a conversion."""
         if not self.mixture.router_in_float32:
             return self.router(hidden)
-        is_few = hidden.device.type != "cpu" and hidden.shape[0] <= _FEW_TOKENS and not batch_invariant()
+        is_few = gpu_of(hidden) is not None and hidden.shape[0] <= _FEW_TOKENS and not batch_invariant()
         if is_few and hidden.dtype == torch.bfloat16 and isinstance(self.router, Linear) and self.router.bias is None:
             return fp32_router_gemm.new(hidden, self.router.weight)
         return self.router(hidden.float())

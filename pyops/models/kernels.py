@@ -47,7 +47,7 @@ def serving_kernels(
         >>> from pyops._core.system import device
         >>> small = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}  # as of the Engine
         >>> kernels = serving_kernels(config, device.model(), **small)
-        >>> {"rms_norm", "paged_attention_v1", "silu_and_mul"} <= {op.name for op, _ in kernels}
+        >>> {"rms_norm", "skinny_linear", "paged_attention_v1"} <= {op.name for op, _ in kernels}
         True
     """
     from torch._subclasses.fake_tensor import FakeTensorMode

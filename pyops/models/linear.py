@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from .._core.op import torch_library
+from .._core.system import device
 from .._core.system.lazy import torch
 from ..fused.quantized_linear import QuantisedLinear, num_blocks
 from ..ops._shared.ggml_formats import FORMATS
@@ -21,8 +23,18 @@ from .quantization import GgufTypes, Mxfp4Experts, QuantizedWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .._core.system.device import Device
+
 # The largest M at which skinny_linear is faster than cuBLAS (docs/performance/products.md).
 MAX_SKINNY_ROWS = 1
+# The largest M for which Hopper takes `linear` instead of cuBLAS: its kernels start early and have a constant weight.
+_MAX_FEW_ROWS = 64
+
+
+def gpu_of(x: Tensor) -> Device | None:
+    """The GPU that `x` is on, or that fake tensors stand for; None on the CPU."""
+    planned = torch_library.observed_device()
+    return planned or (device.get(x.device.index) if x.is_cuda else None)
 
 
 class Linear(NamedTuple):
@@ -34,22 +46,23 @@ class Linear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        if x.is_cuda and batch_invariant():
-            return linear.new(x, self.weight, self.bias)
-        if not self._is_skinny(x):
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-        return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
+        gpu = gpu_of(x)
+        if gpu is not None and not batch_invariant() and x.shape[0] <= MAX_SKINNY_ROWS:
+            return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
+        if gpu is not None and (batch_invariant() or self._are_few(x, gpu)):
+            return linear.new(x, self.weight, self.bias, constant_weight=True)
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """``total + x @ weight.T``, in the memory of `total` or in new memory. In the epilogue of the GEMM, which is
         cuBLAS for several rows and thus not batch-invariant."""
-        if x.shape[0] != 1 or not self._is_skinny(x):
-            return total.addmm_(x, self.weight.t())
-        return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+        if x.shape[0] == 1 and gpu_of(x) is not None:
+            return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+        return total.addmm_(x, self.weight.t())
 
     @staticmethod
-    def _is_skinny(x: Tensor) -> bool:
-        return bool(x.shape[0] <= MAX_SKINNY_ROWS and x.device.type != "cpu")
+    def _are_few(x: Tensor, gpu: Device) -> bool:
+        return x.shape[0] <= _MAX_FEW_ROWS and x.element_size() == 2 and gpu.supports("wgmma")
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights} of the projections in `sizes`, {name: rows}."""
