@@ -133,8 +133,7 @@ _in_graphs: dict[Any, Any] = {}  # numbers that captured calls read: graphs do n
 def held_number(value: Any, like: Any) -> Any:
     """`number` with a cache by value: the tensor is kept, and ready for use on any stream.
 
-    A captured call reads the cached tensor, so that its graph does not fill one at every replay. Only a number that
-    torch first meets during a capture is filled by the graph: torch would allocate it in the memory of the graph.
+    A graph reads the cached tensor. It fills only a number that torch first meets during the capture.
     """
     kind = library_of(like)
     if kind is None or (kind == "torch" and like.is_meta):
