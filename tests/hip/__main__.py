@@ -1,8 +1,9 @@
 """Every kernel for AMD GPUs, on a machine without one.
 
 python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
-python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures, and of
-                                          two for three that are like one of them
+python -m tests.hip compile FOLDER        compile a sample of every kernel: those that depend on the architecture for
+                                          five and two of them for three more, others for one of each size of warps
+python -m tests.hip compile FOLDER --each compile a sample of every kernel for each of the five
 python -m tests.hip compile FOLDER --all  compile every specialisation
     --part 2/3 --save FILE                the second of three parts, without the results in FILE; adds to FILE
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     get.add_argument("--version", type=int, choices=(6, 7), default=7)
     compile_ = commands.add_parser("compile", help="compile kernels")
     compile_.add_argument("--all", action="store_true", help="every specialisation, not a sample")
+    compile_.add_argument("--each", action="store_true", help="every kernel for each architecture")
     compile_.add_argument("--arch", action="append", choices=specialisations.ARCHS, help="only this architecture")
     compile_.add_argument("-k", metavar="TEXT", default="", help="only kernels whose file name holds the text")
     compile_.add_argument("--part", metavar="I/N", type=_part, default=(1, 1), help="only the I-th of N parts")
@@ -104,8 +106,8 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
 def _jobs(folder: Folder, options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     """The jobs of the command line with their digests, each once."""
     archs = options.arch or specialisations.ARCHS
-    per_kernel = None if options.all else _PER_KERNEL
-    chosen = ((arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel))
+    every_arch = options.all or options.each
+    chosen = specialisations.of_archs(archs, None if options.all else _PER_KERNEL, every_arch)
     part, parts = options.part
     seen = set()
     for job in chain(chosen, specialisations.of_relatives(archs)):

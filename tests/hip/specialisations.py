@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,8 @@ ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Architectures with the instructions of another: only the name for the compiler differs.
 RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
 _OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # the kernels for RELATIVES
+# What a text says where it depends on the architecture, and not just on the size of a warp.
+_NAMES_ARCH = re.compile(r"__gfx|__GFX1[12]__")
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 
@@ -102,3 +105,22 @@ def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:
         few = per_kernel is not None and len(every) > per_kernel
         chosen += random.Random(f"{file} {arch}").sample(every, per_kernel or 0) if few else every
     return chosen
+
+
+def of_archs(archs: Sequence[str], per_kernel: int | None, every_arch: bool) -> Iterator[tuple[str, Specialisation]]:
+    """`sample` for each architecture. Unless for `every_arch`, an entry of a text that names no architecture is taken
+    for one with warps of 32 threads and one with warps of 64: compilers differ little between the others.
+    """
+    alike: dict[tuple[str, str, int], list[tuple[str, list[Specialisation]]]] = {}
+    for arch in archs:
+        of_entry: dict[tuple[str, str], list[Specialisation]] = {}
+        for one in sample(arch, per_kernel):
+            of_entry.setdefault((one.kernel.file, one.kernel.signature.entry), []).append(one)
+        for entry, few in of_entry.items():
+            if every_arch or _NAMES_ARCH.search(few[0].text):
+                yield from ((arch, one) for one in few)
+            else:
+                alike.setdefault((*entry, device.model(arch).warp_size), []).append((arch, few))
+    for key, every in alike.items():
+        arch, few = random.Random(str(key)).choice(every)
+        yield from ((arch, one) for one in few)

@@ -181,6 +181,24 @@ def test_every_matrix_core_architecture_is_compiled_for() -> None:
     ]
 
 
+def test_text_without_an_architecture_is_compiled_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(arch: str, _: int | None) -> list[Any]:
+        texts = {"plain.cu": "#ifdef __GFX9__", "fp8.cu": "#ifdef __gfx950__", "wmma.cu": "#ifdef __GFX12__"}
+        signature = SimpleNamespace(entry="entry")
+        return [SimpleNamespace(kernel=SimpleNamespace(file=f, signature=signature), text=t) for f, t in texts.items()]
+
+    monkeypatch.setattr(specialisations, "sample", sample)
+
+    def archs(file: str, **how: bool) -> list[str]:
+        found = specialisations.of_archs(specialisations.ARCHS, 1, **how)
+        return sorted(arch for arch, one in found if one.kernel.file == file)
+
+    every = sorted(specialisations.ARCHS)
+    assert archs("fp8.cu", every_arch=False) == archs("wmma.cu", every_arch=False) == every
+    assert archs("plain.cu", every_arch=True) == every
+    assert sorted(device.model(arch).warp_size for arch in archs("plain.cu", every_arch=False)) == [32, 64]
+
+
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_with_nvidia_mma_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
