@@ -38,11 +38,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **sizes: int) -> Any:
     torch.manual_seed(1)
     names = [f"{family}Model"] if family in ENCODERS else [f"{family}ForCausalLM", f"{family}LMHeadModel"]
     kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-    options = SIZES | (FAMILIES | ENCODERS)[family]
+    options = SIZES | (FAMILIES | ENCODERS)[family] | sizes
     model = kind(getattr(transformers, f"{family}Config")(**options)).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -555,14 +555,15 @@ def test_adapters_of_peft(targets: list[str], model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_step_notices_changes(model: Any) -> None:
+def test_compiled_step_notices_changes() -> None:
     """A projection, a forward and a number change after the step is compiled."""
     torch.compiler.reset()
+    model = model_of("Llama", num_hidden_layers=1)
     theirs = copy.deepcopy(model)
     compiled = torch.compile(accelerate(model), fullgraph=True, backend="aot_eager")
     for changes in ((), ((replace, "mlp.gate_proj"), (set_forward, "input_layernorm"), (set_numbers, "self_attn"))):
         for change, name in changes:
             for each in (model, theirs):
-                change(each, f"model.layers.1.{name}")
+                change(each, f"model.layers.0.{name}")
         expected = logits(theirs, transformers.DynamicCache(config=theirs.config))
         torch.testing.assert_close(logits(compiled, PagedCache(model.config, 16)), expected, rtol=1e-4, atol=1e-4)

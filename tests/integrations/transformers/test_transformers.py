@@ -41,11 +41,13 @@ OPS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul")
 CACHE_OPS = ("reshape_and_cache_flash", "paged_attention_v1", "paged_attention_varlen")
 
 
-def model_of(case: str, seed: int = 1) -> Any:
+def model_of(case: str, seed: int = 1, **sizes: int) -> Any:
     """A model with random weights that make clear choices; biases and norms are random, too."""
     family, options = CASES[case]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | options))
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**SIZES | options | sizes)
+    )
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_(0.0, 0.3)
@@ -57,6 +59,12 @@ def model_of(case: str, seed: int = 1) -> Any:
 @pytest.fixture
 def model() -> Any:
     return model_of("llama")
+
+
+@pytest.fixture
+def shallow() -> Any:
+    """A model of one layer: torch.compile takes half the time."""
+    return model_of("llama", num_hidden_layers=1)
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,20 +298,20 @@ def test_decode_step_is_one_graph(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_padded_decode_step_compiled(model: Any) -> None:
-    theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), True)
-    accelerate(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    same_logits(steps(model, PagedCache(model.config, 25), True, compiled), theirs)
+def test_padded_decode_step_compiled(shallow: Any) -> None:
+    theirs = steps(shallow, transformers.StaticCache(config=shallow.config, max_cache_len=25), True)
+    accelerate(shallow)
+    compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
+    same_logits(steps(shallow, PagedCache(shallow.config, 25), True, compiled), theirs)
 
 
 @pytest.mark.slow
-def test_compiled_model_uses_weights_moved_before(model: Any) -> None:
-    accelerate(model)
-    move_weights(model)
-    theirs = steps(restore(copy.deepcopy(model)), PagedCache(model.config, 25), False)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    same_logits(steps(model, PagedCache(model.config, 25), False, compiled), theirs)
+def test_compiled_model_uses_weights_moved_before(shallow: Any) -> None:
+    accelerate(shallow)
+    move_weights(shallow)
+    theirs = steps(restore(copy.deepcopy(shallow)), PagedCache(shallow.config, 25), False)
+    compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
+    same_logits(steps(shallow, PagedCache(shallow.config, 25), False, compiled), theirs)
 
 
 # Effects that callers see
@@ -769,14 +777,14 @@ def test_more_tokens_than_the_cache_holds(model: Any) -> None:
         PagedCache(model.config, 0)
 
 
-def test_compiled_step_writes_no_other_row(model: Any) -> None:
+def test_compiled_step_writes_no_other_row(shallow: Any) -> None:
     """A token that does not fit is dropped."""
-    accelerate(model)
+    accelerate(shallow)
     tokens, _ = prompts()
-    past = PagedCache(model.config, 14)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    past = PagedCache(shallow.config, 14)
+    compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        model(tokens, **{CACHE: past})
+        shallow(tokens, **{CACHE: past})
         compiled(tokens[:, :1], **{CACHE: past})
         full = past.layers[0].keys.clone()
         compiled(tokens[:, 1:2], **{CACHE: past})
