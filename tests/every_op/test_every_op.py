@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops._core.launch.kernel import Launch
 from pyops._core.launch.layout import layout
 from pyops._core.launch.scratch import Scratch
 from pyops._core.launch.tensor_map import TensorMap
@@ -31,16 +32,50 @@ from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests.support import axes
 from tests.support.calls import DEVICES, KERNELS, OF_GROWING_STATES, as_numpy, example, run_accepted, run_in_place
-from tests.support.profiles import PROFILE, sample
+from tests.support.profiles import PROFILE, covering, sample
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
-# The combinations that are run one by one; hypothesis draws from all of them.
-CASES = [
-    pytest.param(op, case, id=f"{name}-{axes.name(case)}")
-    for name, op in pyops.registry.items()
-    for case in (axes.covering if PROFILE.covers else axes.sample)(op, PROFILE.combinations)
-]
+
+
+def _launches(op: Op, case: axes.Axes) -> list[Launch]:
+    assert op.example is not None
+    return op.launches(*op.example(ArgMaker(device.host()), num_tokens=7, **case))
+
+
+def _parts(one: tuple[Op, axes.Axes]) -> set[Any]:
+    """The op, the values of its axes but its dtype, and those of its kernels' constants, with the dtype."""
+    op, case = one
+    found: set[Any] = {op.name, *((op.name, *item) for item in case.items() if item[0] != "dtype")}
+    made = [launch.specialisation for launch in _launches(op, case)]
+    return found | {(one.kernel.file, name, str(value)) for one in made for name, value in one.constants.items()}
+
+
+def _cases() -> list[tuple[Op, axes.Axes]]:
+    """The combinations that are run one by one; hypothesis draws from all of them."""
+    pick = axes.covering if PROFILE.covers else axes.sample
+    every = [(op, case) for op in pyops.registry.values() for case in pick(op, PROFILE.combinations)]
+    return every if PROFILE.variants is None else covering(every, _parts)
+
+
+CASES = [pytest.param(op, case, id=f"{op.name}-{axes.name(case)}") for op, case in _cases()]
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
+
+
+def _shared(op: Op) -> set[Any]:
+    """What calls of an op share with those of others: its family, and the kinds of its launches and their values."""
+    launches = _launches(op, axes.fullest(op))
+    kinds: set[Any] = {op.reference.__module__.split(".")[2], len(launches), bool(op.declaration.in_place)}
+    for one in launches:
+        kinds |= {("cluster", one.cluster), ("shared", bool(one.shared))}
+        kinds |= {(type(value), getattr(value, "zeroed", None)) for value in one.fixed.values()}
+    return kinds | {fmt for _, fmt in op.declaration.runtime}
+
+
+# Ops that together have all that threads share. The profile "nightly" tests all.
+_THREADED = list(pyops.registry.values())
+if PROFILE.variants is not None:
+    _THREADED = covering(_THREADED, _shared)
+THREADED = [pytest.param(op, id=op.name) for op in _THREADED]
 # Sums of extreme values may overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
 # Quantized values of a group are summed before their scales and zero points apply: infinities cancel where single
@@ -209,7 +244,7 @@ def test_any_size(op: Op, device: str) -> None:
     """Any row size, round or not, with one row and with enough rows to fill a device."""
     for size in sample(SIZES, PROFILE.sizes, op.name):
         for num_tokens in (1, 140) if size < 2000 else (2,):
-            args = example(op, device, num_tokens=num_tokens, hidden_size=size, **axes.fullest(op))
+            args = example(op, device, num_tokens=num_tokens, **axes.fullest(op) | {"hidden_size": size})
             assert_results(op, expected(op, args), run(op, args))
 
 
@@ -279,7 +314,7 @@ def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
 
 
 @pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", THREADED)
 def test_threads(op: Op, device: str) -> None:
     """Four threads at once, each with its own shape and two calls, give the results of sequential calls."""
     calls = [example(op, device, seed=i, num_tokens=1 + i, **axes.fullest(op)) for i in range(4)]

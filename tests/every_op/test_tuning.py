@@ -32,16 +32,12 @@ from tests.support.profiles import PROFILE, sample
 
 HOST = device.host()
 NAMED = replace(HOST, name="imagined-gpu")  # a device that may have a table
-# A row of 129 vectors of 16-bit elements: the shortest row that the threads of a block share.
-HIDDEN_SIZE = 1032
 # Tokens of three buckets, with two problems in each. In the last two, several plans count tokens in equally many units.
 BUCKETS = [(5, 7), (129, 256), (2100, 4096)]
 
 
 def _axes(op: Op, num_tokens: int) -> axes.Axes:
-    """Every option switched on, and short rows."""
-    sizes = {"hidden_size": HIDDEN_SIZE} if axes.takes_any_size(op) else {}
-    return {"num_tokens": num_tokens, **axes.fullest(op), **sizes}
+    return {"num_tokens": num_tokens, **axes.fullest(op)}
 
 
 def _described(op: Op, num_tokens: int = 5, on: device.Device = HOST, aligned: bool = True) -> list[Any]:

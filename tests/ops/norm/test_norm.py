@@ -261,7 +261,8 @@ def test_rows_of_any_alignment(name: str, hidden_size: int, dtype: str) -> None:
     """Few rows and many: contiguous, with equal and different gaps, and misaligned from the first row."""
     op = pyops.registry[name]
     for num_tokens in (9, 150):
-        args = example(op, "cuda", num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype, **axes.fullest(op))
+        sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "dtype": dtype}
+        args = example(op, "cuda", **axes.fullest(op) | sizes)
         results = expected(op, args)
         tensors = list(named(op, args))
         packed = run_accepted(op, args, {})
