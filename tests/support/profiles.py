@@ -35,7 +35,7 @@ _ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 PROFILES = {
     # Every op, and one variant of any other test: minutes on two cores with empty caches.
     "dev": Profile(3, 2, 1, 2, 1, 1, 2, False, False, {"sm_90": 1}, 0),
-    "ci": Profile(4, 3, 1, 3, 1, 1, 2, True, True, dict.fromkeys(_ARCHS, 1), 2),
+    "ci": Profile(3, 3, 1, 3, 1, 1, 2, True, True, dict.fromkeys(_ARCHS, 1), 2),
     # On a GPU only compiling takes long.
     "gpu": Profile(10, 24, 4, None, 3, None, None, True, True, dict.fromkeys(_ARCHS, 1) | {"sm_90": 2}, 2),
     "nightly": Profile(1000),
