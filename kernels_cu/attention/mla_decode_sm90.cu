@@ -33,7 +33,8 @@
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
 //     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
-//     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is fp8, PAGE_SIZE
+//     BOX_TOKENS     entries of a TMA box: a multiple of 8 that divides TOKENS and PAGE_SIZE; 1: no boxes, a warpgroup
+//                    loads entry after entry, as lists of slots and an fp8 cache need
 //     HALF_BOXES     a box has the four panels of a half (rotated keys: one panel); else one panel
 //     CLUSTER        CTAs of a cluster: 1, or, with IS_DS_MLA, 2
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
@@ -41,6 +42,7 @@
 
 #include "attention.cuh"
 #include "mla_code_loader.cuh"
+#include "mla_row_loader.cuh"
 #include "mla_tree_combine.cuh"
 #include "wgmma.cuh"
 
@@ -48,11 +50,12 @@ constexpr int HEADS = 64;
 // Named barriers: each signals that its data is in shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
-constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : COPIES_ROWS ? 56 : 40, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;
 // The last pairs of an item may have tokens to which not all query tokens attend.
 constexpr int MASKED_PAIRS = ceil_div(QUERY_TOKENS - 1, 2 * TOKENS) + 1;
-static_assert(IS_FP8 || (!IS_DS_MLA && !LISTS_SLOTS && PAGE_SIZE % BOX_TOKENS == 0));
-static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
+static_assert(IS_FP8 || !IS_DS_MLA);
+static_assert(TOKENS % BOX_TOKENS == 0 && PAGE_SIZE % BOX_TOKENS == 0);
+static_assert(!HAS_BOXES || (!LISTS_SLOTS && BOX_TOKENS % 8 == 0));
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_sm90(
     const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; 1 x HEADS x a panel
@@ -62,7 +65,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                                                   // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
     out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
     float* lse,                                   // [num_seqs, num_heads]
-    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; fp8 cache: loaded without a tensor map
+    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; without boxes: loaded without a tensor map
     float* tmp_out,                      // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
     float* max_logits,                   // [slots, num_heads], in units of log 2
     float* exp_sums,                     // [slots, num_heads]
@@ -105,7 +108,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        if (!IS_FP8 && threadIdx.x / 32 % 4 > 0) return leave_cluster<CLUSTER>();
+        if (HAS_BOXES && threadIdx.x / 32 % 4 > 0) return leave_cluster<CLUSTER>();
         for (; schedule.has_item(); schedule.next()) {
             const MlaItem item = schedule.item();
             if (item.begin == item.end) continue;
@@ -116,6 +119,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             if constexpr (IS_FP8) {
                 CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, scales, rank, {}};
                 first_pair = loader.run() % 2;
+            } else if constexpr (COPIES_ROWS) {
+                first_pair = RowLoader{tiles, own, kv_c_and_k_pe_cache}.run() % 2;
             } else {
                 first_pair = load_boxes(tiles, own, &cache_map, &half_map) % 2;
             }
@@ -129,7 +134,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
     const auto await_full = [&](int stage, int panel, int pair) {
         mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
-        if (IS_FP8) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
+        if (!HAS_BOXES) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
     };
     const auto pairs_of = [](const MlaItem& item) { return ceil_div(item.end - item.begin, 2 * TOKENS); };
     // s = Q K^T of the warpgroup's tile, in units of log 2; -inf for a token without an entry, or after the row's own.
@@ -138,7 +143,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
-            const bool waits = !HALF_BARRIERS || (i % HALF_PANELS == 0 && !(IS_FP8 && panel == ROPE_PANEL));
+            const bool waits = !HALF_BARRIERS || (i % HALF_PANELS == 0 && (HAS_BOXES || panel != ROPE_PANEL));
             if (waits) await_full(warpgroup, panel, pair);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
             const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
@@ -160,16 +165,17 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             for (int i = 0; i < TOKENS / 2; ++i) {
                 if (!(bits >> (i / 4 * 8 + 2 * t + i % 2) & 1)) s[i] = minus_infinity();
             }
-            // Zeroes values in slots after the end of the sequence, which may be NaN.
-            named_barrier_sync(OWN_TILE + warpgroup, 128);
-            for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
-                const int token = i / 8 % TOKENS;
-                if (bits >> token & 1) continue;
-                *reinterpret_cast<uint4*>(tiles.row(warpgroup, i / (TOKENS * 8), token) + i % 8 * 16) =
-                    make_uint4(0, 0, 0, 0);
+            if (!COPIES_ROWS) {  // zeroes values in slots after the end of the sequence, which may be NaN
+                named_barrier_sync(OWN_TILE + warpgroup, 128);
+                for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
+                    const int token = i / 8 % TOKENS;
+                    if (bits >> token & 1) continue;
+                    *reinterpret_cast<uint4*>(tiles.row(warpgroup, i / (TOKENS * 8), token) + i % 8 * 16) =
+                        make_uint4(0, 0, 0, 0);
+                }
+                fence_proxy_async();
+                named_barrier_sync(OWN_TILE + warpgroup, 128);
             }
-            fence_proxy_async();
-            named_barrier_sync(OWN_TILE + warpgroup, 128);
         }
         if (QUERY_TOKENS > 1 && pair >= end_pair - MASKED_PAIRS) {
             const int start = pair * 2 * TOKENS;
@@ -303,7 +309,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                 shrink_results(first, second);
                 softmax(top, first, second);
                 add_own();
-                if (IS_FP8) end_own();  // the converter warps need this half first, and the odd tile comes later
+                if (!HAS_BOXES) end_own();  // the loading warps need this half first, and the odd tile comes later
                 named_barrier_sync<ODD_PROBABILITIES>(256);
                 max_logit[0] = odd_max[row];
                 max_logit[1] = odd_max[row + 8];
@@ -314,7 +320,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                 named_barrier_arrive<EVEN_PROBABILITIES>(256);
                 exp_sum[0] *= first;
                 exp_sum[1] *= second;
-                if (!IS_FP8) end_own();
+                if (HAS_BOXES) end_own();
                 shrink_results(first, second);
                 add_other();
                 warpgroup_wait<0>();

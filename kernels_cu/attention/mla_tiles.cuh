@@ -9,8 +9,9 @@
 // reads it last has released it: warpgroup 0 releases the left halves, warpgroup 1 the right ones. Rotated keys are
 // filled together with the half of the warpgroup that reads the probabilities which overwrite them.
 //
-// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. For an fp8 cache, a warpgroup
-// converts the entries to product_t (mla_code_loader.cuh).
+// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. Without boxes, a warpgroup loads
+// one entry after another: it copies those of a 16-bit cache (mla_row_loader.cuh), and converts those of an fp8 cache to
+// product_t (mla_code_loader.cuh).
 #pragma once
 #include "attention.cuh"
 #include "cluster.cuh"
@@ -27,10 +28,13 @@ constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0,
 constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, ATOM = 8 * ROW_BYTES;
 // Strides between groups of 8 entries of a panel of latent vectors, and between panels.
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
+// HAS_BOXES: a warp loads boxes by TMA. COPIES_ROWS: a warpgroup copies entries of a 16-bit cache.
+constexpr bool HAS_BOXES = BOX_TOKENS > 1, COPIES_ROWS = !HAS_BOXES && !IS_FP8;
 // HALF_BARRIERS: a half is filled at once and has one full barrier, instead of one per panel.
-constexpr bool HALF_BARRIERS = HALF_BOXES || IS_FP8;
+constexpr bool HALF_BARRIERS = HALF_BOXES || !HAS_BOXES;
 using product_t = conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // MMA operands; float16 represents every fp8 value
-static_assert(IS_FP8 ? !HALF_BOXES : is_same<query_t, cache_t>);
+static_assert(IS_FP8 ? !HAS_BOXES : is_same<query_t, cache_t>);
+static_assert(HAS_BOXES || !HALF_BOXES);
 static_assert(CLUSTER == 1 || IS_DS_MLA);
 
 // The tiles of a CTA and their barriers.
@@ -49,15 +53,15 @@ struct EntryTiles {
         return panel(stage, of_panel) + token / 8 * TOKEN_STRIDE + token % 8 * ROW_BYTES;
     }
     DEVICE uint64_t* full_of(int stage, int panel) const {
-        if (IS_FP8 && panel == ROPE_PANEL)
+        if (!HAS_BOXES && panel == ROPE_PANEL)
             panel = (stage ^ 1) * HALF_PANELS;  // rotated keys share the barrier of the half that they are filled with
         return full + stage * PANELS + (HALF_BARRIERS ? panel / HALF_PANELS * HALF_PANELS : panel);
     }
     // One thread calls it; a cluster barrier must follow.
     DEVICE void init() const {
         for (int i = 0; i < STAGES * PANELS; ++i) {
-            const bool has_copies = IS_DS_MLA && full + i == full_of(i / PANELS, ROPE_PANEL);
-            mbarrier_init(full + i, (IS_FP8 ? 4 : 1) + (has_copies ? 128 : 0));
+            const bool has_copies = COPIES_ROWS || (IS_DS_MLA && full + i == full_of(i / PANELS, ROPE_PANEL));
+            mbarrier_init(full + i, (HAS_BOXES ? 1 : 4) + (has_copies ? 128 : 0));
         }
         // One warpgroup of each CTA releases a half.
         for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);

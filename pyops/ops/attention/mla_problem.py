@@ -123,7 +123,6 @@ class MlaProblem:
             and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
             and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
-            and (self.is_fp8 or (self.cache.shape[1] % 8 == 0 and not self.lists_slots))
             and self.out.alignment == 16
             and self.out.strides[0] % 8 == 0
             and self.q_nope.numel * self.cache.numel > 0

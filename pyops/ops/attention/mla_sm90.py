@@ -60,10 +60,10 @@ class MlaSm90Config:
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 64 heads."""
         cache, device = problem.cache, problem.cache.device
-        page_size = cache.shape[1]
-        box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS)
-        has_half_boxes = box_tokens < _TOKENS and not problem.is_fp8
-        panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # fp8 latent KV is loaded without TMA
+        box_tokens = _box_tokens(problem)
+        has_half_boxes = 1 < box_tokens < _TOKENS
+        pe_map = _map(problem.q_pe, _HEADS)
+        panels = _map(cache, box_tokens) if box_tokens > 1 else pe_map  # without boxes nothing is loaded by it
         kernel = _decode.for_arch(device.arch_feature)(
             **constants_of(problem),
             BOX_TOKENS=box_tokens,
@@ -77,7 +77,7 @@ class MlaSm90Config:
             384,
             _SHARED_BYTES,
             nope_map=_map(problem.q_nope, _HEADS),
-            pe_map=_map(problem.q_pe, _HEADS),
+            pe_map=pe_map,
             cache_map=panels,
             half_map=_map_of_halves(cache, box_tokens) if has_half_boxes else panels,
             **arguments_of(problem),
@@ -88,6 +88,13 @@ class MlaSm90Config:
 def _groups(problem: MlaProblem) -> int:
     """Blocks that share the heads of a sequence."""
     return -(-problem.num_heads // _HEADS)
+
+
+def _box_tokens(problem: MlaProblem) -> int:
+    """Tokens of a TMA box of latent KV; 1 where a warpgroup loads one token after another: from an fp8 cache, for lists
+    of slots, and from pages that no box divides."""
+    box_tokens = gcd(problem.cache.shape[1], _TOKENS)
+    return 1 if problem.is_fp8 or problem.lists_slots or box_tokens % 8 else box_tokens
 
 
 def _may_share(problem: MlaProblem) -> bool:

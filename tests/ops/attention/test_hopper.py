@@ -595,6 +595,7 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
         [
             ([70, 129], 24, 16, 1, torch.bfloat16),
             ([65, 129], 20, 8, 1, torch.bfloat16),
+            ([300, 129], 24, 5, 1, torch.bfloat16),
             ([65, 129], 128, 64, 1, torch.bfloat16),
             ([450, 65], 40, 48, 3, torch.bfloat16),
             ([330, 65, 0], 100, 128, 2, torch.float16),
@@ -605,8 +606,8 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
 def test_mla_decode(
     on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype
 ) -> None:
-    """TMA boxes of half a latent vector and of one panel; tiles and pairs of tiles with any end; direct results and
-    combined ones."""
+    """TMA boxes of half a latent vector and of one panel, and no boxes; tiles and pairs of tiles with any end; direct
+    results and combined ones."""
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
@@ -853,20 +854,21 @@ def test_mla_missing_pages(on: str, num_heads: int, kind: torch.dtype | None) ->
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("cluster", "cache_t", "half_boxes", "is_ds_mla"),
+    ("cluster", "cache_t", "box_tokens", "is_ds_mla"),
     few(
         [
-            (2, dtypes.float8_e4m3fn, False, True),
-            (1, dtypes.float8_e4m3fn, False, True),
-            (1, dtypes.float8_e4m3fn, False, False),
-            (1, dtypes.bfloat16, True, False),
-            (1, dtypes.bfloat16, False, False),
+            (2, dtypes.float8_e4m3fn, 1, True),
+            (1, dtypes.float8_e4m3fn, 1, True),
+            (1, dtypes.float8_e4m3fn, 1, False),
+            (1, dtypes.bfloat16, 1, False),
+            (1, dtypes.bfloat16, 16, False),
+            (1, dtypes.bfloat16, 64, False),
         ],
         2,
     ),
 )
 def test_mla_compiles_without_spills_and_advice(
-    cluster: int, cache_t: dtypes.DType, half_boxes: bool, is_ds_mla: bool
+    cluster: int, cache_t: dtypes.DType, box_tokens: int, is_ds_mla: bool
 ) -> None:
     one = mla_sm90._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
@@ -875,15 +877,15 @@ def test_mla_compiles_without_spills_and_advice(
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
-        LISTS_SLOTS=False,
+        LISTS_SLOTS=box_tokens == 1,
         HAS_LENGTHS=True,
-        BOX_TOKENS=16 if half_boxes else 64,
+        BOX_TOKENS=box_tokens,
         CLUSTER=cluster,
-        HALF_BOXES=half_boxes,
+        HALF_BOXES=box_tokens == 16,
         HAS_LSE=True,
         COMBINES=True,
         IS_DS_MLA=is_ds_mla,
-        QUERY_TOKENS=1 if is_ds_mla or half_boxes else 4,
+        QUERY_TOKENS=4 if box_tokens == 64 or (box_tokens == 1 and not is_ds_mla) else 1,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())

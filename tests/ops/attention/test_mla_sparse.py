@@ -140,9 +140,11 @@ def test_any_lengths(device: str, data: st.DataObject, topk: int, heads: int) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_agrees_with_dense_attention(device: str) -> None:
-    """A list of the slots of a sequence in their order gives the bits of dense attention by the same kernel."""
-    call = _call(2, 5 * PAGE_SIZE, 20, torch.float16, FP8, device)
+@pytest.mark.parametrize("kind", [None, FP8], ids=str)
+def test_agrees_with_dense_attention(kind: torch.dtype | None, device: str) -> None:
+    """A list of the slots of a sequence in their order gives the bits of dense attention by the same kernel, also where
+    that loads a 16-bit cache by TMA."""
+    call = _call(2, 5 * PAGE_SIZE, 20, torch.float16, kind, device)
     del call["plain"]
     pages = torch.tensor([[3, 0, 8, 1, 5], [7, 2, 4, 6, 0]], dtype=torch.int32, device=device)
     call["indices"] = (pages[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device).int()).flatten(1)
@@ -155,11 +157,13 @@ def test_agrees_with_dense_attention(device: str) -> None:
     assert same_bits(dense["lse"], call["lse"])
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 2), (BF16, 2), (FP8, 20)])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 2), (BF16, 2), (BF16, 20), (FP8, 20)])
 def test_hostile_lists(dtype: torch.dtype, heads: int) -> None:
-    """Slots and lengths out of range contribute nothing, under every schedule."""
+    """Slots and lengths out of range contribute nothing, under every schedule, and neither does slot 0 for them."""
     call = _call(3, 70, heads, dtype)
     del call["plain"]
+    call["kv_c_and_k_pe_cache"][0, 0] = torch.nan
+    call["indices"][call["indices"] == 0] = 1
     call["indices"][0, ::3] = torch.tensor([2**31 - 1, -(2**31), SLOTS, SLOTS + 1, -1, 7]).int().repeat(4)
     call["topk_length"] = torch.tensor([2**31 - 1, -5, 33], dtype=torch.int32)
     assert_matches_reference(SPARSE, *call.values(), warp_sizes=(32, 64))
@@ -209,7 +213,7 @@ def test_refused(name: str, value: torch.Tensor) -> None:
     ("arch", "cache", "heads", "kernel"),
     [
         ("sm_90", "fp8_ds_mla", 128, "mla_decode_sm90"),
-        ("sm_90", "bfloat16", 128, "mla_decode"),  # TMA loads boxes, not lists
+        ("sm_90", "bfloat16", 128, "mla_decode_sm90"),
         ("sm_90", "bfloat16", 16, "mla_decode_small_h"),
         ("sm_90", "float8_e4m3fn", 16, "mla_decode_small_h_fp8"),
         ("sm_80", "fp8_ds_mla", 128, "mla_decode"),
