@@ -13,6 +13,8 @@ full:...                                                   the same without a ca
 decode:...                                                 one query token per sequence
 mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS                     decode rows and a prompt of NEW tokens: one call, two calls
 mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
+sparse:CACHE:TOKENSxTOPK:HEADS:SLOTS                       sparse MLA of query tokens with TOPK of SLOTS slots each; no
+                                                           slot twice without :SLOTS
 
 CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla with 656 bytes per token. Queries are
 bf16 otherwise. TOKENS of 256+32768 means 256 new tokens after 32768 cached ones, for MLA, too. For decode and MLA,
@@ -54,10 +56,13 @@ ROWS = (
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
     *(f"mla:{cache}:64x4+4092:16" for cache in ("bf16", "fp8")),
+    *(f"sparse:{cache}:128x2048:128" for cache in ("bf16", "fp8", "ds_mla")),
+    *(f"sparse:{cache}:4096x2048:128:32768" for cache in ("bf16", "ds_mla")),
     *(f"mla:bf16:{one}" for one in ("33x1-16000:128", "128x1-8000:16", "1x500:128", "7x500:128", "33x3000:128")),
 )
 _SETS = 2  # sets of operands, each larger than L2, between which calls alternate
 _SOFT_CAP = 30.0
+_MLA_PAGE = 64  # slots of a page
 
 
 def _lengths(num_seqs: int, shortest: int, longest: int) -> list[int]:
@@ -92,6 +97,10 @@ def _mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int, shor
     return attention_calls.mla(cache, _lengths(num_seqs, shortest, tokens), num_heads, page, new)
 
 
+def _sparse(cache: str, num_tokens: int, topk: int, num_heads: int, slots: int) -> dict[str, Any]:
+    return attention_calls.sparse_mla(cache, num_tokens, topk, num_heads, slots, _MLA_PAGE)
+
+
 # {kind: a function that makes the arguments of its op by name, from the numbers of a row}
 _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": _prompts,
@@ -101,6 +110,7 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "decode": _decode,
     "mixed": _mixed,
     "mla": _mla,
+    "sparse": _sparse,
 }
 
 
@@ -109,6 +119,7 @@ _OPS: dict[str, Any] = {
     "ragged": pyops.attention_varlen,
     "full": pyops.attention_varlen,
     "mla": pyops.sm100_cutlass_mla_decode,
+    "sparse": pyops.sparse_mla_attention,
 }
 
 
@@ -143,11 +154,14 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
     shortest, is_mixed, longest = length.partition("-")
     new, _, behind = (longest or length).partition("+")
     num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
+    if kind == "sparse":
+        operations = 2.0 * num_seqs * tokens * int(heads) * (2 * attention_calls.LATENT + attention_calls.ROPE)
+        return kind, cache, [num_seqs, tokens, int(heads), int(block[0]) if block else num_seqs * tokens], operations
     if kind == "mla":
         query_tokens, tokens = tokens if cached else 1, tokens + cached
         num_heads, least = int(heads), int(shortest) if is_mixed else tokens
         operations = 1.0 * num_seqs * (least + tokens) * num_heads * (2 * attention_calls.LATENT + attention_calls.ROPE)
-        sizes: list[Any] = [num_seqs, tokens, num_heads, int(block[0]) if block else 64, least, query_tokens]
+        sizes: list[Any] = [num_seqs, tokens, num_heads, int(block[0]) if block else _MLA_PAGE, least, query_tokens]
         return kind, cache, sizes, operations * query_tokens
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])

@@ -98,8 +98,29 @@ def ragged(lengths: Sequence[int], heads: Sequence[int], causal: bool = True) ->
 
 def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int, query_tokens: int = 1) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`. `cache`: bf16, fp8, or ds_mla with 656 bytes per token."""
-    num_rows = len(lengths) * query_tokens
     table, num_pages = _tables(lengths, page)
+    return _latent(cache, len(lengths) * query_tokens, num_heads, num_pages, page) | {
+        "seq_lens": _ints(lengths),
+        "page_table": table,
+        "workspace": None,
+        "query_tokens": query_tokens,
+    }
+
+
+def sparse_mla(cache: str, num_tokens: int, topk: int, num_heads: int, num_slots: int, page: int) -> dict[str, Any]:
+    """The arguments of `sparse_mla_attention`, as those of `mla`. No slot is listed twice if there are enough."""
+    if num_slots >= num_tokens * topk:
+        indices = torch.randperm(num_slots)[: num_tokens * topk].view(num_tokens, topk)
+    else:
+        indices = torch.randint(0, num_slots, (num_tokens, topk))
+    return _latent(cache, num_tokens, num_heads, -(-num_slots // page), page) | {
+        "indices": indices.int(),
+        "topk_length": None,
+    }
+
+
+def _latent(cache: str, num_rows: int, num_heads: int, num_pages: int, page: int) -> dict[str, Any]:
+    """The arguments that latent attention has in common."""
     if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
         entries = torch.randint(0, 60, (num_pages, page, DS_MLA_BYTES), dtype=torch.uint8)
     else:
@@ -110,10 +131,6 @@ def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int, query_tok
         "q_nope": randn(num_rows, num_heads, LATENT),
         "q_pe": randn(num_rows, num_heads, ROPE),
         "kv_c_and_k_pe_cache": entries,
-        "seq_lens": _ints(lengths),
-        "page_table": table,
-        "workspace": None,
         "scale": (LATENT + ROPE) ** -0.5,
         "num_kv_splits": 0,
-        "query_tokens": query_tokens,
     }

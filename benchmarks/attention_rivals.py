@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from .installed import Unavailable, module, vllm_op
-from .latent_rivals import flash_infer_mla, flash_mla, pages_of, workspace
+from .latent_rivals import flash_infer_mla, flash_mla, pages_of, sparse_flash_mla, workspace
 from .timing import Call
 
 Arguments = dict[str, Any]
@@ -303,4 +303,5 @@ RIVALS: dict[str, dict[str, Rival]] = {
         "FlashAttention": partial(of_equal_lengths, SDPBackend.FLASH_ATTENTION),
     },
     "sm100_cutlass_mla_decode": {"FlashMLA": flash_mla, "FlashInfer": flash_infer_mla},
+    "sparse_mla_attention": {"FlashMLA": sparse_flash_mla},
 }

@@ -16,6 +16,7 @@ Arguments = dict[str, Any]
 
 _WORKSPACE = 128 << 20  # bytes that FlashInfer asks for
 _MLA_PAGE = 64  # slots of a page in FlashMLA
+_SLOTS = 128  # slots that FlashMLA's sparse prefill takes at a time
 _LATENT = 512
 
 
@@ -54,8 +55,7 @@ def flash_mla(call: Arguments) -> Call:
         indices = table.long()[:, slots // _MLA_PAGE] * _MLA_PAGE + slots % _MLA_PAGE
         # The kernel takes a multiple of 64 slots; -1 is none.
         indices = F.pad(indices.where(slots < lengths[:, None], -1), (0, -len(slots) % 64), value=-1)[:, None].int()
-        first, rest = (query, entries, indices, None, None), (None, None, None, _LATENT, scale)
-        return _scheduled(vllm_op("_flashmla_C", "sparse_decode_fwd"), first, rest)
+        return _sparse_decode(query, cache, indices, scale)
     if cache.dtype.itemsize == 1:
         attend = vllm_op("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
         schedule = vllm_op("_flashmla_extension_C", "get_mla_decoding_metadata_dense_fp8")(
@@ -67,6 +67,26 @@ def flash_mla(call: Arguments) -> Call:
         return lambda: attend()[0]
     op = vllm_op("_flashmla_C", "dense_decode_fwd")
     return _scheduled(op, (query, entries, _LATENT, lengths, table, scale, True))
+
+
+def sparse_flash_mla(call: Arguments) -> Call:
+    """FlashMLA of vLLM's wheel over lists of slots: prefill over a bf16 cache, decode over one of 656 bytes."""
+    cache, indices, scale = call["kv_c_and_k_pe_cache"], call["indices"][:, None], call["scale"]
+    if call["topk_length"] is not None or indices.shape[-1] % _SLOTS:
+        raise Unavailable(f"has lists of a multiple of {_SLOTS} slots here")
+    query = torch.cat((call["q_nope"], call["q_pe"]), -1)
+    if cache.dtype is torch.uint8:
+        return _sparse_decode(query[:, None], cache, indices, scale)
+    if cache.dtype is not torch.bfloat16:
+        raise Unavailable("attends to a bf16 cache, or one of 656 bytes")
+    op, entries = vllm_op("_flashmla_C", "sparse_prefill_fwd"), cache.flatten(0, 1)[:, None]
+    attend = fitted(op, query, entries, indices, scale, _LATENT)
+    return lambda: attend()[0]
+
+
+def _sparse_decode(query: Any, cache: Any, indices: Any, scale: float) -> Call:
+    first, rest = (query, cache[:, :, None], indices, None, None), (None, None, None, _LATENT, scale)
+    return _scheduled(vllm_op("_flashmla_C", "sparse_decode_fwd"), first, rest)
 
 
 def _scheduled(op: Any, first: Sequence[Any], rest: Sequence[Any] = ()) -> Call:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyops
-from benchmarks import attention_batches, drawn, installed, models, rivals, row_layers, scan_layers
+from benchmarks import attention, attention_batches, drawn, installed, models, rivals, row_layers, scan_layers
 from benchmarks.accuracy import Check
 from benchmarks.attention_batches import Heads
 from benchmarks.installed import Unavailable
@@ -232,6 +232,16 @@ def sparse_flash_mla(q: Any, cache: Any, indices: Any, *rest: Any) -> Any:
     return out, q, None, None
 
 
+def prefill_flash_mla(q: Any, entries: Any, indices: Any, scale: float, size: int, *_: Any) -> Any:
+    """FlashMLA's kernel for lists of slots of a bf16 cache."""
+    assert indices.shape[-1] % 128 == 0
+    out = torch.empty(*q.shape[:2], size, dtype=torch.bfloat16)
+    for token, slots in enumerate(indices[:, 0].long()):
+        used = entries[slots].double()
+        out[token] = attend(q[token, None], used, used[..., :size], scale)[0]
+    return out, None, None
+
+
 def of_schema(function: Any, schema: Any) -> Any:
     """A function that looks like a torch op. It takes as many arguments as the schema has."""
 
@@ -279,7 +289,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ten = SimpleNamespace(arguments=[SimpleNamespace(type="Tensor?", has_default_value=lambda: False)] * 10)
     more = SimpleNamespace(arguments=ten.arguments + ten.arguments[:3])
     mla = SimpleNamespace(
-        dense_decode_fwd=of_schema(flash_mla, ten), sparse_decode_fwd=of_schema(sparse_flash_mla, more)
+        dense_decode_fwd=of_schema(flash_mla, ten),
+        sparse_decode_fwd=of_schema(sparse_flash_mla, more),
+        sparse_prefill_fwd=of_schema(prefill_flash_mla, SimpleNamespace(arguments=ten.arguments[:8])),
     )
     schedule = lambda *_: (None, None)  # noqa: E731
     dense = SimpleNamespace(fwd_kvcache_mla_fp8=flash_mla, get_mla_decoding_metadata_dense_fp8=schedule)
@@ -344,6 +356,17 @@ def test_rivals_of_attention_compute_the_same(kind: str, libraries: None, capsys
     assert agreeing(attention_row(kind, options=True), capsys) == with_options
     same = agreeing(attention_row(kind, options=False, mixed=False), capsys)
     assert ("SDPA" in same) == (kind in ("decode", "prefill"))
+
+
+@pytest.mark.parametrize("cache", ["bf16", "ds_mla"])
+def test_sparse_flash_mla_computes_the_same(cache: str, libraries: None) -> None:
+    kind, *_, sizes, _ = attention.parse(f"sparse:{cache}:3x128:4:200")
+    call = attention._MAKERS[kind](cache, *sizes)
+    contenders = attention.contenders(kind)
+    theirs = contenders["FlashMLA"](call)()
+    with cpu("reference"):
+        contenders["pyops"](call)()
+    torch.testing.assert_close(theirs.view_as(call["out"]), call["out"], rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
