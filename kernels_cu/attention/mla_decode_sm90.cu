@@ -53,6 +53,8 @@ constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_T
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : COPIES_ROWS ? 56 : 40, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;
 // The last pairs of an item may have tokens to which not all query tokens attend.
 constexpr int MASKED_PAIRS = ceil_div(QUERY_TOKENS - 1, 2 * TOKENS) + 1;
+// EARLY_SCORES: warpgroup 0 starts the scores of its next tile before the MMAs with the odd tile's values end.
+constexpr bool EARLY_SCORES = COPIES_ROWS;
 static_assert(IS_FP8 || !IS_DS_MLA);
 static_assert(TOKENS % BOX_TOKENS == 0 && PAGE_SIZE % BOX_TOKENS == 0);
 static_assert(!HAS_BOXES || (!LISTS_SLOTS && BOX_TOKENS % 8 == 0));
@@ -137,12 +139,11 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         if (!HAS_BOXES) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
     };
     const auto pairs_of = [](const MlaItem& item) { return ceil_div(item.end - item.begin, 2 * TOKENS); };
-    // s = Q K^T of the warpgroup's tile, in units of log 2; -inf for a token without an entry, or after the row's own.
-    // `top`: the row max. The item's last pair is end_pair - 1.
-    const auto multiply = [&](int pair, int end_pair, float (&top)[2]) {
+    // Starts s = Q K^T of the warpgroup's tile: the MMAs of some panels, in the order of the loads.
+    const auto start_scores = [&](int pair, int begin, int end) {
 #pragma unroll
-        for (int i = 0; i < PANELS; ++i) {
-            const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
+        for (int i = begin; i < end; ++i) {
+            const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;
             const bool waits = !HALF_BARRIERS || (i % HALF_PANELS == 0 && (HAS_BOXES || panel != ROPE_PANEL));
             if (waits) await_full(warpgroup, panel, pair);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
@@ -155,8 +156,14 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             }
         }
         warpgroup_commit_batch();
+    };
+    const auto await_scores = [&] {
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
+    };
+    // Ends the scores, in units of log 2; -inf for a token without an entry, or after the row's own. `top`: the row max.
+    // The item's last pair is end_pair - 1.
+    const auto end_scores = [&](int pair, int end_pair, float (&top)[2]) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) s[i] *= units[i / 2 % 2];
         const uint64_t bits = exists[warpgroup];
@@ -297,7 +304,11 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             };
             for (int pair = first_pair; pair < end_pair; ++pair) {
                 float top[2];
-                multiply(pair, end_pair, top);
+                if (!EARLY_SCORES || pair == first_pair) {
+                    start_scores(pair, 0, PANELS);
+                    await_scores();
+                }
+                end_scores(pair, end_pair, top);
                 top[0] = fmaxf(top[0], max_logit[0]);
                 top[1] = fmaxf(top[1], max_logit[1]);
                 if (t == 0) {
@@ -323,14 +334,25 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                 if (HAS_BOXES) end_own();
                 shrink_results(first, second);
                 add_other();
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(o);
-                release(1);
+                if (EARLY_SCORES && pair + 1 < end_pair) {
+                    start_scores(pair + 1, 0, HALF_PANELS);
+                    warpgroup_wait<1>();
+                    warpgroup_fence_operand(o);
+                    release(1);
+                    start_scores(pair + 1, HALF_PANELS, PANELS);
+                    await_scores();
+                } else {
+                    warpgroup_wait<0>();
+                    warpgroup_fence_operand(o);
+                    release(1);
+                }
             }
         } else {
             for (int pair = first_pair; pair < end_pair; ++pair) {
                 float top[2];
-                multiply(pair, end_pair, top);
+                start_scores(pair, 0, PANELS);
+                await_scores();
+                end_scores(pair, end_pair, top);
                 named_barrier_sync<EVEN_MAX>(256);
                 top[0] = fmaxf(top[0], even_max[row]);
                 top[1] = fmaxf(top[1], even_max[row + 8]);
