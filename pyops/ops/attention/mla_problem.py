@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ... import check, tuning
+from ..._core.launch.scratch import Scratch
 from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
@@ -55,6 +56,11 @@ class MlaProblem:
     @property
     def cache(self) -> TensorArg:
         return self.kv_c_and_k_pe_cache
+
+    @property
+    def entries(self) -> Scratch | None:
+        """The memory of the cache, where it is not the op's tensor."""
+        return None
 
     @property
     def cache_dtype(self) -> DType:
@@ -166,11 +172,20 @@ class MlaProblem:
         return " ".join(words + ["sparse"] * self.lists_slots)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseMlaProblem(MlaProblem):
-    """The same for a list of slots of each query token: `page_table` is the lists, `seq_lens` their lengths."""
+    """The same for a list of slots of each query token: `page_table` is the lists, `seq_lens` their lengths.
 
-    __slots__ = ()
-    lists_slots = True
+    Attributes:
+        converted: the cache after its conversion (`mla_upconvert`).
+    """
+
+    converted: Scratch | None = None
+    lists_slots: ClassVar[bool] = True
+
+    @property
+    def entries(self) -> Scratch | None:
+        return self.converted
 
 
 def _rows_merged(arg: TensorArg, rows: int) -> TensorArg:
@@ -244,6 +259,7 @@ def arguments_of(problem: MlaProblem) -> dict[str, Any]:
     """The arguments that say where the tokens of a sequence are."""
     cache, page_table = problem.cache, problem.page_table
     return {
+        **({"kv_c_and_k_pe_cache": problem.entries} if problem.entries else {}),
         **lengths_of(problem),
         "page_table": page_table,
         "num_pages": cache.shape[0],

@@ -20,8 +20,9 @@ _HEADS = 64  # query heads of a block
 _TOKENS = 64  # tokens of a KV tile
 _PANEL_SIZE, _ROW_BYTES = 64, 128  # elements and bytes of a row of a panel: the 128-byte swizzle
 _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV tiles
-# The cost model: us per pair of KV tiles. docs/performance/mla.md: 6500 cycles; with conversion of fp8 7900.
-_PAIR_US, _FP8_PAIR_US = 3.7, 4.5
+# The cost model: us per pair of KV tiles. docs/performance/mla.md: 6500 cycles; entry by entry 7600; with conversion of
+# fp8 7900.
+_PAIR_US, _ROW_PAIR_US, _FP8_PAIR_US = 3.7, 4.3, 4.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,14 @@ class MlaSm90Config:
 
     def head_groups(self, problem: MlaProblem) -> int:
         """Blocks that share the heads of a sequence."""
-        return _groups(problem)
+        return head_groups(problem)
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a pair of KV tiles, in us."""
         del device
-        return _FP8_PAIR_US if problem.is_fp8 else _PAIR_US
+        if problem.is_fp8:
+            return _FP8_PAIR_US
+        return _PAIR_US if _box_tokens(problem) > 1 else _ROW_PAIR_US
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 64 heads."""
@@ -71,7 +74,7 @@ class MlaSm90Config:
             HALF_BOXES=has_half_boxes,
             COMBINES=self.combines,
         )
-        grid = (_groups(problem) // self.cluster, self.num_shares * self.cluster)
+        grid = (head_groups(problem) // self.cluster, self.num_shares * self.cluster)
         return kernel.launch(
             grid,
             384,
@@ -85,7 +88,7 @@ class MlaSm90Config:
         )
 
 
-def _groups(problem: MlaProblem) -> int:
+def head_groups(problem: MlaProblem) -> int:
     """Blocks that share the heads of a sequence."""
     return -(-problem.num_heads // _HEADS)
 
@@ -99,7 +102,7 @@ def _box_tokens(problem: MlaProblem) -> int:
 
 def _may_share(problem: MlaProblem) -> bool:
     """Whether two CTAs of a cluster may each dequantize half of a KV tile: with an "fp8_ds_mla" cache."""
-    return _groups(problem) % 2 == 0 and problem.is_ds_mla
+    return head_groups(problem) % 2 == 0 and problem.is_ds_mla
 
 
 def _map(arg: TensorArg, rows: int) -> TensorMap:
@@ -122,5 +125,5 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     """A block on every SM; clusters where two CTAs may share dequantization."""
     config = MlaSm90Config(2 if _may_share(problem) else 1, 1, combines=False)
-    num_shares, combines = choose_shares(problem, config, device.num_sms // _groups(problem))
+    num_shares, combines = choose_shares(problem, config, device.num_sms // head_groups(problem))
     return replace(config, num_shares=num_shares, combines=combines)

@@ -13,6 +13,7 @@ from ..._core.tensors.tensor import TensorArg
 from .mla import absolute_error, attend, cache_entries, result_sm100_cutlass_mla_decode
 from .mla_plan import choose, launch
 from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, SparseMlaProblem, check_mla
+from .mla_upconvert import upconverted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,8 @@ def plan_sparse_mla_attention(
     problem = SparseMlaProblem(out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, topk_length, indices, None, num_kv_splits)
     check_mla(problem)
     check.row_size(indices)
-    return launch(problem, tuning.config("sparse_mla_attention", problem, problem.cache.device, choose))
+    conversion, problem = upconverted(problem)
+    return conversion + launch(problem, tuning.config("sparse_mla_attention", problem, problem.cache.device, choose))
 
 
 @sparse_mla_attention.bad_indices

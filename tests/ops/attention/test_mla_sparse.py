@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core.system import device as devices
 from pyops.example import ArgMaker
+from pyops.ops.attention import mla_upconvert
 from pyops.testing import assert_matches_reference, same_bits
 from tests.ops.attention.test_mla import BF16, ENTRY, FP8, LATENT, ROPE, TOLERANCE
 from tests.support.calls import DEVICES
@@ -157,6 +158,24 @@ def test_agrees_with_dense_attention(kind: torch.dtype | None, device: str) -> N
     assert same_bits(dense["lse"], call["lse"])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_converted_cache_gives_the_bits_of_16_bits(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla_upconvert, "pays", lambda problem: problem.is_ds_mla)
+    call = _call(2, 140, 20, dtype, torch.uint8, device)
+    plain = call.pop("plain").to(dtype).view(NUM_PAGES, PAGE_SIZE, ENTRY).to(device)
+    results = []
+    for cache in (call["kv_c_and_k_pe_cache"], plain):
+        SPARSE.forget()
+        out, lse = torch.empty_like(call["out"]), torch.empty_like(call["lse"])
+        SPARSE.wrapper(**call | {"kv_c_and_k_pe_cache": cache, "out": out, "lse": lse})
+        results.append((out, lse))
+    SPARSE.forget()
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 2), (BF16, 2), (BF16, 20), (FP8, 20)])
 def test_hostile_lists(dtype: torch.dtype, heads: int) -> None:
     """Slots and lengths out of range contribute nothing, under every schedule, and neither does slot 0 for them."""
@@ -236,5 +255,28 @@ def test_kernel_of_a_device(arch: str, cache: str, heads: int, kernel: str) -> N
             0.1,
             0,
         )
-        assert planned[0].specialisation.kernel.file == f"attention/{kernel}.cu"
+        files = [one.specialisation.kernel.file for one in planned]
+        converts = (kernel, cache, num_tokens) == ("mla_decode_sm90", "fp8_ds_mla", 8192)
+        assert files[converts] == f"attention/{kernel}.cu"
+        assert (files[0] == "attention/mla_upconvert.cu") == converts
         assert len(planned) >= launches
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cache", "num_pages", "converts"),
+    [
+        (4096, "uint8", 512, True),
+        (4096, "float8_e4m3fn", 512, False),
+        (4096, "uint8", 8192, False),  # the converted cache would have 604 MB
+        (128, "uint8", 4096, False),  # a slot is listed once
+        (128, "uint8", 512, True),
+        (16, "uint8", 512, False),
+    ],
+)
+def test_converts_a_cache_that_many_tokens_share(num_tokens: int, cache: str, num_pages: int, converts: bool) -> None:
+    make = ArgMaker(devices.model("sm_90"))
+    out, pe = (make.empty(num_tokens, 128, size, dtype="bfloat16") for size in (LATENT, ROPE))
+    entries = make.empty(num_pages, 64, 656 if cache == "uint8" else ENTRY, dtype=cache)
+    indices = make.empty(num_tokens, 2048, dtype="int32")
+    first = SPARSE.launches(out, None, out, pe, entries, indices, None, 0.1, 0)[0]
+    assert (first.specialisation.kernel.file == "attention/mla_upconvert.cu") == converts
