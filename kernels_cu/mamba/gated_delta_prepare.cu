@@ -1,59 +1,98 @@
 // gated_delta_prepare: all that the tiles of gated_delta_sm90.cu need besides keys, queries and values, for every tile
 // of 64 tokens and every value head: the matrices that relate tokens to each other, and the factors of tokens.
 //
-// Formula: that of gated_delta_chunk.cu. I + L is inverted in halves of 32 tokens, by forward substitution; the block
-// below them is -(I + L_22)^-1 L_21 (I + L_11)^-1, with products of TF32 numbers that are as exact as float32.
+// Formula: that of gated_delta_chunk.cu. WGMMA multiplies keys and queries by keys. I + L is inverted in blocks of 16
+// tokens: those on its diagonal, X_i, by forward substitution, and then block j of row i, below the diagonal, is
+// -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers that are as exact as float32.
 //
-// Blocks: blockIdx.x counts slots of tiles and value heads. Warps 0 and 1 relate keys to keys, warps 2 and 3 queries to
-// keys: two rows of 16 x 16 blocks each, one of the first half and one of the second.
+// Blocks: blockIdx.x counts slots of tiles and value heads. A block is a warpgroup. Both matrices are lower triangular,
+// so warp w has groups w and 7 - w of 8 tokens as rows: the tiles of keys and queries have rows in this order.
 //
 // Constants
 //     scalar_t       T: element type of q, k and of the matrices: half_t or bf16_t
 //     g_t, beta_t, starts_t    element types of g, beta and cu_seqlens
-//     KEY_SIZE       elements of a head of k; a multiple of 16
+//     KEY_SIZE       elements of a head of k: 64 or 128
 //     QK_NORM        q and k are divided by their norms
 
-#include "gated_delta_row_norm.cuh"
+#include "gated_delta_norm.cuh"
 #include "gated_delta_sm90_tiles.cuh"
-#include "tma.cuh"
 #include "unit_triangular.cuh"
+#include "wgmma.cuh"
 
-constexpr int NUM_THREADS = 128, HALF = TOKENS / 2;
-constexpr int PITCH = HALF + 4;  // stride between columns of half of L, in floats: columns begin on different banks
-constexpr int HALF_FLOATS = HALF * PITCH;
+constexpr int NUM_THREADS = 128, WARPS = 4, GROUPS = TOKENS / 8, SIDE = TOKENS / WARPS;  // tokens of a block of I + L
+constexpr int LOWER_PITCH = TOKENS + 4, INVERSE_PITCH = SIDE + 4;  // in floats: columns begin on different banks
 static_assert(TOKENS == 64 && WARP_SIZE == 32);
 
-using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;
-constexpr int KEY_BYTES = key_tile::bytes(TOKENS);
-constexpr int LOWER_BYTES = 3 * HALF_FLOATS * 4, INVERSE_BYTES = 4 * HALF_FLOATS * 4;
+// Column-major matrices of floats.
+struct Lower {
+    float elements[TOKENS * LOWER_PITCH];         // L
+    float inverses[WARPS][SIDE * INVERSE_PITCH];  // of the blocks on the diagonal of I + L
+};
 
-// What a block has in shared memory. Matrices of half of the tokens are column-major floats with stride PITCH.
+// What a block has in shared memory.
 struct Shared {
-    PreparedTile tile;
-    // L_11, L_22 and L_21 begin at tile.inverse and end here. What they cover is written when they have been read.
-    uint8_t end_of_lower[LOWER_BYTES - (sizeof(PreparedTile) - SQUARE_BYTES)];
-    // Keys, then queries; when they have been read, the inverses of both halves, the block below them, and a product.
-    uint8_t rows[2 * KEY_BYTES > INVERSE_BYTES ? 2 * KEY_BYTES : INVERSE_BYTES];
-    float logs[TOKENS];       // a_l in units of log2
-    float strengths[TOKENS];  // b_l
-    float norms[2][TOKENS];   // 1 / |k| and 1 / |q|
+    union alignas(1024) {
+        uint8_t rows[2][PANELS][TILE_BYTES];  // keys, then queries
+        struct {                              // when both have been multiplied
+            PreparedTile tile;
+            Lower lower;
+        } made;
+    };
+    float logs[TOKENS];                          // a_l in units of log2
+    float strengths[TOKENS];                     // b_l
+    float squares[2][TOKENS], norms[2][TOKENS];  // |k|^2 and |q|^2; 1 / |k| and 1 / |q|
+    uint32_t large_rows[4];                      // of PreparedTile
     int seq;
 };
 
-// d += a b^T of a warp's 16 rows and 16 columns of products of HALF x HALF matrices. `a` points to the first row, and
-// `b` to the first column.
-DEVICE void multiply_halves(float (&d)[2][4], const float* a, const float* b) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// The group of tokens in group `position` of rows of a tile, and the reverse.
+DEVICE constexpr int group_at(int position) { return position % 2 ? GROUPS - 1 - position / 2 : position / 2; }
+DEVICE constexpr int position_of(int group) { return group < GROUPS / 2 ? 2 * group : 2 * (GROUPS - 1 - group) + 1; }
+
+// Begins to copy the keys or queries of `count` tokens, from `from` on; other rows become zeros.
+DEVICE void load_rows_of(uint8_t (&to)[PANELS][TILE_BYTES], const scalar_t* from, int64_t stride, int count) {
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // in two groups; the second one's tokens descend
+    const int first = row < 8 ? row : (GROUPS - 2) * 8 + row, step = row < 8 ? 8 : -8;
+    from += first * stride + chunk * 8;
 #pragma unroll
-    for (int k = 0; k < HALF; k += 8) {
-        float rows[4];
+    for (int i = 0; i < GROUPS / 2; ++i, from += step * stride) {
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel) {
+            cp_async<16>(tile_at(to[panel]).at(i * 16 + row, chunk), from + panel * WIDE, first + i * step < count);
+        }
+    }
+}
+
+// Writes the sums of squares of the warp's rows, by tokens: the diagonal of their products with each other.
+DEVICE void write_squares(float (&to)[TOKENS], uint8_t (&rows)[PANELS][TILE_BYTES]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    float low[4] = {}, high[4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        uint32_t a[4];
+        load_rows(a, tile_at(rows[step / 4]), warp * 16, step % 4, lane);
+        mma_m16n8k16<scalar_t>(low, a, {a[0], a[2]});
+        mma_m16n8k16<scalar_t>(high, a, {a[1], a[3]});
+    }
+    if (lane % 4 != g / 2) return;
+    to[group_at(2 * warp) * 8 + g] = g % 2 ? low[1] : low[0];
+    to[group_at(2 * warp + 1) * 8 + g] = g % 2 ? high[3] : high[2];
+}
+
+// d += y m of matrices of SIDE x SIDE elements. The accumulators of one product are an operand of the next: a lane
+// takes columns 2t and 2t + 1 of y as t and t + 4 in the order of K. Row k of m begins at m + k * PITCH.
+template <int PITCH>
+DEVICE void add_product(float (&d)[2][4], const float (&y)[2][4], const float* m) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+        const float rows[4] = {y[step][0], y[step][2], y[step][1], y[step][3]};
         uint32_t high_rows[4], low_rows[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = a[(k + t + i / 2 * 4) * PITCH + g + i % 2 * 8];
         split_tf32(rows, high_rows, low_rows);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            const float columns[2] = {b[(n * 8 + g) * PITCH + k + t], b[(n * 8 + g) * PITCH + k + t + 4]};
+            const float* const from = m + (step * 8 + 2 * t) * PITCH + n * 8 + g;
+            const float columns[2] = {from[0], from[PITCH]};
             uint32_t high[2], low[2];
             split_tf32(columns, high, low);
             mma_m16n8k8(d[n], low_rows, high);
@@ -76,8 +115,8 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t slot = blockIdx.x / value_heads, head = blockIdx.x % value_heads;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
+    const uint32_t slot = blockIdx.x / uint32_t(value_heads), head = blockIdx.x % uint32_t(value_heads);
     const auto tiles_of = [&](int64_t seq) {
         return SequenceTiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
     };
@@ -85,18 +124,10 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
     if (seq < 0) return;
     const SequenceTiles tiles = tiles_of(seq);
     const int number = int(slot - tiles.first_slot), count = tiles.tokens(number);
-    const int64_t first_token = tiles.token(number), key = head / heads_per_key * KEY_SIZE;
+    const int64_t first_token = tiles.token(number), key = int64_t(head / uint32_t(heads_per_key)) * KEY_SIZE;
 
-    PreparedTile& tile = shared.tile;
-    const key_tile keys{reinterpret_cast<scalar_t*>(shared.rows)};
-    const key_tile queries{reinterpret_cast<scalar_t*>(shared.rows + KEY_BYTES)};
-    const square_tile weights{reinterpret_cast<scalar_t*>(tile.weights)};
-    const square_tile inverse{reinterpret_cast<scalar_t*>(tile.inverse)};
-    float* const lower = reinterpret_cast<float*>(tile.inverse);
-    float* const inverses = reinterpret_cast<float*>(shared.rows);
-    TokenCopy<KEY_SIZE / 8, TOKENS, NUM_THREADS> copy;
-    copy.load(keys, k + first_token * k_stride + key, k_stride, count);
-    copy.load(queries, q + first_token * q_stride + key, q_stride, count);
+    load_rows_of(shared.rows[0], k + first_token * k_stride + key, k_stride, count);
+    load_rows_of(shared.rows[1], q + first_token * q_stride + key, q_stride, count);
     cp_async_commit();
     if (warp == 0) {  // a lane has two adjacent tokens
         float logs[2];
@@ -120,115 +151,165 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
         shared.logs[2 * lane] = sum - logs[1];
         shared.logs[2 * lane + 1] = sum;
     }
-    // The block of weights above the diagonal that no warp computes.
-    *reinterpret_cast<uint4*>(weights.at(threadIdx.x % HALF, HALF / 8 + threadIdx.x / HALF)) = {0, 0, 0, 0};
-    const int of = warp / 2;
-    const key_tile rows{of ? queries.data : keys.data};
     cp_async_wait<0>();
-    __syncthreads();
-    const RowNorm norm = norm_of(rows, threadIdx.x % TOKENS, true);
-    shared.norms[of][threadIdx.x % TOKENS] = norm.inverse;
-    const uint32_t large = ballot(norm.is_large);
+    fence_proxy_async();
     __syncthreads();
 
-    const auto decay = [&](int l, int m) { return estimate_exp2(shared.logs[l] - shared.logs[m]); };
-    const int low_row = warp % 2, high_row = 3 - low_row;  // rows of blocks
-    Block low[2] = {}, high[4] = {};
+    PreparedTile& tile = shared.made.tile;
+    Lower& lower = shared.made.lower;
+    const int of = threadIdx.x / TOKENS, own_token = threadIdx.x % TOKENS;  // of keys or queries; its norm
+    const uint64_t keys = make_smem_desc(shared.rows[0]), queries = make_smem_desc(shared.rows[1]);
+    // Dot products with keys: rows are the warp's tokens, columns all tokens in the order of the tile's rows.
+    float of_keys[TOKENS / 2], of_queries[TOKENS / 2];
+    for (bool is_scaled = false;; is_scaled = true) {
+        const auto multiply = [&](float (&d)[TOKENS / 2], uint64_t rows) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        uint32_t low_words[SHORT_WORDS], high_words[SHORT_WORDS], columns[SHORT_WORDS];
-        load_rows(low_words, rows, low_row * 16, step, lane);
-        load_rows(high_words, rows, high_row * 16, step, lane);
-#pragma unroll
-        for (int column = 0; column < 4; ++column) {
-            load_columns(columns, keys, column * 16, step, lane);
-            if (column < 2) low[column % 2].add_product<scalar_t>(low_words, columns);
-            high[column].add_product<scalar_t>(high_words, columns);
+            for (int step = 0; step < STEPS; ++step) {
+                const int offset = step / 4 * TILE_BYTES + step % 4 * 32;
+                wgmma<scalar_t, TOKENS>(d, advance_smem_desc(rows, offset), advance_smem_desc(keys, offset), step > 0);
+            }
+        };
+        warpgroup_fence_operand(of_keys);
+        warpgroup_fence_operand(of_queries);
+        warpgroup_arrive();
+        multiply(of_keys, keys);
+        multiply(of_queries, queries);
+        warpgroup_commit_batch();
+        if constexpr (QK_NORM) {
+            write_squares(shared.squares[0], shared.rows[0]);
+            write_squares(shared.squares[1], shared.rows[1]);
         }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(of_keys);
+        warpgroup_fence_operand(of_queries);
+        if (QK_NORM) __syncthreads();
+        const float squares = QK_NORM ? shared.squares[of][own_token] : 1.0f;
+        const bool is_large = QK_NORM && CAN_BE_LARGE && !is_scaled && squares > LARGE;
+        if (!is_scaled) {
+            const uint32_t large = ballot(is_large);
+            if (lane == 0) shared.large_rows[warp] = large;
+        }
+        const bool was_large = is_scaled && shared.large_rows[warp] >> lane & 1;
+        shared.norms[of][own_token] = QK_NORM ? inverse_root(squares, was_large) : 1.0f;
+        __syncthreads();
+        if constexpr (!QK_NORM || !CAN_BE_LARGE) break;
+        const auto large = Vec<uint32_t, 4>::load(shared.large_rows);
+        if (is_scaled || !(large.data[0] | large.data[1] | large.data[2] | large.data[3])) break;
+        // Dot products of such rows with others would overflow, too.
+        const int row = position_of(own_token / 8) * 8 + own_token % 8;
+        for (int i = 0; i < KEY_SIZE / 8 && is_large; ++i) {
+            scalar_t* const at = tile_at(shared.rows[of][i / 8]).at(row, i % 8);
+            map(Vec<scalar_t, 8>::load(at), [](float x) { return x * DOWN; }).store_shared(at);
+        }
+        fence_proxy_async();
+        __syncthreads();
     }
-    // Calls visit(l, m, product of token l with key m and its next).
-    const auto each_pair = [&](auto visit) {
+
+    const square_tile weights{reinterpret_cast<scalar_t*>(tile.weights)};
+    const square_tile inverse{reinterpret_cast<scalar_t*>(tile.inverse)};
+    const int groups[2] = {group_at(2 * warp), group_at(2 * warp + 1)};  // of the lane's rows
+    float row_logs[2], row_strengths[2], row_scales[2];
 #pragma unroll
-        for (int i = 0; i < 6 * BLOCK_PAIRS; ++i) {
-            const int block = i / BLOCK_PAIRS, pair = i % BLOCK_PAIRS;
-            const int row = block < 2 ? low_row : high_row, column = block < 2 ? block : block - 2;
-            const int l = row * 16 + pair_row(pair) + lane_row(lane);
-            const int m = column * 16 + pair_column(pair) + lane_column(lane);
-            const Block& from = block < 2 ? low[block % 2] : high[block < 2 ? 0 : block - 2];
-            visit(l, m, from.at(pair, 0), from.at(pair, 1));
+    for (int half = 0; half < 2; ++half) {
+        const int l = groups[half] * 8 + r;
+        row_logs[half] = shared.logs[l];
+        row_strengths[half] = shared.strengths[l] * shared.norms[0][l];
+        row_scales[half] = shared.norms[1][l] * scale;
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const int m = group * 8 + 2 * t, first = position_of(group) * 4;
+        const auto logs = Vec<float, 2>::load(shared.logs + m), norms = Vec<float, 2>::load(shared.norms[0] + m);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int l = groups[half] * 8 + r;
+            float two[2] = {};
+            const auto relate = [&](bool is_on_diagonal) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int i = first + 2 * half + j;
+                    const float factor = estimate_exp2(row_logs[half] - logs[j]) * norms[j];
+                    const float of_key = factor * of_keys[i] * row_strengths[half];
+                    const float of_query = factor * of_queries[i] * row_scales[half];
+                    lower.elements[(m + j) * LOWER_PITCH + l] = is_on_diagonal && m + j >= l ? 0.0f : of_key;
+                    two[j] = is_on_diagonal && m + j > l ? 0.0f : of_query;
+                }
+            };
+            if (group < groups[half]) relate(false);
+            else if (group == groups[half]) relate(true);
+            *reinterpret_cast<uint32_t*>(weights.at(l, group) + 2 * t) = pack_pair<scalar_t>(two[0], two[1]);
         }
-    };
-    if (of) {
-        each_pair([&](int l, int m, float first, float second) {
-            const float norm = shared.norms[1][l] * scale;
-            first = m <= l ? decay(l, m) * norm * (shared.norms[0][m] * first) : 0.0f;
-            second = m + 1 <= l ? decay(l, m + 1) * norm * (shared.norms[0][m + 1] * second) : 0.0f;
-            *reinterpret_cast<uint32_t*>(weights.at(l, m / 8) + m % 8) = pack_pair<scalar_t>(first, second);
-        });
-    } else {
-        each_pair([&](int l, int m, float first, float second) {
-            const float strength = shared.strengths[l] * shared.norms[0][l];
-            const int half = l / HALF == m / HALF ? l / HALF : 2;
-            float* const to = lower + half * HALF_FLOATS + m % HALF * PITCH + l % HALF;
-            if (m / HALF > l / HALF) return;
-            to[0] = m < l ? decay(l, m) * strength * (shared.norms[0][m] * first) : 0.0f;
-            to[PITCH] = m + 1 < l ? decay(l, m + 1) * strength * (shared.norms[0][m + 1] * second) : 0.0f;
-        });
     }
     __syncthreads();
 
-    if (warp < 2) {
-        float x[HALF];
-        invert_column<PITCH>(x, lower + warp * HALF_FLOATS, lane);
+    if (lane < SIDE) {
+        float x[SIDE];
+        invert_column<LOWER_PITCH>(x, lower.elements + warp * SIDE * (LOWER_PITCH + 1), lane);
 #pragma unroll
-        for (int l = 0; l < HALF; l += 4) {
+        for (int l = 0; l < SIDE; l += 4) {
             const float four[4] = {x[l], x[l + 1], x[l + 2], x[l + 3]};
-            Vec<float, 4>::from_floats(four).store_shared(inverses + warp * HALF_FLOATS + lane * PITCH + l);
+            Vec<float, 4>::from_floats(four).store_shared(lower.inverses[warp] + lane * INVERSE_PITCH + l);
         }
     }
     __syncthreads();
-    // A warp has a quarter of a product: `to` = a b, negated if `sign` is -1.
-    const auto multiply = [&](float* to, const float* a, const float* b, float sign) {
-        const int first_row = warp / 2 * 16, first_column = warp % 2 * 16;
-        float d[2][4] = {};
-        multiply_halves(d, a + first_row, b + first_column * PITCH);
+
+    // A warp has a column of blocks, transposed: y[i] is block i below that on the diagonal. Warps have different
+    // numbers of blocks, and blocks of the grid other columns for the same warp.
+    const int column = (warp + blockIdx.x) % WARPS;
+    const float strengths[2] = {shared.strengths[column * SIDE + r], shared.strengths[column * SIDE + r + 8]};
+    const auto store = [&](int row, const float (&d)[2][4]) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            words[i] =
+                pack_pair<scalar_t>(d[i / 2][i % 2 * 2] * strengths[i % 2], d[i / 2][i % 2 * 2 + 1] * strengths[i % 2]);
+        }
+        stmatrix<4, true>(inverse.at(row * SIDE + lane / 16 * 8 + lane % 8, column * 2 + lane / 8 % 2), words);
+    };
+    const float zeros[2][4] = {};
+    for (int row = 0; row < column; ++row) store(row, zeros);
+    float y[WARPS][2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float* const from = lower.inverses[column] + (r + i % 2 * 8) * INVERSE_PITCH + i / 2 * 8 + 2 * t;
+        const auto two = Vec<float, 2>::load(from);
+        y[0][i / 2][i % 2 * 2] = two[0];
+        y[0][i / 2][i % 2 * 2 + 1] = two[1];
+    }
+    store(column, y[0]);
+#pragma unroll
+    for (int below = 1; below < WARPS; ++below) {
+        const int row = column + below;
+        if (row >= WARPS) continue;
+        float sum[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < below; ++i) {
+            add_product<LOWER_PITCH>(sum, y[i], lower.elements + (column + i) * SIDE * LOWER_PITCH + row * SIDE);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int row = first_row + lane / 4 + i % 4 / 2 * 8;
-            const int column = first_column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            to[column * PITCH + row] = sign * d[i / 4][i % 4];
+            sum[i / 4][i % 4] = -sum[i / 4][i % 4];
+            y[below][i / 4][i % 4] = 0.0f;
         }
-    };
-    float *const below = inverses + 2 * HALF_FLOATS, *const product = inverses + 3 * HALF_FLOATS;
-    multiply(product, lower + 2 * HALF_FLOATS, inverses, 1.0f);
-    __syncthreads();
-    multiply(below, inverses + HALF_FLOATS, product, -1.0f);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < TOKENS / 8 * TOKENS / NUM_THREADS; ++i) {
-        const int row = threadIdx.x % TOKENS, chunk = threadIdx.x / TOKENS + i * (NUM_THREADS / TOKENS);
-        const int half = row / HALF == chunk * 8 / HALF ? row / HALF : 2;
-        const float* const from = inverses + half * HALF_FLOATS + chunk * 8 % HALF * PITCH + row % HALF;
-        float eight[8] = {};
-        if (row / HALF >= chunk * 8 / HALF) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) eight[j] = from[j * PITCH] * shared.strengths[chunk * 8 + j];
-        }
-        Vec<scalar_t, 8>::from_floats(eight).store_shared(inverse.at(row, chunk));
+        add_product<INVERSE_PITCH>(y[below], sum, lower.inverses[row]);
+        store(row, y[below]);
     }
-    if (lane == 0) tile.large_rows[warp] = large;
     if (threadIdx.x < TOKENS) {
         const int l = threadIdx.x;
         const float log = shared.logs[l], total = shared.logs[TOKENS - 1], norm = shared.norms[0][l];
         tile.of_keys[l] = estimate_exp2(log) * norm;
         tile.of_queries[l] = estimate_exp2(log) * shared.norms[1][l] * scale;
         tile.of_changes[l] = l < count ? estimate_exp2(total - log) * norm : 0.0f;
-        if (l < 4) tile.kept[l] = estimate_exp2(total);
+        if (l < 4) {
+            tile.kept[l] = estimate_exp2(total);
+            tile.large_rows[l] = shared.large_rows[l];
+        }
     }
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) {
-        bulk_store(prepared + (slot * value_heads + head) * int64_t(sizeof(PreparedTile)), &tile, sizeof(PreparedTile));
+        const int64_t to = (int64_t(slot) * value_heads + head) * int64_t(sizeof(PreparedTile));
+        bulk_store(prepared + to, &tile, sizeof(PreparedTile));
         tma_store_commit();
         tma_store_wait_read<0>();
     }

@@ -25,18 +25,13 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-constexpr int WIDE = 64, PANELS = KEY_SIZE / WIDE;  // elements of a row of a swizzled tile; tiles of keys
 constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, PRODUCERS = 128;
 constexpr int NUM_THREADS = PRODUCERS + WARPGROUPS * 128;
 constexpr int TOKEN_STEPS = TOKENS / 16;
 // Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal
 // share.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(KEY_SIZE % WIDE == 0 && VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0);
-
-using tile_t = SwizzledTile<scalar_t, WIDE / 8>;  // a row for each token
-constexpr int TILE_BYTES = tile_t::bytes(TOKENS);
-DEVICE tile_t tile_at(uint8_t* bytes) { return {reinterpret_cast<scalar_t*>(bytes)}; }
+static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0);
 
 struct alignas(1024) Stage {
     uint8_t keys[PANELS][TILE_BYTES], queries[PANELS][TILE_BYTES], values[WARPGROUPS][TILE_BYTES];

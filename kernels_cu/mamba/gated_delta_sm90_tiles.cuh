@@ -8,6 +8,11 @@ constexpr bool CHECKPOINTS = false;  // of sequence_tiles.cuh
 #include "sequence_tiles.cuh"
 
 constexpr int STEPS = KEY_SIZE / 16;
+constexpr int WIDE = 64, PANELS = KEY_SIZE / WIDE;  // elements of a row of a swizzled tile; tiles of keys
+static_assert(KEY_SIZE % WIDE == 0);
+using tile_t = SwizzledTile<scalar_t, WIDE / 8>;  // a row for each token
+constexpr int TILE_BYTES = tile_t::bytes(TOKENS);
+DEVICE tile_t tile_at(uint8_t* bytes) { return {reinterpret_cast<scalar_t*>(bytes)}; }
 using square_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // a matrix that relates tokens to each other: row l, column m
 constexpr int SQUARE_BYTES = square_tile::bytes(TOKENS);
 

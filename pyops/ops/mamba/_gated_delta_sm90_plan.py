@@ -18,7 +18,7 @@ _prepare = Kernel("mamba/gated_delta_prepare.cu")
 _walk = Kernel("mamba/gated_delta_sm90.cu")
 
 _TOKENS = 64  # tokens of a tile
-_PREPARE_BLOCKS = 4  # resident blocks of gated_delta_prepare.cu per SM: shared memory holds four
+_PREPARE_BLOCKS = 5  # resident blocks of gated_delta_prepare.cu per SM: shared memory holds five
 _STAGES = 3  # tiles in shared memory of gated_delta_sm90.cu
 _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
 # Cycles of a tile in a block, by rows: the chain of its four products, and for two warpgroups their MMAs. An H200 takes
@@ -27,7 +27,7 @@ _TILE_CYCLES = {64: 2500, 128: 3600}
 _L2_BYTES = 3300  # bytes that the L2 cache delivers to all SMs in a cycle; an estimate
 _SQUARE_BYTES = 2 * _TOKENS * _TOKENS  # bytes of a matrix that relates the tokens of a tile to each other
 _PREPARED_BYTES = 2 * _SQUARE_BYTES + 3 * 4 * _TOKENS + 32  # bytes of PreparedTile of gated_delta_sm90_tiles.cuh
-_HALF_BYTES = 4 * 32 * 36  # bytes of a matrix of half of the tokens in gated_delta_prepare.cu
+_LOWER_BYTES = 4 * (64 * 68 + 4 * 16 * 20)  # bytes of Lower of gated_delta_prepare.cu
 # Constants of both kernels, and of each.
 _OF_BOTH = ("scalar_t", "starts_t", "KEY_SIZE", "QK_NORM")
 _OF_PREPARE = (*_OF_BOTH, "g_t", "beta_t")
@@ -77,10 +77,9 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     constants, arch = constants_of(problem), q.device.arch_feature
     slots = batch * num_tokens // _TOKENS + problem.num_seqs  # SequenceTiles of sequence_tiles.cuh
     prepared = Scratch(slots * value_heads * _PREPARED_BYTES)
-    rows_bytes = max(2 * _TOKENS * 2 * key_size, 4 * _HALF_BYTES)
-    lower_bytes = 3 * _HALF_BYTES - (_PREPARED_BYTES - _SQUARE_BYTES)
-    of_tokens = 4 * _TOKENS * 4 + 4  # logs, strengths, norms, and the sequence
-    shared = -(-(_PREPARED_BYTES + lower_bytes + rows_bytes + of_tokens) // 1024) * 1024
+    matrices = max(2 * _TOKENS * 2 * key_size, _PREPARED_BYTES + _LOWER_BYTES)
+    of_tokens = 6 * _TOKENS * 4 + 20  # logs, strengths, squares and norms, large rows, and the sequence
+    shared = -(-matrices // 1024) * 1024 + -(-of_tokens // 1024) * 1024
     prepare = _prepare.for_arch(arch)(**{name: constants[name] for name in _OF_PREPARE}, MIN_BLOCKS=_PREPARE_BLOCKS)
     walk = _walk.for_arch(arch)(**{name: constants[name] for name in _OF_WALK}, ROWS=config.rows, STAGES=_STAGES)
     return [
