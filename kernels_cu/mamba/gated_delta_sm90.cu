@@ -4,8 +4,15 @@
 // the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
 // dependent products from the state before a tile to the state after it.
 //
-// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A
-// block walks its sequence in tiles of TOKENS tokens.
+// Blocks: blockIdx.x counts sequences, value heads, segments and tiles of ROWS rows of the state; a row is an element of
+// v. A block walks a segment of its sequence in tiles of TOKENS tokens.
+//
+// Segments of a sequence are independent chains, which keep SMs busy if there are few heads. Without OUTPUTS a block
+// finds the state that its segment adds or, since the rule is linear in the state, the transition M of its segment: the
+// state after it is the state before it times M, plus what it adds. The rows of M are rows of a state that begins with
+// the identity and sees values of zero. gated_delta_segments.cu makes of both the states before all segments, and with
+// OUTPUTS a block begins with such a state. The first segment begins with the initial state in either launch, and needs
+// no transition; the last one is walked with OUTPUTS alone.
 //
 // Warps are specialised. The first warpgroup, the producer, copies tiles to shared memory. The others hold 64 rows of
 // the state each, from tile to tile, in WGMMA accumulators: operand A, the state, r or u, is in registers, and operand
@@ -17,7 +24,8 @@
 //     KEY_SIZE       elements of a head of k: 64 or 128
 //     VALUE_SIZE     elements of a head of v
 //     QK_NORM        q and k are divided by their norms
-//     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE
+//     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE and, without OUTPUTS, KEY_SIZE
+//     OUTPUTS        whether the launch writes o and final_state, or what segments do to the state
 //     STAGES         tiles in shared memory
 
 #include "gated_delta_norm.cuh"
@@ -25,13 +33,14 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, PRODUCERS = 128;
+constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, KEY_TILES = KEY_SIZE / ROWS, PRODUCERS = 128;
 constexpr int NUM_THREADS = PRODUCERS + WARPGROUPS * 128;
 constexpr int TOKEN_STEPS = TOKENS / 16;
 // Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal
 // share.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0);
+constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTES);  // without OUTPUTS, no weights
+static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
 
 struct alignas(1024) Stage {
     uint8_t keys[PANELS][TILE_BYTES], queries[PANELS][TILE_BYTES], values[WARPGROUPS][TILE_BYTES];
@@ -50,18 +59,21 @@ DEVICE void scale_rows(const tile_t& tile, uint64_t rows) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, VALUE_SIZE]
-                 state_t* final_state,            // [num_seqs, value_heads, VALUE_SIZE, KEY_SIZE], or the last two in
-                                                  // the other order
+gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SIZE]
+                 state_t* final_state,     // [num_seqs, value_heads, VALUE_SIZE, KEY_SIZE], or the last two in
+                                           // the other order
+                 float* sums,              // [num_seqs, value_heads, segments - 1, VALUE_SIZE, KEY_SIZE]: without
+                                           // OUTPUTS what a segment adds, then the state before the next one
+                 Transition* transitions,  // [num_seqs, value_heads, segments - 2]
                  const initial_t* initial_state,  // likewise
                  const uint8_t* prepared,         // [slots, value_heads, sizeof(PreparedTile)]
                  const scalar_t* q,               // [num_tokens, key_heads, KEY_SIZE]
                  const scalar_t* k,               // likewise
                  const scalar_t* v,               // [num_tokens, value_heads, VALUE_SIZE]
                  const starts_t* cu_seqlens,      // [num_seqs + 1]
-                 int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key, int64_t o_stride,
-                 int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t state_stride, int64_t state_row_stride,
-                 int64_t state_column_stride) {
+                 int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key, int64_t segments,
+                 int64_t o_stride, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t state_stride,
+                 int64_t state_row_stride, int64_t state_column_stride) {
     extern __shared__ __align__(1024) uint8_t memory[];
     Stage* const stages = reinterpret_cast<Stage*>(memory);
     __shared__ uint64_t barriers[2 * STAGES];
@@ -70,9 +82,16 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
     __syncthreads();
     await_previous_kernel();
     const int warpgroup = shfl<32>(int(threadIdx.x) / 128, 0) - 1;  // the compiler sees that a warp has one warpgroup
-    const int64_t head = blockIdx.x / TILES % value_heads, seq = blockIdx.x / (TILES * value_heads);
-    const int first_row = int(blockIdx.x % TILES) * ROWS;
+    const int adding = TILES * int(OUTPUTS ? segments : segments - 1);  // blocks of a head that begin with a state
+    const int of_head = adding + (OUTPUTS || segments < 3 ? 0 : KEY_TILES * int(segments - 2));
+    const int index = int(blockIdx.x) % of_head;
+    const bool is_transition = !OUTPUTS && index >= adding;
+    const int64_t chain = int(blockIdx.x) / of_head, head = chain % value_heads, seq = chain / value_heads;
+    const int segment = is_transition ? 1 + (index - adding) / max(KEY_TILES, 1) : index / TILES;
+    const int first_row = (is_transition ? (index - adding) % max(KEY_TILES, 1) : index % TILES) * ROWS;
     const SequenceTiles tiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
+    const int of_segment = int(ceil_div(int64_t(tiles.count), segments));
+    const int first_tile = min(segment * of_segment, tiles.count), end_tile = min(first_tile + of_segment, tiles.count);
 
     if (warpgroup < 0) {
         if constexpr (WARPGROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
@@ -86,7 +105,7 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
             if (HAS_LARGE && (large_keys | large_queries)) {
                 for (int part = 0; part < PANELS; ++part) {
                     scale_rows(tile_at(stages[landing.stage].keys[part]), large_keys);
-                    scale_rows(tile_at(stages[landing.stage].queries[part]), large_queries);
+                    if (OUTPUTS) scale_rows(tile_at(stages[landing.stage].queries[part]), large_queries);
                 }
             }
             fence_proxy_async();
@@ -94,7 +113,7 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
             if (threadIdx.x % 32 == 0) mbarrier_arrive(landing.full());
             landing.advance();
         };
-        for (int tile = 0; tile < tiles.count; ++tile, ring.advance()) {
+        for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
             ring.acquire();
             Stage& to = stages[ring.stage];
             const int64_t token = tiles.token(tile);
@@ -102,20 +121,24 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
             const auto* const from =
                 reinterpret_cast<const PreparedTile*>(prepared) + (tiles.first_slot + tile) * value_heads + head;
             if (threadIdx.x == 0) {
-                mbarrier_arrive_expect_tx(ring.full(), sizeof(PreparedTile));
-                bulk_load(&to.prepared, from, sizeof(PreparedTile), ring.full());
+                constexpr int SKIPPED = sizeof(PreparedTile) - PREPARED_BYTES;
+                mbarrier_arrive_expect_tx(ring.full(), PREPARED_BYTES);
+                bulk_load(to.prepared.weights + SKIPPED, from->weights + SKIPPED, PREPARED_BYTES, ring.full());
             }
 #pragma unroll
             for (int part = 0; part < PANELS; ++part) {
                 copy.load(tile_at(to.keys[part]), k + token * k_stride + key + part * WIDE, k_stride, count);
-                copy.load(tile_at(to.queries[part]), q + token * q_stride + key + part * WIDE, q_stride, count);
+                if constexpr (OUTPUTS) {
+                    copy.load(tile_at(to.queries[part]), q + token * q_stride + key + part * WIDE, q_stride, count);
+                }
             }
 #pragma unroll
             for (int part = 0; part < WARPGROUPS; ++part) {
-                copy.load(tile_at(to.values[part]), v + token * v_stride + value + part * WIDE, v_stride, count);
+                copy.load(tile_at(to.values[part]), v + token * v_stride + value + part * WIDE, v_stride,
+                          is_transition ? 0 : count);
             }
             cp_async_commit();
-            if (tile > 0) {
+            if (tile > first_tile) {
                 cp_async_wait<1>();
                 hand_over();
             }
@@ -126,7 +149,7 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
             }
         }
         cp_async_wait<0>();
-        if (tiles.count > 0) hand_over();
+        if (first_tile < end_tile) hand_over();
         return;
     }
 
@@ -134,17 +157,31 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
     const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4, t = lane % 4;
     float s[KEY_SIZE / 2];
     const int own_row = first_row + warpgroup * 64 + quarter * 16 + lane / 4;  // the lane also holds row + 8
+    // Calls visit(i, row, column) for each accumulator of the lane.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < KEY_SIZE / 2; ++i) {
-            const int64_t row = own_row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
-            visit(s[i], seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride +
-                            column * state_column_stride);
-        }
+        for (int i = 0; i < KEY_SIZE / 2; ++i) visit(i, own_row + i / 2 % 2 * 8, i / 4 * 8 + 2 * t + i % 2);
     };
-    each_of_state([&](float& x, int64_t at) { x = initial_state ? to_float(initial_state[at]) : 0.0f; });
+    const auto state_at = [&](int64_t row, int64_t column) {
+        return seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride +
+               column * state_column_stride;
+    };
+    // Element (row, column) of what segment `of` adds.
+    const auto sum_at = [&](int of, int row, int column) {
+        return ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
+    };
+    if (is_transition) {
+        each_of_state([&](int i, int row, int column) { s[i] = row == column; });
+    } else if (segment == 0) {
+        each_of_state([&](int i, int row, int column) {
+            s[i] = initial_state ? to_float(initial_state[state_at(row, column)]) : 0.0f;
+        });
+    } else {
+        each_of_state(
+            [&](int i, int row, int column) { s[i] = OUTPUTS ? sums[sum_at(segment - 1, row, column)] : 0.0f; });
+    }
 
-    for (int tile = 0; tile < tiles.count; ++tile, ring.advance()) {
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
         uint32_t state[STEPS][4];
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) {
@@ -172,7 +209,7 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
         warpgroup_fence_operand(y);
         warpgroup_arrive();
         multiply_state(r, keys);
-        multiply_state(y, queries);
+        if constexpr (OUTPUTS) multiply_state(y, queries);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
         // accumulator, and first and second are their elements of `factors`.
@@ -187,7 +224,7 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
         uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r, or u; u times its factor
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) load_block(errors[step], values, step * 16, quarter, lane);
-        warpgroup_wait<1>();
+        warpgroup_wait<OUTPUTS>();
         warpgroup_fence_operand(r);
         each_pair(prepared_tile.of_keys, [&](int i, float first, float second) {
             uint32_t& word = errors[i / 8][i % 8 / 2];
@@ -212,16 +249,18 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
         const float kept = prepared_tile.kept[0];
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(y);
-        each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
-            y[i] *= first;
-            y[i + 1] *= second;
-        });
+        if constexpr (OUTPUTS) {
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(y);
+            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
+                y[i] *= first;
+                y[i + 1] *= second;
+            });
+        }
         warpgroup_wait<0>();
         warpgroup_fence_operand(u);
         each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
-            errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
+            if (OUTPUTS) errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
             changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
         });
 #pragma unroll
@@ -232,35 +271,52 @@ gated_delta_sm90(scalar_t* o,                     // [num_tokens, value_heads, V
         warpgroup_fence_operand(y);
         warpgroup_fence_operand(s);
         warpgroup_arrive();
-        multiply_tokens(y, prepared_tile.weights, true);
+        if constexpr (OUTPUTS) multiply_tokens(y, prepared_tile.weights, true);
         const uint64_t summed = make_smem_desc(from.keys, 1024, TILE_BYTES);
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) {
             wgmma<scalar_t, KEY_SIZE, true>(s, changes[step], advance_smem_desc(summed, step * 16 * WIDE * 2));
         }
         warpgroup_commit_batch();
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(y);
-        // The outputs of a warp overwrite its values, and leave as whole vectors.
+        if constexpr (OUTPUTS) {
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(y);
+            // The outputs of a warp overwrite its values, and leave as whole vectors.
 #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step) {
-            uint32_t words[4];
+            for (int step = 0; step < TOKEN_STEPS; ++step) {
+                uint32_t words[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = pack_pair<scalar_t>(y[step * 8 + i * 2], y[step * 8 + i * 2 + 1]);
-            stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
-        }
-        sync_warp();
-        const int count = tiles.tokens(tile);
-        scalar_t* const to = o + tiles.token(tile) * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64;
+                for (int i = 0; i < 4; ++i)
+                    words[i] = pack_pair<scalar_t>(y[step * 8 + i * 2], y[step * 8 + i * 2 + 1]);
+                stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
+            }
+            sync_warp();
+            const int count = tiles.tokens(tile);
+            scalar_t* const to = o + tiles.token(tile) * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64;
 #pragma unroll
-        for (int l = lane / 2; l < TOKENS; l += 16) {
-            const int chunk = quarter * 2 + lane % 2;
-            if (l < count) Vec<scalar_t, 8>::load(values.at(l, chunk)).store(to + l * o_stride + chunk * 8);
+            for (int l = lane / 2; l < TOKENS; l += 16) {
+                const int chunk = quarter * 2 + lane % 2;
+                if (l < count) Vec<scalar_t, 8>::load(values.at(l, chunk)).store(to + l * o_stride + chunk * 8);
+            }
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         sync_warp();  // all lanes have read the outputs
         ring.release(ring.stage);
     }
-    if (final_state) each_of_state([&](float& x, int64_t at) { final_state[at] = from_float<state_t>(x); });
+    if constexpr (OUTPUTS) {
+        if (final_state && segment == segments - 1) {
+            each_of_state(
+                [&](int i, int row, int column) { final_state[state_at(row, column)] = from_float<state_t>(s[i]); });
+        }
+    } else if (is_transition) {
+        Transition& to = transitions[chain * (segments - 2) + segment - 1];
+        each_of_state([&](int i, int row, int column) {
+            const float high = to_float(from_float<bf16_t>(s[i]));
+            *to.at(0, row, column) = from_float<bf16_t>(high);
+            *to.at(1, row, column) = from_float<bf16_t>(s[i] - high);
+        });
+    } else {
+        each_of_state([&](int i, int row, int column) { sums[sum_at(segment, row, column)] = s[i]; });
+    }
 }

@@ -1,4 +1,5 @@
-// gated_delta_sm90_tiles.cuh: what gated_delta_prepare.cu writes of each tile of tokens for gated_delta_sm90.cu. The
+// gated_delta_sm90_tiles.cuh: what gated_delta_prepare.cu writes of each tile of tokens for gated_delta_sm90.cu, and what
+// this writes of each segment. The
 // header of gated_delta_chunk.cu gives the formulas.
 #pragma once
 #include "state_tiles.cuh"
@@ -25,4 +26,15 @@ struct alignas(16) PreparedTile {
     float of_changes[TOKENS];       // exp(a_end - a_m) / |k_m|, and 0 for tokens that do not exist
     uint32_t large_rows[4];         // a bit for each row that is to be scaled by DOWN: keys, then queries
     float kept[4];                  // exp(a_end), and padding
+};
+
+// The transition of a segment of gated_delta_sm90.cu as the sum of two matrices of bf16_t: what it rounds to, and the
+// rest. Rows are the elements of a key before the segment, columns those after it, in tiles of WIDE columns.
+struct alignas(16) Transition {
+    uint8_t parts[2][PANELS][KEY_SIZE * WIDE * 2];
+
+    DEVICE bf16_t* at(int part, int row, int column) {
+        const SwizzledTile<bf16_t, WIDE / 8> tile{reinterpret_cast<bf16_t*>(parts[part][column / WIDE])};
+        return tile.at(row, column % WIDE / 8) + column % 8;
+    }
 };

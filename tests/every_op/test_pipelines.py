@@ -19,6 +19,7 @@ import torch
 
 import kernels_cu
 import pyops
+from pyops import tuning
 from pyops._core import config
 from pyops._core.launch.kernel import Kernel, Launch, Specialisation
 from pyops._core.system import device
@@ -37,6 +38,7 @@ from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config
+from pyops.ops.mamba._gated_delta_sm90_plan import GatedDeltaSm90Config
 from pyops.testing import SCHEDULES
 from pyops.testing.calls import assert_results, expected, run
 from tests.ops.attention import test_e4m3 as e4m3
@@ -119,6 +121,13 @@ def mla_on_ampere() -> None:
 # Two prompts; on a device with one SM each is a segment.
 LONG_SEGMENTS = partial(chunk_scan.assert_slow_scan, "cpu", [450, 310])
 LONG_DELTA_RULE = partial(run_example, "gated_delta_rule", num_tokens=300, head_dim=128, dtype="bfloat16", options=True)
+
+
+def delta_rule_in_segments(segments: int) -> None:
+    with tuning.forced("gated_delta_rule", GatedDeltaSm90Config(64, segments)):
+        LONG_DELTA_RULE()
+
+
 # Stages of kernels that have more than two in every plan.
 STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
@@ -182,6 +191,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "mamba/chunk_scan.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/chunk_scan_states.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/gated_delta_chunk.cu": [partial(on_ampere, LONG_DELTA_RULE)],
+    "mamba/gated_delta_segments.cu": [partial(delta_rule_in_segments, 7)],
     "mamba/gated_delta_sm90.cu": [LONG_DELTA_RULE],
     "mamba/kda_chunk.cu": [
         partial(run_example, "kda", num_tokens=300, head_dim=128, dtype="bfloat16", options=True),
@@ -261,6 +271,7 @@ ROUNDS: dict[str, Rounds] = {
     "mamba/chunk_scan.cu": of_segment(),
     "mamba/chunk_scan_states.cu": of_segment(64),
     "mamba/gated_delta_chunk.cu": of_keys(300),
+    "mamba/gated_delta_segments.cu": lambda launch: (launch.fixed["segments"] - 2, None),
     "mamba/gated_delta_sm90.cu": of_keys(300, 64),
     "mamba/kda_chunk.cu": of_keys(300),
 }

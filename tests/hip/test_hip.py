@@ -203,7 +203,7 @@ def test_text_without_an_architecture_is_compiled_for_two(monkeypatch: pytest.Mo
 def test_no_kernel_with_nvidia_mma_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
     cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_row.cu", "mamba/chunk_scan_states.cu"}
-    cudas |= {"mamba/gated_delta_prepare.cu", "mamba/gated_delta_sm90.cu"}
+    cudas |= {f"mamba/gated_delta_{name}.cu" for name in ("prepare", "sm90", "segments")}
     assert not cudas & planned
     assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
     products = {"gemm_sm80.cu", "wq_gemm_cdna.cu", "ggml_mul_mat.cu"}

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import pyops
-from pyops import tuning
+from pyops import axes, tuning
 from pyops._core import config
+from pyops._core.system import device as device_of
 from pyops.host.toolchain import toolchains
 from pyops.ops.mamba._gated_delta_sm90_plan import GatedDeltaSm90Config
 from pyops.testing import SCHEDULES, scheduled
@@ -226,15 +227,16 @@ def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize(
-    ("rows", "sizes", "dtype", "schedules"),
+    ("geometry", "sizes", "dtype", "schedules"),
     [
-        (64, (64, 64), torch.float16, SCHEDULES),
-        (128, (64, 128), torch.bfloat16, SCHEDULES[1:3]),
-        (64, (128, 128), torch.bfloat16, SCHEDULES[3:4]),
+        (GatedDeltaSm90Config(64, 5), (64, 64), torch.float16, SCHEDULES),
+        (GatedDeltaSm90Config(128), (64, 128), torch.bfloat16, SCHEDULES[1:3]),
+        (GatedDeltaSm90Config(128, 3), (128, 128), torch.bfloat16, SCHEDULES[3:4]),
     ],
 )
-def test_on_hopper(rows: int, sizes: tuple[int, int], dtype: torch.dtype, schedules: Any) -> None:
-    """Prompts of lengths around a tile of 64 tokens, with a decay of zero, and keys of bfloat16 near its maximum."""
+def test_on_hopper(geometry: GatedDeltaSm90Config, sizes: tuple[int, int], dtype: torch.dtype, schedules: Any) -> None:
+    """Prompts of lengths around a tile of 64 tokens, with a decay of zero, and keys of bfloat16 near its maximum; some
+    segments have a tile, others none."""
     lengths = [130, 0, 1, 64]
     call = tokens("cpu", 1, sum(lengths), 1, 2, sizes, dtype)
     call["g"][:, [5, 40, 150]] = -torch.inf
@@ -252,7 +254,7 @@ def test_on_hopper(rows: int, sizes: tuple[int, int], dtype: torch.dtype, schedu
     with config.cpu("reference"):
         wanted = pyops.chunk_gated_delta_rule(**{name: x.float() for name, x in ones.items()}, **more)
     op = pyops.registry["gated_delta_rule"]
-    with config.cpu("kernels"), tuning.forced("gated_delta_rule", GatedDeltaSm90Config(rows)):
+    with config.cpu("kernels"), tuning.forced("gated_delta_rule", geometry):
         op.forget()
         for schedule in schedules:
             with scheduled(schedule, strict_fences=True):
@@ -260,6 +262,19 @@ def test_on_hopper(rows: int, sizes: tuple[int, int], dtype: torch.dtype, schedu
             for actual, right in zip(results, wanted, strict=True):
                 assert_near(actual, right.double(), dtype)
     op.forget()
+
+
+@pytest.mark.parametrize(("heads", "segments"), [(4, 2), (64, 1)])
+def test_segments_where_heads_leave_sms_idle(heads: int, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, values = pyops.registry["gated_delta_rule"], {"num_tokens": 8192, "num_heads": heads, "head_dim": 128}
+
+    def walks() -> int:
+        launches = axes.launches(op, values | {"options": True}, device_of.model("sm_90"))
+        return [one.specialisation.kernel.file for one in launches].count("mamba/gated_delta_sm90.cu")
+
+    assert walks() == min(segments, 2)
+    monkeypatch.setenv("PYOPS_BATCH_INVARIANT", "1")
+    assert walks() == 1
 
 
 def test_returned_states_without_slots(device: str) -> None:
