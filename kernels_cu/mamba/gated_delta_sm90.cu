@@ -181,6 +181,12 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             [&](int i, int row, int column) { s[i] = OUTPUTS ? sums[sum_at(segment - 1, row, column)] : 0.0f; });
     }
 
+    // Ping-pong: both warpgroups multiply their states one after the other, so that one has MMAs while the other rounds.
+    // The other one still has `more` tiles, or this tile.
+    const auto end_turn = [&](bool more) {
+        if (WARPGROUPS > 1 && (warpgroup == 0 || more)) named_barrier_arrive(2 - warpgroup, 256);
+    };
+    if (warpgroup == 1) end_turn(first_tile < end_tile);
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
         uint32_t state[STEPS][4];
 #pragma unroll
@@ -207,9 +213,11 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         for (int step = 0; step < STEPS; ++step) warpgroup_fence_operand(state[step]);
         warpgroup_fence_operand(r);
         warpgroup_fence_operand(y);
+        if constexpr (WARPGROUPS > 1) named_barrier_sync(1 + warpgroup, 256);
         warpgroup_arrive();
         multiply_state(r, keys);
         if constexpr (OUTPUTS) multiply_state(y, queries);
+        end_turn(tile + 1 < end_tile);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
         // accumulator, and first and second are their elements of `factors`.
