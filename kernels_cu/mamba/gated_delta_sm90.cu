@@ -181,6 +181,9 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             [&](int i, int row, int column) { s[i] = OUTPUTS ? sums[sum_at(segment - 1, row, column)] : 0.0f; });
     }
 
+    // The lane stores 8 elements of every sixteenth token.
+    scalar_t* const own_outputs =
+        o + lane / 2 * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64 + quarter * 16 + lane % 2 * 8;
     // Ping-pong: both warpgroups multiply their states one after the other, so that one has MMAs while the other rounds.
     // The other one still has `more` tiles, or this tile.
     const auto end_turn = [&](bool more) {
@@ -300,11 +303,12 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             }
             sync_warp();
             const int count = tiles.tokens(tile);
-            scalar_t* const to = o + tiles.token(tile) * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64;
+            scalar_t* to = own_outputs + tiles.token(tile) * o_stride;
+            const scalar_t* const from_own = values.at(lane / 2, quarter * 2 + lane % 2);
 #pragma unroll
-            for (int l = lane / 2; l < TOKENS; l += 16) {
-                const int chunk = quarter * 2 + lane % 2;
-                if (l < count) Vec<scalar_t, 8>::load(values.at(l, chunk)).store(to + l * o_stride + chunk * 8);
+            for (int i = 0; i < TOKENS; i += 16, to += 16 * o_stride) {
+                const auto eight = Vec<scalar_t, 8>::load(from_own + i * WIDE);
+                if (i + lane / 2 < count) eight.store(to);
             }
         }
         warpgroup_wait<0>();
