@@ -37,8 +37,12 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
     transitions += chain * count;
     sums += (chain * (segments - 1) * VALUE_SIZE + own_row) * KEY_SIZE + 2 * t;
     const auto load = [&](int j) {
-        mbarrier_arrive_expect_tx(full + j % STAGES, sizeof(Transition));
-        bulk_load(stages + j % STAGES, transitions + j, sizeof(Transition), full + j % STAGES);
+        constexpr int PIECE = sizeof(Transition) / 16;  // several copies are in flight at a time
+        uint64_t* const barrier = full + j % STAGES;
+        mbarrier_arrive_expect_tx(barrier, sizeof(Transition));
+        auto* const to = reinterpret_cast<uint8_t*>(stages + j % STAGES);
+        const auto* const from = reinterpret_cast<const uint8_t*>(transitions + j);
+        for (int i = 0; i < int(sizeof(Transition)); i += PIECE) bulk_load(to + i, from + i, PIECE, barrier);
     };
     if (threadIdx.x == 0) {
         for (int j = 0; j < min(STAGES, count); ++j) load(j);
@@ -49,15 +53,16 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; i += 2) visit(i, of + i / 2 % 2 * 8 * KEY_SIZE + i / 4 * 8);
     };
-    float s[KEY_SIZE / 2];
-    const auto read = [&](int j) {
+    float s[KEY_SIZE / 2], added[KEY_SIZE / 2];  // added: D_j+1 while S_j is multiplied
+    const auto read = [&](float (&to)[KEY_SIZE / 2], int j) {
         each_pair(j, [&](int i, const float* from) {
             const auto two = Vec<float, 2>::load(from);
-            s[i] = two[0];
-            s[i + 1] = two[1];
+            to[i] = two[0];
+            to[i + 1] = two[1];
         });
     };
-    read(0);
+    read(s, 0);
+    if (count > 0) read(added, 1);
     for (int j = 0; j < count; ++j) {
         uint32_t high[STEPS][4], low[STEPS][4];
 #pragma unroll
@@ -68,7 +73,8 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
             unpack_pair<bf16_t>(high[i / 4][i % 4], first, second);
             low[i / 4][i % 4] = pack_pair<bf16_t>(s[at] - first, s[at + 1] - second);
         }
-        read(j + 1);
+#pragma unroll
+        for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] = added[i];
         mbarrier_wait(full + j % STAGES, j / STAGES % 2);
         const auto multiply = [&](const uint32_t (&rows)[STEPS][4], int part) {
             const uint64_t columns = make_smem_desc(stages[j % STAGES].parts[part], 1024, PART_BYTES / PANELS);
@@ -88,6 +94,7 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
         multiply(high, 1);
         multiply(high, 0);
         warpgroup_commit_batch();
+        if (j + 2 <= count) read(added, j + 2);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         __syncthreads();

@@ -1,6 +1,6 @@
 // gated_delta_sm90: the gated delta rule for prefill on Hopper, by WGMMA on tiles of 64 tokens.
 //
-// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of u in o, and
+// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of r in o, and
 // the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
 // dependent products from the state before a tile to the state after it.
 //
@@ -43,7 +43,8 @@ constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTE
 static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
 
 struct alignas(1024) Stage {
-    uint8_t keys[PANELS][TILE_BYTES], queries[PANELS][TILE_BYTES], values[WARPGROUPS][TILE_BYTES];
+    uint8_t rows[PANELS][2][TILE_BYTES];  // keys, then queries
+    uint8_t values[WARPGROUPS][TILE_BYTES];
     PreparedTile prepared;
 };
 
@@ -104,8 +105,8 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         const auto hand_over = [&] {
             if (HAS_LARGE && (large_keys | large_queries)) {
                 for (int part = 0; part < PANELS; ++part) {
-                    scale_rows(tile_at(stages[landing.stage].keys[part]), large_keys);
-                    if (OUTPUTS) scale_rows(tile_at(stages[landing.stage].queries[part]), large_queries);
+                    scale_rows(tile_at(stages[landing.stage].rows[part][0]), large_keys);
+                    if (OUTPUTS) scale_rows(tile_at(stages[landing.stage].rows[part][1]), large_queries);
                 }
             }
             fence_proxy_async();
@@ -127,9 +128,9 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             }
 #pragma unroll
             for (int part = 0; part < PANELS; ++part) {
-                copy.load(tile_at(to.keys[part]), k + token * k_stride + key + part * WIDE, k_stride, count);
+                copy.load(tile_at(to.rows[part][0]), k + token * k_stride + key + part * WIDE, k_stride, count);
                 if constexpr (OUTPUTS) {
-                    copy.load(tile_at(to.queries[part]), q + token * q_stride + key + part * WIDE, q_stride, count);
+                    copy.load(tile_at(to.rows[part][1]), q + token * q_stride + key + part * WIDE, q_stride, count);
                 }
             }
 #pragma unroll
@@ -157,29 +158,33 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4, t = lane % 4;
     float s[KEY_SIZE / 2];
     const int own_row = first_row + warpgroup * 64 + quarter * 16 + lane / 4;  // the lane also holds row + 8
-    // Calls visit(i, row, column) for each accumulator of the lane.
+    // Calls visit(i, row, column) for each pair of accumulators of the lane: i and i + 1, in adjacent columns.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < KEY_SIZE / 2; ++i) visit(i, own_row + i / 2 % 2 * 8, i / 4 * 8 + 2 * t + i % 2);
+        for (int i = 0; i < KEY_SIZE / 2; i += 2) visit(i, own_row + i / 2 % 2 * 8, i / 4 * 8 + 2 * t);
     };
     const auto state_at = [&](int64_t row, int64_t column) {
         return seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride +
                column * state_column_stride;
     };
-    // Element (row, column) of what segment `of` adds.
-    const auto sum_at = [&](int of, int row, int column) {
-        return ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
+    // Elements (row, column) and the next of what segment `of` adds.
+    const auto sums_at = [&](int of, int row, int column) {
+        return sums + ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
     };
-    if (is_transition) {
-        each_of_state([&](int i, int row, int column) { s[i] = row == column; });
-    } else if (segment == 0) {
-        each_of_state([&](int i, int row, int column) {
+    each_of_state([&](int i, int row, int column) {
+        if (is_transition) {
+            s[i] = row == column;
+            s[i + 1] = row == column + 1;
+        } else if (segment == 0) {
             s[i] = initial_state ? to_float(initial_state[state_at(row, column)]) : 0.0f;
-        });
-    } else {
-        each_of_state(
-            [&](int i, int row, int column) { s[i] = OUTPUTS ? sums[sum_at(segment - 1, row, column)] : 0.0f; });
-    }
+            s[i + 1] = initial_state ? to_float(initial_state[state_at(row, column + 1)]) : 0.0f;
+        } else {
+            const auto two =
+                OUTPUTS ? Vec<float, 2>::load(sums_at(segment - 1, row, column)) : Vec<float, 2>::full(0.0f);
+            s[i] = two[0];
+            s[i + 1] = two[1];
+        }
+    });
 
     // The lane stores 8 elements of every sixteenth token.
     scalar_t* const own_outputs =
@@ -201,25 +206,22 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         Stage& from = stages[ring.stage];
         const PreparedTile& prepared_tile = from.prepared;
         const tile_t values = tile_at(from.values[warpgroup]);
-        const uint64_t keys = make_smem_desc(from.keys), queries = make_smem_desc(from.queries);
-        // Columns: tokens. S k, then S q and the outputs, then u.
-        float r[TOKENS / 2], y[TOKENS / 2], u[TOKENS / 2];
-        const auto multiply_state = [&](float (&d)[TOKENS / 2], uint64_t tokens) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const int offset = step / 4 * TILE_BYTES + step % 4 * 32;
-                wgmma<scalar_t, TOKENS>(d, state[step], advance_smem_desc(tokens, offset), step > 0);
-            }
-            warpgroup_commit_batch();
-        };
+        // Columns: tokens. MMAs with 64 columns take about as long as those with 128, so S k and S q are one product, and
+        // so are the outputs and u.
+        constexpr int COLUMNS = OUTPUTS ? 2 * TOKENS : TOKENS, OF_U = COLUMNS / 2 - TOKENS / 2;
+        float products[COLUMNS / 2], changed[COLUMNS / 2];  // S k, then S q; outputs, then u
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) warpgroup_fence_operand(state[step]);
-        warpgroup_fence_operand(r);
-        warpgroup_fence_operand(y);
+        warpgroup_fence_operand(products);
         if constexpr (WARPGROUPS > 1) named_barrier_sync(1 + warpgroup, 256);
         warpgroup_arrive();
-        multiply_state(r, keys);
-        if constexpr (OUTPUTS) multiply_state(y, queries);
+        const uint64_t rows = make_smem_desc(from.rows);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const uint64_t columns = advance_smem_desc(rows, step / 4 * 2 * TILE_BYTES + step % 4 * 32);
+            wgmma<scalar_t, COLUMNS>(products, state[step], columns, step > 0);
+        }
+        warpgroup_commit_batch();
         end_turn(tile + 1 < end_tile);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
@@ -232,73 +234,63 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                 visit(i + 2, two[0], two[1]);
             }
         };
-        uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r, or u; u times its factor
+        uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r; u times its factor
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) load_block(errors[step], values, step * 16, quarter, lane);
-        warpgroup_wait<OUTPUTS>();
-        warpgroup_fence_operand(r);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(products);
         each_pair(prepared_tile.of_keys, [&](int i, float first, float second) {
             uint32_t& word = errors[i / 8][i % 8 / 2];
             float low, high;
             unpack_pair<scalar_t>(word, low, high);
-            word = pack_pair<scalar_t>(fmaf(-first, r[i], low), fmaf(-second, r[i + 1], high));
+            word = pack_pair<scalar_t>(fmaf(-first, products[i], low), fmaf(-second, products[i + 1], high));
         });
-        const auto multiply_tokens = [&](float (&d)[TOKENS / 2], const uint8_t* square, bool accumulate) {
-            const uint64_t rows = make_smem_desc(square);
+        if constexpr (OUTPUTS) {
+            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
+                changed[i] = products[TOKENS / 2 + i] * first;
+                changed[i + 1] = products[TOKENS / 2 + i + 1] * second;
+            });
+        }
 #pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; ++step) {
-                wgmma<scalar_t, TOKENS>(d, errors[step], advance_smem_desc(rows, step * 32), accumulate || step > 0);
-            }
-            warpgroup_commit_batch();
-        };
+        for (int i = OF_U; i < COLUMNS / 2; ++i) changed[i] = 0.0f;
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(errors[step]);
-        warpgroup_fence_operand(u);
+        warpgroup_fence_operand(changed);
         warpgroup_arrive();
-        multiply_tokens(u, prepared_tile.inverse, false);
-        // Between S k and the first wait, ptxas would insert another wait before this.
+        const uint64_t squares = make_smem_desc(OUTPUTS ? prepared_tile.weights : prepared_tile.inverse);
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            wgmma<scalar_t, COLUMNS>(changed, errors[step], advance_smem_desc(squares, step * 32));
+        }
+        warpgroup_commit_batch();
+        // Before the wait for S k, ptxas would insert another wait before this.
         const float kept = prepared_tile.kept[0];
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
-        if constexpr (OUTPUTS) {
-            warpgroup_wait<1>();
-            warpgroup_fence_operand(y);
-            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
-                y[i] *= first;
-                y[i + 1] *= second;
-            });
-        }
         warpgroup_wait<0>();
-        warpgroup_fence_operand(u);
+        warpgroup_fence_operand(changed);
         each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
-            if (OUTPUTS) errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
-            changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
+            const float* const u = changed + OF_U + i;
+            changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[0] * first, u[1] * second);
         });
 #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step) {
-            warpgroup_fence_operand(errors[step]);
-            warpgroup_fence_operand(changes[step]);
-        }
-        warpgroup_fence_operand(y);
+        for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(changes[step]);
         warpgroup_fence_operand(s);
         warpgroup_arrive();
-        if constexpr (OUTPUTS) multiply_tokens(y, prepared_tile.weights, true);
-        const uint64_t summed = make_smem_desc(from.keys, 1024, TILE_BYTES);
+        const uint64_t summed = make_smem_desc(from.rows, 1024, 2 * TILE_BYTES);
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) {
             wgmma<scalar_t, KEY_SIZE, true>(s, changes[step], advance_smem_desc(summed, step * 16 * WIDE * 2));
         }
         warpgroup_commit_batch();
         if constexpr (OUTPUTS) {
-            warpgroup_wait<1>();
-            warpgroup_fence_operand(y);
             // The outputs of a warp overwrite its values, and leave as whole vectors.
 #pragma unroll
             for (int step = 0; step < TOKEN_STEPS; ++step) {
                 uint32_t words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    words[i] = pack_pair<scalar_t>(y[step * 8 + i * 2], y[step * 8 + i * 2 + 1]);
+                    words[i] = pack_pair<scalar_t>(changed[step * 8 + i * 2], changed[step * 8 + i * 2 + 1]);
                 stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
             }
             sync_warp();
@@ -316,19 +308,20 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         sync_warp();  // all lanes have read the outputs
         ring.release(ring.stage);
     }
-    if constexpr (OUTPUTS) {
-        if (final_state && segment == segments - 1) {
-            each_of_state(
-                [&](int i, int row, int column) { final_state[state_at(row, column)] = from_float<state_t>(s[i]); });
+    each_of_state([&](int i, int row, int column) {
+        const float two[2] = {s[i], s[i + 1]};
+        if constexpr (OUTPUTS) {
+            if (!final_state || segment != segments - 1) return;
+            for (int j = 0; j < 2; ++j) final_state[state_at(row, column + j)] = from_float<state_t>(two[j]);
+        } else if (is_transition) {
+            Transition& to = transitions[chain * (segments - 2) + segment - 1];
+            float rest[2];
+            const uint32_t rounded = pack_pair<bf16_t>(two[0], two[1]);
+            unpack_pair<bf16_t>(rounded, rest[0], rest[1]);
+            *to.pair_at(0, row, column) = rounded;
+            *to.pair_at(1, row, column) = pack_pair<bf16_t>(two[0] - rest[0], two[1] - rest[1]);
+        } else {
+            Vec<float, 2>::from_floats(two).store(sums_at(segment, row, column));
         }
-    } else if (is_transition) {
-        Transition& to = transitions[chain * (segments - 2) + segment - 1];
-        each_of_state([&](int i, int row, int column) {
-            const float high = to_float(from_float<bf16_t>(s[i]));
-            *to.at(0, row, column) = from_float<bf16_t>(high);
-            *to.at(1, row, column) = from_float<bf16_t>(s[i] - high);
-        });
-    } else {
-        each_of_state([&](int i, int row, int column) { sums[sum_at(segment, row, column)] = s[i]; });
-    }
+    });
 }

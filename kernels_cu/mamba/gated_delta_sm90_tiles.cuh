@@ -19,7 +19,7 @@ constexpr int SQUARE_BYTES = square_tile::bytes(TOKENS);
 
 // Token-by-token matrices are swizzled as WGMMA reads them; the swizzle counts rows from a multiple of 1024 bytes.
 struct alignas(16) PreparedTile {
-    uint8_t weights[SQUARE_BYTES];  // of u in o
+    uint8_t weights[SQUARE_BYTES];  // of r in o: those of u times the inverse
     uint8_t inverse[SQUARE_BYTES];  // (I + L)^-1 b
     float of_keys[TOKENS];          // exp(a_l) / |k_l|
     float of_queries[TOKENS];       // exp(a_l) * scale / |q_l|
@@ -33,8 +33,9 @@ struct alignas(16) PreparedTile {
 struct alignas(16) Transition {
     uint8_t parts[2][PANELS][KEY_SIZE * WIDE * 2];
 
-    DEVICE bf16_t* at(int part, int row, int column) {
+    // Elements (row, column) and the next of a part; `column` is even.
+    DEVICE uint32_t* pair_at(int part, int row, int column) {
         const SwizzledTile<bf16_t, WIDE / 8> tile{reinterpret_cast<bf16_t*>(parts[part][column / WIDE])};
-        return tile.at(row, column % WIDE / 8) + column % 8;
+        return reinterpret_cast<uint32_t*>(tile.at(row, column % WIDE / 8) + column % 8);
     }
 };
