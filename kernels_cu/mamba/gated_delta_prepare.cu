@@ -5,7 +5,8 @@
 // tokens: those on its diagonal, X_i, by forward substitution, and then block j of row i, below the diagonal, is
 // -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers that are as exact as float32.
 //
-// Blocks: blockIdx.x counts slots of tiles and value heads. A block is a warpgroup. Both matrices are lower triangular,
+// Blocks: blockIdx.x counts slots of tiles and groups of HEADS value heads, which share dot products of tokens. A block is
+// a warpgroup. Both matrices are lower triangular,
 // so warp w has groups w and 7 - w of 8 tokens as rows: the tiles of keys and queries have rows in this order.
 //
 // Constants
@@ -13,15 +14,17 @@
 //     g_t, beta_t, starts_t    element types of g, beta and cu_seqlens
 //     KEY_SIZE       elements of a head of k: 64 or 128
 //     QK_NORM        q and k are divided by their norms
+//     HEADS          value heads of a block, at most four: they have the same key head
 
 #include "gated_delta_norm.cuh"
 #include "gated_delta_sm90_tiles.cuh"
+#include "memory.cuh"
 #include "unit_triangular.cuh"
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128, WARPS = 4, GROUPS = TOKENS / 8, SIDE = TOKENS / WARPS;  // tokens of a block of I + L
 constexpr int LOWER_PITCH = TOKENS + 4, INVERSE_PITCH = SIDE + 4;  // in floats: columns begin on different banks
-static_assert(TOKENS == 64 && WARP_SIZE == 32);
+static_assert(TOKENS == 64 && WARP_SIZE == 32 && HEADS <= WARPS);
 
 // Column-major matrices of floats.
 struct Lower {
@@ -38,8 +41,8 @@ struct Shared {
             Lower lower;
         } made;
     };
-    float logs[TOKENS];                          // a_l in units of log2
-    float strengths[TOKENS];                     // b_l
+    float logs[HEADS][TOKENS];                   // a_l in units of log2
+    float strengths[HEADS][TOKENS];              // b_l
     float squares[2][TOKENS], norms[2][TOKENS];  // |k|^2 and |q|^2; 1 / |k| and 1 / |q|
     uint32_t large_rows[4];                      // of PreparedTile
     int seq;
@@ -102,109 +105,15 @@ DEVICE void add_product(float (&d)[2][4], const float (&y)[2][4], const float* m
     }
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(PreparedTile)]
-                    const scalar_t* q,           // [num_tokens, key_heads, KEY_SIZE]
-                    const scalar_t* k,           // likewise
-                    const g_t* g,                // [num_tokens, value_heads]
-                    const beta_t* beta,          // likewise
-                    const starts_t* cu_seqlens,  // [num_seqs + 1]
-                    int64_t num_tokens, int64_t seq_tokens, int64_t num_seqs, int64_t value_heads,
-                    int64_t heads_per_key, int64_t q_stride, int64_t k_stride, int64_t g_stride, int64_t g_step,
-                    int64_t beta_stride, int64_t beta_step, float scale) {
-    await_previous_kernel();
-    extern __shared__ __align__(1024) uint8_t memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
-    const uint32_t slot = blockIdx.x / uint32_t(value_heads), head = blockIdx.x % uint32_t(value_heads);
-    const auto tiles_of = [&](int64_t seq) {
-        return SequenceTiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
-    };
-    const int seq = sequence_of<NUM_THREADS>(slot, num_seqs, shared.seq, tiles_of);
-    if (seq < 0) return;
-    const SequenceTiles tiles = tiles_of(seq);
-    const int number = int(slot - tiles.first_slot), count = tiles.tokens(number);
-    const int64_t first_token = tiles.token(number), key = int64_t(head / uint32_t(heads_per_key)) * KEY_SIZE;
-
-    load_rows_of(shared.rows[0], k + first_token * k_stride + key, k_stride, count);
-    load_rows_of(shared.rows[1], q + first_token * q_stride + key, q_stride, count);
-    cp_async_commit();
-    if (warp == 0) {  // a lane has two adjacent tokens
-        float logs[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int l = 2 * lane + j;
-            const int64_t token = first_token + l;
-            const bool exists = l < count;
-            // A decay of 0 has the logarithm -inf, and -inf - -inf is NaN. -160 is as good: 2^-160 is 0 in float32.
-            const float log = exists ? to_float(g[token * g_stride + head * g_step]) * LOG2_E : 0.0f;
-            logs[j] = log < -160.0f ? -160.0f : log;
-            const bool is_given = exists && beta;
-            shared.strengths[l] = is_given ? to_float(beta[token * beta_stride + head * beta_step]) : exists;
-        }
-        float sum = logs[0] + logs[1];
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const float before = shfl<32>(sum, lane - distance & 31);
-            if (lane >= distance) sum += before;
-        }
-        shared.logs[2 * lane] = sum - logs[1];
-        shared.logs[2 * lane + 1] = sum;
-    }
-    cp_async_wait<0>();
-    fence_proxy_async();
-    __syncthreads();
-
+// Makes the tile of head `number` of the block, which has `count` tokens, from their dot products. Rows are the warp's
+// tokens, columns all tokens in the order of the tile's rows.
+DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const float (&of_queries)[TOKENS / 2],
+                      int number, int count, float scale) {
+    const int thread = made_anew(threadIdx.x);  // addresses of all iterations would not fit in registers
+    const int warp = thread / 32, lane = thread % 32, r = lane / 4, t = lane % 4;
     PreparedTile& tile = shared.made.tile;
     Lower& lower = shared.made.lower;
-    const int of = threadIdx.x / TOKENS, own_token = threadIdx.x % TOKENS;  // of keys or queries; its norm
-    const uint64_t keys = make_smem_desc(shared.rows[0]), queries = make_smem_desc(shared.rows[1]);
-    // Dot products with keys: rows are the warp's tokens, columns all tokens in the order of the tile's rows.
-    float of_keys[TOKENS / 2], of_queries[TOKENS / 2];
-    for (bool is_scaled = false;; is_scaled = true) {
-        const auto multiply = [&](float (&d)[TOKENS / 2], uint64_t rows) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const int offset = step / 4 * TILE_BYTES + step % 4 * 32;
-                wgmma<scalar_t, TOKENS>(d, advance_smem_desc(rows, offset), advance_smem_desc(keys, offset), step > 0);
-            }
-        };
-        warpgroup_fence_operand(of_keys);
-        warpgroup_fence_operand(of_queries);
-        warpgroup_arrive();
-        multiply(of_keys, keys);
-        multiply(of_queries, queries);
-        warpgroup_commit_batch();
-        if constexpr (QK_NORM) {
-            write_squares(shared.squares[0], shared.rows[0]);
-            write_squares(shared.squares[1], shared.rows[1]);
-        }
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(of_keys);
-        warpgroup_fence_operand(of_queries);
-        if (QK_NORM) __syncthreads();
-        const float squares = QK_NORM ? shared.squares[of][own_token] : 1.0f;
-        const bool is_large = QK_NORM && CAN_BE_LARGE && !is_scaled && squares > LARGE;
-        if (!is_scaled) {
-            const uint32_t large = ballot(is_large);
-            if (lane == 0) shared.large_rows[warp] = large;
-        }
-        const bool was_large = is_scaled && shared.large_rows[warp] >> lane & 1;
-        shared.norms[of][own_token] = QK_NORM ? inverse_root(squares, was_large) : 1.0f;
-        __syncthreads();
-        if constexpr (!QK_NORM || !CAN_BE_LARGE) break;
-        const auto large = Vec<uint32_t, 4>::load(shared.large_rows);
-        if (is_scaled || !(large.data[0] | large.data[1] | large.data[2] | large.data[3])) break;
-        // Dot products of such rows with others would overflow, too.
-        const int row = position_of(own_token / 8) * 8 + own_token % 8;
-        for (int i = 0; i < KEY_SIZE / 8 && is_large; ++i) {
-            scalar_t* const at = tile_at(shared.rows[of][i / 8]).at(row, i % 8);
-            map(Vec<scalar_t, 8>::load(at), [](float x) { return x * DOWN; }).store_shared(at);
-        }
-        fence_proxy_async();
-        __syncthreads();
-    }
-
+    const float *const logs_of = shared.logs[number], *const strengths_of = shared.strengths[number];
     const square_tile weights{reinterpret_cast<scalar_t*>(tile.weights)};
     const square_tile inverse{reinterpret_cast<scalar_t*>(tile.inverse)};
     const int groups[2] = {group_at(2 * warp), group_at(2 * warp + 1)};  // of the lane's rows
@@ -212,14 +121,14 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int l = groups[half] * 8 + r;
-        row_logs[half] = shared.logs[l];
-        row_strengths[half] = shared.strengths[l] * shared.norms[0][l];
+        row_logs[half] = logs_of[l];
+        row_strengths[half] = strengths_of[l] * shared.norms[0][l];
         row_scales[half] = shared.norms[1][l] * scale;
     }
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         const int m = group * 8 + 2 * t, first = position_of(group) * 4;
-        const auto logs = Vec<float, 2>::load(shared.logs + m), norms = Vec<float, 2>::load(shared.norms[0] + m);
+        const auto logs = Vec<float, 2>::load(logs_of + m), norms = Vec<float, 2>::load(shared.norms[0] + m);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int l = groups[half] * 8 + r;
@@ -256,7 +165,7 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
     // A warp has a column of blocks, transposed: y[i] is block i below that on the diagonal. Warps have different
     // numbers of blocks, and blocks of the grid other columns for the same warp.
     const int column = (warp + blockIdx.x) % WARPS;
-    const float strengths[2] = {shared.strengths[column * SIDE + r], shared.strengths[column * SIDE + r + 8]};
+    const float strengths[2] = {strengths_of[column * SIDE + r], strengths_of[column * SIDE + r + 8]};
     const auto store = [&](int row, const float (&d)[2][4]) {
         uint32_t words[4];
 #pragma unroll
@@ -308,9 +217,9 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
         wgmma<scalar_t, TOKENS, false, true>(of_errors, rows, columns, step > 0);
     }
     warpgroup_commit_batch();
-    if (threadIdx.x < TOKENS) {
-        const int l = threadIdx.x;
-        const float log = shared.logs[l], total = shared.logs[TOKENS - 1], norm = shared.norms[0][l];
+    if (thread < TOKENS) {
+        const int l = thread;
+        const float log = logs_of[l], total = logs_of[TOKENS - 1], norm = shared.norms[0][l];
         tile.of_keys[l] = estimate_exp2(log) * norm;
         tile.of_queries[l] = estimate_exp2(log) * shared.norms[1][l] * scale;
         tile.of_changes[l] = l < count ? estimate_exp2(total - log) * norm : 0.0f;
@@ -333,10 +242,120 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
     }
     fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        const int64_t to = (int64_t(slot) * value_heads + head) * int64_t(sizeof(PreparedTile));
-        bulk_store(prepared + to, &tile, sizeof(PreparedTile));
-        tma_store_commit();
-        tma_store_wait_read<0>();
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(PreparedTile)]
+                    const scalar_t* q,           // [num_tokens, key_heads, KEY_SIZE]
+                    const scalar_t* k,           // likewise
+                    const g_t* g,                // [num_tokens, value_heads]
+                    const beta_t* beta,          // likewise
+                    const starts_t* cu_seqlens,  // [num_seqs + 1]
+                    int64_t num_tokens, int64_t seq_tokens, int64_t num_seqs, int64_t value_heads,
+                    int64_t heads_per_key, int64_t q_stride, int64_t k_stride, int64_t g_stride, int64_t g_step,
+                    int64_t beta_stride, int64_t beta_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t groups_of_heads = uint32_t(value_heads) / HEADS, slot = blockIdx.x / groups_of_heads;
+    const int64_t first_head = int64_t(blockIdx.x % groups_of_heads) * HEADS;
+    const auto tiles_of = [&](int64_t seq) {
+        return SequenceTiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
+    };
+    const int seq = sequence_of<NUM_THREADS>(slot, num_seqs, shared.seq, tiles_of);
+    if (seq < 0) return;
+    const SequenceTiles tiles = tiles_of(seq);
+    const int index = int(slot - tiles.first_slot), count = tiles.tokens(index);
+    const int64_t first_token = tiles.token(index), key = uint32_t(first_head) / uint32_t(heads_per_key) * KEY_SIZE;
+
+    load_rows_of(shared.rows[0], k + first_token * k_stride + key, k_stride, count);
+    load_rows_of(shared.rows[1], q + first_token * q_stride + key, q_stride, count);
+    cp_async_commit();
+    if (warp < HEADS) {  // a warp has a head, a lane two adjacent tokens
+        const int64_t head = first_head + warp;
+        float logs[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int l = 2 * lane + j;
+            const int64_t token = first_token + l;
+            const bool exists = l < count;
+            // A decay of 0 has the logarithm -inf, and -inf - -inf is NaN. -160 is as good: 2^-160 is 0 in float32.
+            const float log = exists ? to_float(g[token * g_stride + head * g_step]) * LOG2_E : 0.0f;
+            logs[j] = log < -160.0f ? -160.0f : log;
+            const bool is_given = exists && beta;
+            shared.strengths[warp][l] = is_given ? to_float(beta[token * beta_stride + head * beta_step]) : exists;
+        }
+        float sum = logs[0] + logs[1];
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const float before = shfl<32>(sum, lane - distance & 31);
+            if (lane >= distance) sum += before;
+        }
+        shared.logs[warp][2 * lane] = sum - logs[1];
+        shared.logs[warp][2 * lane + 1] = sum;
+    }
+    cp_async_wait<0>();
+    fence_proxy_async();
+    __syncthreads();
+
+    const int of = threadIdx.x / TOKENS, own_token = threadIdx.x % TOKENS;  // of keys or queries; its norm
+    const uint64_t keys = make_smem_desc(shared.rows[0]), queries = make_smem_desc(shared.rows[1]);
+    // Dot products with keys: rows are the warp's tokens, columns all tokens in the order of the tile's rows.
+    float of_keys[TOKENS / 2], of_queries[TOKENS / 2];
+    for (bool is_scaled = false;; is_scaled = true) {
+        const auto multiply = [&](float (&d)[TOKENS / 2], uint64_t rows) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int offset = step / 4 * TILE_BYTES + step % 4 * 32;
+                wgmma<scalar_t, TOKENS>(d, advance_smem_desc(rows, offset), advance_smem_desc(keys, offset), step > 0);
+            }
+        };
+        warpgroup_fence_operand(of_keys);
+        warpgroup_fence_operand(of_queries);
+        warpgroup_arrive();
+        multiply(of_keys, keys);
+        multiply(of_queries, queries);
+        warpgroup_commit_batch();
+        if constexpr (QK_NORM) {
+            write_squares(shared.squares[0], shared.rows[0]);
+            write_squares(shared.squares[1], shared.rows[1]);
+        }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(of_keys);
+        warpgroup_fence_operand(of_queries);
+        if (QK_NORM) __syncthreads();
+        const float squares = QK_NORM ? shared.squares[of][own_token] : 1.0f;
+        const bool is_large = QK_NORM && CAN_BE_LARGE && !is_scaled && squares > LARGE;
+        if (!is_scaled) {
+            const uint32_t large = ballot(is_large);
+            if (lane == 0) shared.large_rows[warp] = large;
+        }
+        const bool was_large = is_scaled && shared.large_rows[warp] >> lane & 1;
+        shared.norms[of][own_token] = QK_NORM ? inverse_root(squares, was_large) : 1.0f;
+        __syncthreads();
+        if constexpr (!QK_NORM || !CAN_BE_LARGE) break;
+        const auto large = Vec<uint32_t, 4>::load(shared.large_rows);
+        if (is_scaled || !(large.data[0] | large.data[1] | large.data[2] | large.data[3])) break;
+        // Dot products of such rows with others would overflow, too.
+        const int row = position_of(own_token / 8) * 8 + own_token % 8;
+        for (int i = 0; i < KEY_SIZE / 8 && is_large; ++i) {
+            scalar_t* const at = tile_at(shared.rows[of][i / 8]).at(row, i % 8);
+            map(Vec<scalar_t, 8>::load(at), [](float x) { return x * DOWN; }).store_shared(at);
+        }
+        fence_proxy_async();
+        __syncthreads();
+    }
+
+#pragma unroll 1
+    for (int number = 0; number < HEADS; ++number) {
+        if (number > 0) __syncthreads();  // the tile of the previous head has been read
+        make_tile(shared, of_keys, of_queries, number, count, scale);
+        if (threadIdx.x == 0) {
+            const int64_t to = (int64_t(slot) * value_heads + first_head + number) * int64_t(sizeof(PreparedTile));
+            bulk_store(prepared + to, &shared.made.tile, sizeof(PreparedTile));
+            tma_store_commit();
+            tma_store_wait_read<0>();
+        }
     }
 }

@@ -19,15 +19,18 @@ _walk = Kernel("mamba/gated_delta_sm90.cu")
 _combine = Kernel("mamba/gated_delta_segments.cu")
 
 _TOKENS = 64  # tokens of a tile
-_PREPARE_BLOCKS = 5  # resident blocks of gated_delta_prepare.cu per SM: shared memory holds five
+# Resident blocks of gated_delta_prepare.cu per SM, with one head and with several: shared memory holds five, and dot
+# products of tokens stay in registers from head to head.
+_PREPARE_BLOCKS = 5, 4
+_FEWEST_PREPARE_BLOCKS = 3  # blocks of gated_delta_prepare.cu per SM that are worth more than shared dot products
 _STAGES = 3  # tiles in shared memory of gated_delta_sm90.cu
 _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
-# Cycles of a tile in a block, by rows: the chain of its four products, and for two warpgroups their MMAs. An H200 takes
-# 192 and 276 us for one sequence of 8192 tokens with 8 heads.
-_TILE_CYCLES = {64: 2500, 128: 3600}
-_SUM_CYCLES = {64: 1850, 128: 2500}  # the same without the two products and the stores of outputs; an estimate
-_COMBINE_CYCLES = 1800  # cycles of a segment in gated_delta_segments.cu: the MMAs of three products; an estimate
-_LAUNCH_CYCLES = 4000  # cycles between two launches
+# Cycles of a tile in a block, by rows. An H200 took 2580 and 3600 before S k and S q were one product, and u and the
+# outputs; these are estimates. The others are fitted to an H200.
+_TILE_CYCLES = {64: 1800, 128: 2300}
+_SUM_CYCLES = {64: 1650, 128: 2400}  # the same without outputs
+_COMBINE_CYCLES = 4000  # cycles of a segment in gated_delta_segments.cu; an estimate
+_LAUNCH_CYCLES = 5000  # cycles of a launch besides, with loads and stores of states
 _MAX_SEGMENTS = 16  # segments of a sequence
 _L2_BYTES = 3300  # bytes that the L2 cache delivers to all SMs in a cycle; an estimate
 _SQUARE_BYTES = 2 * _TOKENS * _TOKENS  # bytes of a matrix that relates the tokens of a tile to each other
@@ -49,21 +52,24 @@ class GatedDeltaSm90Config:
             the same keys and queries.
         segments: parts of a sequence that are walked in parallel. More than one take a second walk, for the states that
             they begin with.
+        heads: value heads of a block of gated_delta_prepare.cu; those of one key head share dot products of tokens.
     """
 
     rows: int
     segments: int = 1
+    heads: int = 1
 
     def candidates(self, problem: GatedDeltaProblem, device: Device) -> Iterable[GatedDeltaSm90Config]:
-        """The other number of rows, and other segments."""
+        """Other numbers of rows, segments and heads."""
         segments = (1,) if tuning.batch_invariant() else (1, 2, 4, 8, 16)
-        return tuning.varied(self, rows=_fitting(problem), segments=segments)
+        return tuning.varied(self, rows=_fitting(problem), segments=segments, heads=_sharing(problem))
 
 
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaSm90Config:
     """The least time of the launches, each that of the busiest SM or that of the L2 cache."""
     sizes = range(1, 1 if tuning.batch_invariant() else _MAX_SEGMENTS)
-    configs = [GatedDeltaSm90Config(rows, 1 + more) for rows in _fitting(problem) for more in (0, *sizes)]
+    heads = _prepared_heads(problem, device)
+    configs = [GatedDeltaSm90Config(rows, 1 + more, heads) for rows in _fitting(problem) for more in (0, *sizes)]
     return min(configs, key=lambda config: _cycles(problem, device, config))
 
 
@@ -118,14 +124,19 @@ def _stage_bytes(key_size: int, rows: int) -> int:
 
 def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[Launch]:
     q, v = problem.tokens.q, problem.tokens.v
-    key_size, (batch, num_tokens, value_heads, value_size) = q.shape[3], v.shape
+    key_size, value_heads, value_size = q.shape[3], *v.shape[2:]
     constants, arch = constants_of(problem), q.device.arch_feature
-    slots = batch * num_tokens // _TOKENS + problem.num_seqs  # SequenceTiles of sequence_tiles.cuh
+    slots = _slots(problem)
     prepared = Scratch(slots * value_heads * _PREPARED_BYTES)
     matrices = max(2 * _TOKENS * 2 * key_size, _PREPARED_BYTES + _LOWER_BYTES)
-    of_tokens = 6 * _TOKENS * 4 + 20  # logs, strengths, squares and norms, large rows, and the sequence
+    # Logs and strengths; squares and norms; large rows, and the sequence.
+    of_tokens = (2 * config.heads + 4) * _TOKENS * 4 + 20
     shared = -(-matrices // 1024) * 1024 + -(-of_tokens // 1024) * 1024
-    prepare = _prepare.for_arch(arch)(**{name: constants[name] for name in _OF_PREPARE}, MIN_BLOCKS=_PREPARE_BLOCKS)
+    prepare = _prepare.for_arch(arch)(
+        **{name: constants[name] for name in _OF_PREPARE},
+        HEADS=config.heads,
+        MIN_BLOCKS=_PREPARE_BLOCKS[config.heads > 1],
+    )
     chains, segments = problem.num_seqs * value_heads, config.segments
     state_bytes = 4 * value_size * key_size
     sums = Scratch(chains * (segments - 1) * state_bytes)
@@ -139,7 +150,11 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
         arguments |= {"sums": sums if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
         return kernel.launch(chains * blocks, 128 + 2 * rows, _STAGES * _stage_bytes(key_size, rows), **arguments)
 
-    found = [prepare.launch(slots * value_heads, 128, shared, prepared=prepared, **arguments_of(problem, _prepare))]
+    found = [
+        prepare.launch(
+            slots * value_heads // config.heads, 128, shared, prepared=prepared, **arguments_of(problem, _prepare)
+        )
+    ]
     if segments > 1:
         rows = _sum_rows(problem, q.device, config)
         found.append(walk(_sum_blocks(problem, config, rows), rows, False))
@@ -156,6 +171,24 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
             )
         )
     return [*found, walk(segments * value_size // config.rows, config.rows, True)]
+
+
+def _prepared_heads(problem: GatedDeltaProblem, device: Device) -> int:
+    """Value heads of a block of gated_delta_prepare.cu: the most that leave enough blocks."""
+    blocks = _slots(problem) * problem.tokens.v.shape[2]
+    return max(n for n in _sharing(problem) if n == 1 or blocks // n >= _FEWEST_PREPARE_BLOCKS * device.num_sms)
+
+
+def _sharing(problem: GatedDeltaProblem) -> list[int]:
+    """Numbers of value heads that have a key head in common."""
+    of_key = problem.tokens.v.shape[2] // problem.tokens.q.shape[2]
+    return [n for n in range(1, 5) if of_key % n == 0]
+
+
+def _slots(problem: GatedDeltaProblem) -> int:
+    """Slots of tiles: SequenceTiles of sequence_tiles.cuh."""
+    batch, num_tokens = problem.tokens.q.shape[:2]
+    return batch * num_tokens // _TOKENS + problem.num_seqs
 
 
 def _transition_bytes(key_size: int) -> int:
