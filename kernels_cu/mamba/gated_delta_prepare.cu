@@ -5,9 +5,9 @@
 // tokens: those on its diagonal, X_i, by forward substitution, and then block j of row i, below the diagonal, is
 // -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers that are as exact as float32.
 //
-// Blocks: blockIdx.x counts slots of tiles and groups of HEADS value heads, which share dot products of tokens. A block is
-// a warpgroup. Both matrices are lower triangular,
-// so warp w has groups w and 7 - w of 8 tokens as rows: the tiles of keys and queries have rows in this order.
+// Blocks: blockIdx.x counts slots of tiles and groups of HEADS value heads, which share dot products of tokens. A block
+// is a warpgroup. Both matrices are lower triangular, so warp w has groups w and 7 - w of 8 tokens as rows: the tiles
+// of keys and queries have rows in this order.
 //
 // Constants
 //     scalar_t       T: element type of q, k and of the matrices: half_t or bf16_t

@@ -1,11 +1,11 @@
 // gated_delta_segments: the states before the segments of a sequence, from what gated_delta_sm90.cu finds of each
 // segment.
 //
-// Formula: S_j+1 = S_j M_j + D_j, where segment j has the transition M_j and adds D_j, and S_1 = D_0. M_j is the sum of two
-// matrices of bf16_t, and S_j is split likewise; three of their four products are as exact as 16 bits.
+// Formula: S_j+1 = S_j M_j + D_j, where segment j has the transition M_j and adds D_j, and S_1 = D_0. M_j is the sum of
+// two matrices of bf16_t, and S_j is split likewise; three of their four products are as exact as 16 bits.
 //
-// Blocks: blockIdx.x counts sequences, value heads and tiles of 64 rows of the state. A block is a warpgroup, which holds
-// its rows in WGMMA accumulators.
+// Blocks: blockIdx.x counts sequences, value heads and tiles of 64 rows of the state. A block is a warpgroup, which
+// holds its rows in WGMMA accumulators.
 //
 // Constants
 //     scalar_t      T: element type of keys

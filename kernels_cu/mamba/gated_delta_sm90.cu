@@ -1,11 +1,11 @@
 // gated_delta_sm90: the gated delta rule for prefill on Hopper, by WGMMA on tiles of 64 tokens.
 //
 // Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of r in o, and
-// the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of four
+// the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of three
 // dependent products from the state before a tile to the state after it.
 //
-// Blocks: blockIdx.x counts sequences, value heads, segments and tiles of ROWS rows of the state; a row is an element of
-// v. A block walks a segment of its sequence in tiles of TOKENS tokens.
+// Blocks: blockIdx.x counts sequences, value heads, segments and tiles of ROWS rows of the state; a row is an element
+// of v. A block walks a segment of its sequence in tiles of TOKENS tokens.
 //
 // Segments of a sequence are independent chains, which keep SMs busy if there are few heads. Without OUTPUTS a block
 // finds the state that its segment adds or, since the rule is linear in the state, the transition M of its segment: the
@@ -189,8 +189,8 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     // The lane stores 8 elements of every sixteenth token.
     scalar_t* const own_outputs =
         o + lane / 2 * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64 + quarter * 16 + lane % 2 * 8;
-    // Ping-pong: both warpgroups multiply their states one after the other, so that one has MMAs while the other rounds.
-    // The other one still has `more` tiles, or this tile.
+    // Ping-pong: both warpgroups multiply their states one after the other, so that one has MMAs while the other
+    // rounds. The other one still has `more` tiles, or this tile.
     const auto end_turn = [&](bool more) {
         if (WARPGROUPS > 1 && (warpgroup == 0 || more)) named_barrier_arrive(2 - warpgroup, 256);
     };
@@ -206,8 +206,8 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         Stage& from = stages[ring.stage];
         const PreparedTile& prepared_tile = from.prepared;
         const tile_t values = tile_at(from.values[warpgroup]);
-        // Columns: tokens. MMAs with 64 columns take about as long as those with 128, so S k and S q are one product, and
-        // so are the outputs and u.
+        // Columns: tokens. MMAs with 64 columns take about as long as those with 128, so S k and S q are one product,
+        // and so are the outputs and u (docs/performance/scans.md, *MMAs with 64 columns*).
         constexpr int COLUMNS = OUTPUTS ? 2 * TOKENS : TOKENS, OF_U = COLUMNS / 2 - TOKENS / 2;
         float products[COLUMNS / 2], changed[COLUMNS / 2];  // S k, then S q; outputs, then u
 #pragma unroll

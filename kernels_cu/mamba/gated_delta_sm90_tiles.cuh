@@ -1,6 +1,5 @@
-// gated_delta_sm90_tiles.cuh: what gated_delta_prepare.cu writes of each tile of tokens for gated_delta_sm90.cu, and what
-// this writes of each segment. The
-// header of gated_delta_chunk.cu gives the formulas.
+// gated_delta_sm90_tiles.cuh: what gated_delta_prepare.cu writes of each tile of tokens for gated_delta_sm90.cu, and
+// what this writes of each segment. The header of gated_delta_chunk.cu gives the formulas.
 #pragma once
 #include "state_tiles.cuh"
 
