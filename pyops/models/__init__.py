@@ -34,6 +34,7 @@ experts               mixtures of experts
 indexer               the slots of the tokens that a token attends to, for sparse attention
 latent_attention      attention over a paged latent KV cache
 mamba                 state-space layers, with states in slots
+layers                a layer: attention or another mixer, an MLP or experts, norms
 decoder               the model
 tensor_parallel       the model divided among processes
 kv_scales             scales of fp8 caches, from a checkpoint or a caller

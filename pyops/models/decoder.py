@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._core.system.lazy import torch
 from ..errors import ModelError
-from .attention import MLP, Attention
 from .batch import Batch
 from .config import Config
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .kv_cache import cache_dtype
-from .latent_attention import LatentAttention
+from .layers import new_layer
 from .linear import Linear, Place
-from .mamba import AttentionBesideStates, StateSpaceLayer
 from .norm import Norm
 from .packed_format import PackedQuantization
 from .packed_linear import check_written
-from .parts import BOTH, MLP_ALONE, Names
 from .quantization import GgufTypes, Mxfp4Experts, Quantization
 from .rope import Rope
 
@@ -30,59 +27,6 @@ if TYPE_CHECKING:
 Cache = list[tuple["Tensor", ...]]  # the cache tensors of each layer
 _RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # standard deviation and bound of random 8-bit weights
 _RANDOM_INPUT = 8.0  # the activation that the static scale of random weights maps to 127
-
-
-class MlpAlone:
-    """An MLP, or a mixture of experts, in a layer without attention. It caches nothing."""
-
-    token_size, slot_bytes, scales = 0, 0, None
-
-    def __init__(self, mlp: MLP | Experts) -> None:
-        self.mlp, self.tensors = mlp, mlp.tensors
-
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return ()
-
-    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
-        return self.mlp(hidden)
-
-
-Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates | MlpAlone
-
-
-class Layer(NamedTuple):
-    """A layer: a token mixer, such as attention, and an MLP if the architecture has one.
-
-    Attributes:
-        input_norm, mlp_norm: norms of the inputs; None if an input is not normalised, or shares the other's norm.
-        mixer_out_norm, mlp_out_norm: norms of the outputs; None if an output is not normalised.
-    """
-
-    mixer: Mixer
-    mlp: MLP | Experts | None
-    input_norm: Norm | None
-    mixer_out_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp_out_norm: Norm | None
-
-    def tensors(self, names: Names) -> dict[str, Tensor]:
-        """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer | MlpAlone]]
-        if isinstance(self.mixer, AttentionBesideStates):
-            mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
-        else:
-            at = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
-            mixers = [(at, self.mixer)]
-        parts = (
-            (names.input_norm, self.input_norm),
-            *mixers,
-            (names.attention_out_norm, self.mixer_out_norm),
-            (names.mlp_norm, self.mlp_norm),
-            (names.mlp_of(isinstance(self.mlp, Experts)), self.mlp),
-            (names.mlp_out_norm, self.mlp_out_norm),
-        )
-        owned = [(at, part.tensors()) for at, part in parts if part is not None]
-        return {f"{at}.{name}" if at else name: tensor for at, tensors in owned for name, tensor in tensors.items()}
 
 
 class Decoder:
@@ -108,7 +52,7 @@ class Decoder:
         place = Place(self.dtype, self.device, config.quantization)
         sizes = config.vocab_size, config.hidden_size
         self.embedding = place.matrix(config.names.embedding, *sizes)
-        self.layers = [self._layer(i, place) for i in range(config.num_hidden_layers)]
+        self.layers = [new_layer(config, i, place) for i in range(config.num_hidden_layers)]
         self.norm = Norm(config.norms, config.rms_norm_eps, place, config.hidden_size)
         head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
         rows = {"lm_head": config.vocab_size}
@@ -118,34 +62,6 @@ class Decoder:
         self._multiplier = torch.tensor(multipliers.embedding, dtype=rounded_to, device="cpu").item()
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors, self._prepared = self._named(), False
-
-    def _layer(self, i: int, place: Place) -> Layer:
-        """Make layer number `i`. The type of the layer selects its token mixer and its cache."""
-        config, hidden_size = self.config, self.config.hidden_size
-        at = f"{config.names.layers}.{i}"
-        has_mlp, norms = config.intermediate_size > 0 and MLP_ALONE not in config.layer_types, config.norms
-        is_before, is_after = norms.place != "after", norms.place != "before"
-        own_norm = has_mlp and not config.shares_norm
-        has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
-        made = (Norm(norms, config.rms_norm_eps, place, hidden_size) if one else None for one in has_norm)
-        mlp_name = config.names.mlp_of(config.mixture is not None and config.mixture.layers[i])
-        mlp = self._mlp(i, place._replace(module=f"{at}.{mlp_name}")) if has_mlp else None
-        return Layer(self._mixer(i, place._replace(module=f"{at}.{config.names.attention}")), mlp, *made)
-
-    def _mixer(self, i: int, place: Place) -> Mixer:
-        config, kind = self.config, self.config.layer_types[i]
-        if kind == MLP_ALONE:
-            return MlpAlone(self._mlp(i, place))
-        if kind not in ("attention", BOTH):
-            return StateSpaceLayer(config, place)
-        if config.latent is not None:
-            return LatentAttention(config, config.latent, config.rope_of(i), place)
-        attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
-        return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
-
-    def _mlp(self, i: int, place: Place) -> MLP | Experts:
-        config, mixture = self.config, self.config.mixture
-        return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.

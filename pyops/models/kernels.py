@@ -16,8 +16,9 @@ from .._core.system.lazy import torch
 from .._core.tensors.tensor import TensorArg, dtype_of
 from .batch import Batch
 from .config import Config
-from .decoder import Decoder, Layer
+from .decoder import Decoder
 from .drawing import KINDS, TABLE_SIZE, choose
+from .layers import Layer
 from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 

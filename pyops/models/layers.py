@@ -1,0 +1,103 @@
+"""The layers of a decoder: a token mixer, an MLP or a mixture of experts, and their norms, as the config says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._core.system.lazy import torch
+from .attention import MLP, Attention
+from .batch import Batch
+from .config import Config
+from .experts import Experts
+from .latent_attention import LatentAttention
+from .linear import Place
+from .mamba import AttentionBesideStates, StateSpaceLayer
+from .norm import Norm
+from .parts import BOTH, MLP_ALONE, Names
+from .rope import Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MlpAlone:
+    """An MLP, or a mixture of experts, in a layer without attention. It caches nothing."""
+
+    token_size, slot_bytes, scales = 0, 0, None
+
+    def __init__(self, mlp: MLP | Experts) -> None:
+        self.mlp, self.tensors = mlp, mlp.tensors
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return ()
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        return self.mlp(hidden)
+
+
+Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates | MlpAlone
+
+
+class Layer(NamedTuple):
+    """A layer: a token mixer, such as attention, and an MLP if the architecture has one.
+
+    Attributes:
+        input_norm, mlp_norm: norms of the inputs; None if an input is not normalised, or shares the other's norm.
+        mixer_out_norm, mlp_out_norm: norms of the outputs; None if an output is not normalised.
+    """
+
+    mixer: Mixer
+    mlp: MLP | Experts | None
+    input_norm: Norm | None
+    mixer_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
+
+    def tensors(self, names: Names) -> dict[str, Tensor]:
+        """{name in a checkpoint, within the layer: the weights, or a view of them}."""
+        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer | MlpAlone]]
+        if isinstance(self.mixer, AttentionBesideStates):
+            mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
+        else:
+            at = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
+            mixers = [(at, self.mixer)]
+        parts = (
+            (names.input_norm, self.input_norm),
+            *mixers,
+            (names.attention_out_norm, self.mixer_out_norm),
+            (names.mlp_norm, self.mlp_norm),
+            (names.mlp_of(isinstance(self.mlp, Experts)), self.mlp),
+            (names.mlp_out_norm, self.mlp_out_norm),
+        )
+        owned = [(at, part.tensors()) for at, part in parts if part is not None]
+        return {f"{at}.{name}" if at else name: tensor for at, tensors in owned for name, tensor in tensors.items()}
+
+
+def new_layer(config: Config, i: int, place: Place) -> Layer:
+    """Layer number `i`, with uninitialised weights. The type of the layer selects its token mixer and its cache."""
+    at, norms = f"{config.names.layers}.{i}", config.norms
+    has_mlp = config.intermediate_size > 0 and MLP_ALONE not in config.layer_types
+    is_before, is_after = norms.place != "after", norms.place != "before"
+    own_norm = has_mlp and not config.shares_norm
+    has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
+    made = (Norm(norms, config.rms_norm_eps, place, config.hidden_size) if one else None for one in has_norm)
+    mlp_name = config.names.mlp_of(config.mixture is not None and config.mixture.layers[i])
+    mlp = _mlp(config, i, place._replace(module=f"{at}.{mlp_name}")) if has_mlp else None
+    return Layer(_mixer(config, i, place._replace(module=f"{at}.{config.names.attention}")), mlp, *made)
+
+
+def _mixer(config: Config, i: int, place: Place) -> Mixer:
+    kind = config.layer_types[i]
+    if kind == MLP_ALONE:
+        return MlpAlone(_mlp(config, i, place))
+    if kind not in ("attention", BOTH):
+        return StateSpaceLayer(config, place)
+    if config.latent is not None:
+        return LatentAttention(config, config.latent, config.rope_of(i), place)
+    attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
+    return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
+
+
+def _mlp(config: Config, i: int, place: Place) -> MLP | Experts:
+    mixture = config.mixture
+    return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
