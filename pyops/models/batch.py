@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ class Batch:
             decode steps of a model without states, which does not read it.
         has_states: [num_seqs] bool: whether a sequence continues from the state in its slot; None if all do.
         num_decodes: the first num_decodes sequences have one token each and continue from their slots.
+        shared: tensors that a layer of this pass has computed and later layers use, too.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class Batch:
     state_slots: Tensor
     has_states: Tensor | None
     num_decodes: int
+    shared: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def cu_seqlens_of_prompts(self) -> Tensor:

@@ -71,7 +71,7 @@ class SparseIndexer:
         heads, size = self.sizes.num_heads, self.sizes.head_dim
         query, key = self.q(q_latent), self.k(hidden)
         layer_norm(key, key, self.norm, self.norm_bias, _EPSILON)
-        rotary_embedding(batch.positions, query, key, size, table, True)
+        rotary_embedding(batch.positions, query, key, size, table, not self.sizes.interleaved)
         indexer_k_quant_and_cache(key, keys, batch.slot_mapping, size, "auto")
         quants, scales = per_token_group_quant_fp8(query.unflatten(-1, (heads, size)), size, dtype=torch.float8_e4m3fn)
         factor = (heads * size) ** -0.5

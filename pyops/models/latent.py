@@ -17,17 +17,26 @@ class Indexer:
     Attributes:
         num_heads, head_dim: heads of its queries, and elements of a head and of a key.
         top_k: tokens that a query token attends to.
+        interleaved: whether adjacent elements rotate as a pair, and not elements of the two halves.
+        shares: for each layer, whether it uses the tokens that the layer before it attends to; () for none.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
+    interleaved: bool = False
+    shares: tuple[bool, ...] = ()
+
+    def shares_at(self, layer: int) -> bool:
+        """Whether a layer uses the tokens of the layer before it."""
+        return bool(self.shares) and self.shares[layer]
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> Indexer:
-        """Read the sizes from a ``config.json`` object, with the defaults of transformers."""
-        names = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-        return cls(*(size(name, first(values.get(name), default)) for name, default in names.items()))
+    def parse(cls, values: dict[str, Any], heads: int = 64, **options: Any) -> Indexer:
+        """Read the sizes from a ``config.json`` object, with the defaults of transformers and `heads` for the heads."""
+        names = {"index_n_heads": heads, "index_head_dim": 128, "index_topk": 2048}
+        num_heads, head_dim, top_k = (size(name, first(values.get(name), default)) for name, default in names.items())
+        return cls(num_heads, head_dim, top_k, **options)
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ class LatentAttention:
         latent: sizes and options of this attention.
         rope: the rotary embedding; None for none.
         place: dtype, device and quantization of the weights.
+        shares: whether tokens attend to those that the indexer of an earlier layer has chosen.
     """
 
     slot_bytes = 0
 
-    def __init__(self, config: Config, latent: Latent, rope: Rope | None, place: Place) -> None:
+    def __init__(self, config: Config, latent: Latent, rope: Rope | None, place: Place, shares: bool = False) -> None:
         heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
         self.latent, self.place, self.num_heads, self.rope = latent, place, heads, rope
         self.entry_size = rank + latent.qk_rope_head_dim
@@ -57,7 +58,7 @@ class LatentAttention:
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
         self.scales = KvScales(("k_scale",), 1, place.device)
         self.token_size, self.indexer = self.entry_size, None
-        if latent.indexer is not None:
+        if latent.indexer is not None and not shares:
             self.indexer = SparseIndexer(latent.indexer, hidden_size, self.q_rank, place.linear, self.kv_norm)
             self.token_size += self.indexer.entry_bytes  # an upper bound: the cache may have wider elements
 
@@ -96,8 +97,9 @@ class LatentAttention:
         up = self._up.unflatten(0, (self.num_heads, -1))
         texts, scales = (batch.block_tables, batch.seq_lens), (latent.scale, k_scale, self.scales.first)
         if self.indexer is not None and self.rope is not None:
-            slots = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
-            return self.o(absorbed_attention(query, up, entries, *texts, *scales, slots))
+            batch.shared["slots"] = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
+        if latent.indexer is not None:
+            return self.o(absorbed_attention(query, up, entries, *texts, *scales, batch.shared["slots"]))
         return self.o(latent_attention(query, up, entries, *texts, batch.cu_seqlens_q, batch.num_decodes, *scales))
 
     @cached_property

@@ -93,7 +93,8 @@ def _mixer(config: Config, i: int, place: Place) -> Mixer:
     if kind not in ("attention", BOTH):
         return StateSpaceLayer(config, place)
     if config.latent is not None:
-        return LatentAttention(config, config.latent, config.rope_of(i), place)
+        shares = config.latent.indexer is not None and config.latent.indexer.shares_at(i)
+        return LatentAttention(config, config.latent, config.rope_of(i), place, shares)
     attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
     return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
 

@@ -89,6 +89,31 @@ def _deepseek_v32(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _glm_moe_dsa(values: _Values, layers: int) -> dict[str, Any]:
+    """GLM-5: DeepSeek-V3.2 with interleaved RoPE in the indexer, which layers may share with the layer before them."""
+    found = _deepseek_v32(values, layers)
+    kinds = layer_kinds(values, _indexers(values, layers), ("full", "shared"), "indexer_types")
+    if kinds[0] == "shared":
+        raise refuse("indexer_types", "an indexer in the first layer", kinds)
+    shares = tuple(kind == "shared" for kind in kinds) if "shared" in kinds else ()
+    latent: Latent = found["latent"]
+    return found | {"latent": replace(latent, indexer=Indexer.parse(values, 32, interleaved=True, shares=shares))}
+
+
+def _indexers(values: _Values, layers: int) -> list[str]:
+    """The kind of the indexer of each layer, where ``indexer_types`` does not list it."""
+    pattern = values.get("index_topk_pattern")
+    if pattern is not None:
+        if not isinstance(pattern, str) or len(pattern) != layers or not set(pattern) <= set("FS"):
+            raise refuse("index_topk_pattern", f"{layers} of F or S", pattern)
+        return ["full" if one == "F" else "shared" for one in pattern]
+    step, begin = first(values.get("index_topk_freq"), 1), first(values.get("index_skip_topk_offset"), 2)
+    for name, value in (("index_topk_freq", step), ("index_skip_topk_offset", begin)):
+        if not is_integer(value) or value < 0:
+            raise refuse(name, "a number of layers", value)
+    return ["shared" if max(i - begin + 1, 0) % max(step, 1) else "full" for i in range(layers)]
+
+
 def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
     """Mistral 4: latent attention with position-dependent query scaling, and experts routed by softmax."""
     found = deepseek(parse_mistral4, values, layers)
@@ -133,6 +158,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 _GLM4_EXPERTS: dict[str, Any] = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
 _GLM4_EXPERTS |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "eos_token_id": None}
+_GLM5: dict[str, Any] = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
 _MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}
 _MISTRAL4: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
@@ -162,6 +188,9 @@ MIXED_FAMILIES = {
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(deepseek, parse_deepseek_v3)
     ),
     "DeepseekV32ForCausalLM": Family({"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=_deepseek_v32),
+    "GlmMoeDsaForCausalLM": Family(
+        {"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "eos_token_id": 1} | _GLM5, fields=_glm_moe_dsa
+    ),
     "Mistral4ForCausalLM": Family(_MISTRAL4, fields=_mistral4),
     "Glm4MoeForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "routed_scaling_factor": 1.0, **_GLM4_EXPERTS},

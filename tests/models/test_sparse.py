@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: an indexer that chooses few tokens, against transformers' model with queries and keys in fp8."""
+"""DeepSeek-V3.2 and GLM-5: an indexer that chooses few tokens, against transformers with queries and keys in fp8."""
 
 from __future__ import annotations
 
@@ -10,13 +10,27 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
 from pyops import ModelError
 from pyops.models import Config, Engine, SamplingParams, load
 from tests.support.small_models import CASES, SIZES
 
 TOP_K, COUNT = 8, 24
+# {family: (the case of `CASES`, transformers' module, its rotation of the indexer's queries and keys)}
+FAMILIES: dict[str, tuple[str, Any, str]] = {
+    "DeepseekV32": (
+        "deepseek v3.2, an indexer for more tokens than there are",
+        modeling_deepseek_v32,
+        "apply_rotary_pos_emb",
+    ),
+    "GlmMoeDsa": (
+        "glm 5, an indexer for more tokens than there are, shared by two layers",
+        modeling_glm_moe_dsa,
+        "apply_rotary_pos_emb_interleave",
+    ),
+}
 PROMPTS: list[list[int]] = [[(7 * i) % 160 for i in range(40)], [3], [11, 150, 9]]
 
 
@@ -29,7 +43,8 @@ def _rounded(x: Tensor) -> Tensor:
 def _indices(self: Any, hidden: Tensor, q_latent: Tensor, position: Any, mask: Tensor, *_: Any, cache: Any) -> Tensor:
     """transformers' indexer with queries and keys in fp8; among equal logits the first are taken."""
     query, key = self.wq_b(q_latent).unflatten(-1, (self.n_heads, -1)), self.k_norm(self.wk(hidden))[:, :, None]
-    rotated = modeling.apply_rotary_pos_emb(query[..., :64], key[..., :64], *position, unsqueeze_dim=2)
+    _, modeling, rotation = FAMILIES[type(self).__name__.removesuffix("Indexer")]
+    rotated = getattr(modeling, rotation)(query[..., :64], key[..., :64], *position, unsqueeze_dim=2)
     query, key = (_rounded(torch.cat((new, x[..., 64:]), -1)) for new, x in zip(rotated, (query, key), strict=True))
     keys = cache.update_indexer(key[:, :, 0], self.layer_idx)
     products = torch.einsum("bshd,btd->bsht", query, keys).relu()
@@ -39,11 +54,11 @@ def _indices(self: Any, hidden: Tensor, q_latent: Tensor, position: Any, mask: T
     return logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.index_topk].int()
 
 
-def _model(top_k: int) -> Any:
-    options = CASES["deepseek v3.2, an indexer for more tokens than there are"][1]
-    sizes = SIZES | options | {"index_n_heads": 8, "index_topk": top_k}
+def _model(family: str, top_k: int) -> Any:
+    sizes = SIZES | CASES[FAMILIES[family][0]][1] | {"index_n_heads": 8, "index_topk": top_k}
     torch.manual_seed(1)
-    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes)).eval()
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "k_norm" in name:
             parameter.data.normal_(0.5, 0.3)
@@ -57,13 +72,14 @@ def _texts(model: Any) -> list[list[int]]:
     ]
 
 
-def test_tokens_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_match_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in one batch, longer and shorter than the list of the indexer."""
-    monkeypatch.setattr(modeling.DeepseekV32Indexer, "forward", _indices)
-    model = _model(TOP_K)
+    monkeypatch.setattr(getattr(FAMILIES[family][1], f"{family}Indexer"), "forward", _indices)
+    model = _model(family, TOP_K)
     model.save_pretrained(tmp_path)
     expected = _texts(model)
-    assert expected != _texts(_model(2048))
+    assert expected != _texts(_model(family, 2048))
     assert Engine(load(tmp_path), max_seq_len=128).generate(PROMPTS, SamplingParams(max_tokens=COUNT)) == expected
 
 
@@ -79,7 +95,38 @@ def test_tokens_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
-    case = CASES["deepseek v3.2, an indexer for more tokens than there are"][1]
+    case = CASES[FAMILIES["DeepseekV32"][0]][1]
     values = SIZES | case | options | {"architectures": ["DeepseekV32ForCausalLM"]}
     with pytest.raises(ModelError, match=message):
         Config.parse(json.loads(json.dumps(values)))
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, "full full full full full"),
+        ({"index_topk_freq": 3}, "full full shared shared full"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "full shared full shared full"),
+        ({"index_topk_pattern": "FSSFS"}, "full shared shared full shared"),
+    ],
+)
+def test_layers_of_glm_5_that_share_an_indexer(options: dict[str, Any], kinds: str) -> None:
+    sizes = SIZES | CASES[FAMILIES["GlmMoeDsa"][0]][1] | {"num_hidden_layers": 5}
+    del sizes["indexer_types"]
+    assert transformers.GlmMoeDsaConfig(**sizes | options).indexer_types == kinds.split()
+    latent = Config.parse(sizes | options | {"architectures": ["GlmMoeDsaForCausalLM"]}).latent
+    assert [latent.indexer.shares_at(i) for i in range(5)] == [kind == "shared" for kind in kinds.split()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"indexer_types": ["shared", "full"]}, "indexer_types: expected an indexer in the first layer"),
+        ({"indexer_types": None, "index_topk_pattern": "FX"}, "index_topk_pattern: expected 2 of F or S"),
+        ({"indexer_types": None, "index_topk_freq": 0.5}, "index_topk_freq: expected a number of layers"),
+    ],
+)
+def test_refusals_of_glm_5(options: dict[str, Any], message: str) -> None:
+    values = SIZES | CASES[FAMILIES["GlmMoeDsa"][0]][1] | options | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    with pytest.raises(ModelError, match=message):
+        Config.parse(values)

@@ -127,6 +127,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 2048}
         | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     ),
+    "glm 5, an indexer for more tokens than there are, shared by two layers": (
+        "GlmMoeDsa",
+        LATENT
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 2048}
+        | {"first_k_dense_replace": 1, "indexer_types": ["full", "shared"], "rms_norm_eps": 1e-5},
+    ),
     "ministral 3": ("Ministral3", {"head_dim": 16, "rope_parameters": MISTRAL_ROPE}),
     "ministral 3 with a window, linear, tied": (
         "Ministral3",
