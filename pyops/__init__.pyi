@@ -3529,6 +3529,106 @@ class _copy_cache_blocks(_Attributes, Protocol):
 
 copy_cache_blocks: _copy_cache_blocks
 
+class _compress_kv(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        states: Tensor,
+        kv: Tensor,
+        gate: Tensor,
+        position_bias: Tensor,
+        weight: Tensor,
+        cos_sin_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        state_slots: Tensor,
+        eps: float,
+    ) -> None:
+        """Compress each window of r tokens to one key, where the newest tokens of a sequence end it (DeepSeek-V4).
+
+        Window w holds the tokens at positions ``w * r`` to ``w * r + r - 1``. Its key is, for each element d, with the kv
+        and the gates of its tokens and the bias of a token's position in its window::
+
+            x[d] = sum_t softmax_t(gate[t, d] + position_bias[t % r, d]) * kv[t, d]
+
+        then RMS norm with `weight`, and RoPE of the last rope_size elements in adjacent pairs by the angles of position
+        ``w * r``. All in float32, rounded once. A row of `kv` and of `gate` is one head of head_size elements, or two: then
+        windows overlap, and the sum is over the first heads of the window before and the second heads of this window, 2 * r
+        tokens. The first window has none before it.
+
+        The last ``length`` tokens of each sequence, where length is r, or 2 * r with two heads, stay in `states`, for the
+        windows that end later: the token at position p in row ``p % length``. Tokens before those of `kv` are read there.
+        Without an existing slot a sequence has no earlier tokens, and nothing is kept. A window with a position outside the
+        table has no key.
+
+        Args:
+            out: [num_tokens, head_size], written where a token is the last of its window; any token stride.
+            states: [num_slots, length, 2 * row], read and written: kv and gate of a token; any slot stride, of the dtype of
+                `out`: float32, float16 or bfloat16.
+            kv: [num_tokens, row] of the same dtype, any token strides; row is head_size or 2 * head_size.
+            gate: [num_tokens, row] of the same dtype, any token strides; row is head_size or 2 * head_size.
+            position_bias: [r, row] float32, contiguous.
+            weight: [head_size] of the dtype of `out`, contiguous.
+            cos_sin_cache: [max_position, rope_size] float32, contiguous: cosines, then sines; rope_size is even and at
+                most head_size.
+            query_start_loc: [num_seqs + 1] int32 or int64, contiguous, ascending: the first token of each sequence, then
+                the end of the last one. Where it is not ascending, keys of any sequence may be left out.
+            seq_lens: [num_seqs] int32 or int64, any stride: tokens of each sequence, with those of `kv`.
+            state_slots: [num_seqs] int32 or int64, any stride; a negative slot stands for none.
+            eps: added to the mean of squares.
+        """
+    @staticmethod
+    def new(
+        states: Tensor,
+        kv: Tensor,
+        gate: Tensor,
+        position_bias: Tensor,
+        weight: Tensor,
+        cos_sin_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        state_slots: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Compress each window of r tokens to one key, where the newest tokens of a sequence end it (DeepSeek-V4).
+
+        Window w holds the tokens at positions ``w * r`` to ``w * r + r - 1``. Its key is, for each element d, with the kv
+        and the gates of its tokens and the bias of a token's position in its window::
+
+            x[d] = sum_t softmax_t(gate[t, d] + position_bias[t % r, d]) * kv[t, d]
+
+        then RMS norm with `weight`, and RoPE of the last rope_size elements in adjacent pairs by the angles of position
+        ``w * r``. All in float32, rounded once. A row of `kv` and of `gate` is one head of head_size elements, or two: then
+        windows overlap, and the sum is over the first heads of the window before and the second heads of this window, 2 * r
+        tokens. The first window has none before it.
+
+        The last ``length`` tokens of each sequence, where length is r, or 2 * r with two heads, stay in `states`, for the
+        windows that end later: the token at position p in row ``p % length``. Tokens before those of `kv` are read there.
+        Without an existing slot a sequence has no earlier tokens, and nothing is kept. A window with a position outside the
+        table has no key.
+
+        Args:
+            states: [num_slots, length, 2 * row], read and written: kv and gate of a token; any slot stride, of the dtype of
+                `out`: float32, float16 or bfloat16.
+            kv: [num_tokens, row] of the same dtype, any token strides; row is head_size or 2 * head_size.
+            gate: [num_tokens, row] of the same dtype, any token strides; row is head_size or 2 * head_size.
+            position_bias: [r, row] float32, contiguous.
+            weight: [head_size] of the dtype of `out`, contiguous.
+            cos_sin_cache: [max_position, rope_size] float32, contiguous: cosines, then sines; rope_size is even and at
+                most head_size.
+            query_start_loc: [num_seqs + 1] int32 or int64, contiguous, ascending: the first token of each sequence, then
+                the end of the last one. Where it is not ascending, keys of any sequence may be left out.
+            seq_lens: [num_seqs] int32 or int64, any stride: tokens of each sequence, with those of `kv`.
+            state_slots: [num_seqs] int32 or int64, any stride; a negative slot stands for none.
+            eps: added to the mean of squares.
+
+        Returns:
+            out: [num_tokens, head_size], written where a token is the last of its window; any token
+                stride. Zeros where the op leaves it as it is.
+        """
+
+compress_kv: _compress_kv
+
 class _concat_and_cache_mla(_Attributes, Protocol):
     def __call__(
         self,

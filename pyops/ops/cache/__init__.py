@@ -13,6 +13,7 @@ float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
 from __future__ import annotations
 
 from .blocks import copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
+from .compress_kv import compress_kv
 from .concat_and_cache_mla import concat_and_cache_mla
 from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
 from .concat_mla_q import concat_mla_q
@@ -45,6 +46,7 @@ from .reshape_and_cache_flash import reshape_and_cache_flash
 from .swap_batch import swap_blocks_batch
 
 __all__ = [
+    "compress_kv",
     "concat_and_cache_mla",
     "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
