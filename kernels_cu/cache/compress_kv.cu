@@ -6,7 +6,7 @@
 //
 // Window w holds positions w * RATIO to w * RATIO + RATIO - 1, and rope rotates adjacent pairs of the last ROPE_SIZE
 // elements by the angles of position w * RATIO. With HEADS = 2, a row of kv and gate has two heads: t runs over the
-// window before, of which the first heads count, and over this window, of which the second heads count. LENGTH tokens
+// first heads of the tokens of the window before, and over the second heads of the tokens of this window. LENGTH tokens
 // stay in states: the token at position p in row p % LENGTH.
 //
 // Thread mapping: a CTA of compress_kv has a token, and ends at once unless the token is the last of a window. A thread

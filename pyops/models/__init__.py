@@ -8,6 +8,7 @@ family                how the config.json of a family is read
 rope_families         dense decoders that differ in their rotary embedding
 families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
+compressed            compressed attention and hyper-connections as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 hybrid_families       decoders with attention and layers that keep states
 packed_format         packed weights, and projections that are not quantized
@@ -33,7 +34,10 @@ gguf_experts          weights of experts in GGUF's types
 experts               mixtures of experts
 indexer               the slots of the tokens that a token attends to, for sparse attention
 latent_attention      attention over a paged latent KV cache
+compressor            a window of tokens as one key
+compressed_attention  attention over a window and compressed keys, in a paged cache
 mamba                 state-space layers, with states in slots
+hyper_connections     a residual of several streams
 layers                a layer: attention or another mixer, an MLP or experts, norms
 decoder               the model
 tensor_parallel       the model divided among processes

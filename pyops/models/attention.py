@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._core.system.lazy import torch
-from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
+from ..ops.activation import (
+    gelu_and_mul,
+    gelu_fast,
+    gelu_new,
+    gelu_tanh_and_mul,
+    relu2,
+    silu_and_mul,
+    silu_and_mul_with_clamp,
+)
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import fused_qk_rope_cache, reshape_and_cache_flash
 from ..ops.linear.dense import linear
@@ -188,11 +196,12 @@ class MLP:
         config: sizes and options.
         place: dtype, device and quantization of the weights.
         intermediate_size: channels; None for those of `config`.
+        limit: the largest gate, and the largest magnitude of ``up(x)``, with "silu"; 0 for none.
     """
 
-    def __init__(self, config: Config, place: Place, intermediate_size: int | None = None) -> None:
+    def __init__(self, config: Config, place: Place, intermediate_size: int | None = None, limit: float = 0.0) -> None:
         hidden_size, self.intermediate_size = config.hidden_size, intermediate_size or config.intermediate_size
-        self.activation, self.has_gate = config.hidden_act, config.has_gate
+        self.activation, self.has_gate, self.limit = config.hidden_act, config.has_gate, limit
         sizes = named_sizes(config.names.gate_up, (self.intermediate_size,) * (2 if self.has_gate else 1))
         self.gate_up = place.linear(sizes, hidden_size, config.mlp_bias)
         self.down = place.linear({config.names.down: hidden_size}, self.intermediate_size, config.mlp_bias)
@@ -202,9 +211,13 @@ class MLP:
         return self.gate_up.tensors() | self.down.tensors()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if isinstance(self.down, ScaledLinear) and (self.activation, self.has_gate) == ("silu", True):
+        if isinstance(self.down, ScaledLinear) and self._is_plain_silu:
             return self.down.product.of_silu(self.gate_up(hidden))
         return self.down(self._activated(hidden))
+
+    @property
+    def _is_plain_silu(self) -> bool:
+        return (self.activation, self.has_gate, self.limit) == ("silu", True, 0.0)
 
     def add_to(self, total: Tensor, hidden: Tensor) -> Tensor:
         """The result and `total`, in the memory of `total` or in new memory."""
@@ -222,7 +235,10 @@ class MLP:
         if not self.has_gate and self.activation in _TORCH_GELU:
             return torch.nn.functional.gelu(gate_up, approximate=_TORCH_GELU[self.activation])
         activated = gate_up.new_empty(gate_up.shape[0], self.intermediate_size)
-        (_GATED if self.has_gate else _PLAIN)[self.activation](activated, gate_up)
+        if self.limit:
+            silu_and_mul_with_clamp(activated, gate_up, self.limit)
+        else:
+            (_GATED if self.has_gate else _PLAIN)[self.activation](activated, gate_up)
         return activated
 
     def _of_fused_gate(self, hidden: Tensor) -> Tensor | None:
@@ -231,8 +247,8 @@ class MLP:
 
         docs/performance/products.md, kind gated, compares it with cuBLAS and an activation.
         """
-        matrix, has_silu = self.gate_up, (self.activation, self.has_gate) == ("silu", True)
-        if not isinstance(matrix, Linear) or matrix.bias is not None or not has_silu:
+        matrix = self.gate_up
+        if not isinstance(matrix, Linear) or matrix.bias is not None or not self._is_plain_silu:
             return None
         is_many = hidden.shape[0] > MAX_SKINNY_ROWS or batch_invariant()
         fits = gpu_of(hidden) is not None and hidden.element_size() == 2

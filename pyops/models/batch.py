@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from .._core.system.lazy import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,6 +40,23 @@ class Batch:
     has_states: Tensor | None
     num_decodes: int
     shared: dict[Any, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The sequence of each token, and the tokens of its sequence up to it, itself included: [num_tokens] int64."""
+        lengths, num_tokens = self.seq_lens.long(), len(self.tokens)
+        sequences = torch.arange(len(lengths), dtype=torch.int64, device=lengths.device)
+        if self.num_decodes == num_tokens:
+            return sequences, lengths
+        starts = self.cu_seqlens_q.long()
+        sequence = sequences.repeat_interleave(starts.diff(), output_size=num_tokens)
+        tokens = torch.arange(num_tokens, dtype=torch.int64, device=lengths.device)
+        after = starts[1:][sequence] - tokens  # tokens of the sequence from this one to the last one
+        return sequence, lengths[sequence] - after + 1
+
+    def blocks_at(self, numbers: Tensor) -> Tensor:
+        """The entries [num_tokens, n] of the block tables of the tokens' sequences, by their numbers."""
+        return self.block_tables[self.rows[0][:, None], numbers]
 
     @cached_property
     def cu_seqlens_of_prompts(self) -> Tensor:

@@ -29,7 +29,7 @@ _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_mo
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # must be zero: the cache is symmetric
 _FLOATS = {"F32", "F16", "BF16"}
 # Dtypes of quantised weights: {torch's name: the name in safetensors headers}.
-_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}
 # Tensors that are not read: tables that are computed from the config, masks and the shapes of packed weights are
 # redundant; scales of queries have no use, because the models keep queries in 16 bits.
 _NOT_READ = (".q_scale", "rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
@@ -38,6 +38,7 @@ _ALIASES = {
     ".weight_scale_inv": ".weight_scale",
     ".activation_scale": ".input_scale",
     "embed_out.weight": "lm_head.weight",
+    ".attn.norm.weight": ".attn.kv_norm.weight",  # DeepSeek-V4, as transformers writes it
     # dense MLPs of Kimi Linear, as transformers writes them
     **{f".block_sparse_moe.{part}_proj.weight": f".mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     # scales of an fp8 cache, as ModelOpt, early llm-compressor and vLLM's module names spell them
@@ -51,6 +52,11 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    # DeepSeek-V4, as published
+    **{name: f"model.{name}" for name in ("layers.", "norm.")},
+    "embed.": "model.embed_tokens.",
+    "head.": "lm_head.",
+    "hc_head_": "model.hc_head.hc_",
 }
 _Progress = Callable[[int, int], None]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from .compressed import Compressed, HyperConnections
 from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
 from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES
@@ -54,6 +55,8 @@ class Config:
             attention. The type of a layer decides what the layer caches of a sequence.
         state_space: sizes of the state-space layers; None if all layers are attention.
         latent: sizes of multi-head latent attention; None for other attention.
+        compressed: sizes of attention to compressed keys; None for other attention.
+        streams: settings of hyper-connections; None for a residual of one stream.
         sinks: whether each head has an attention sink: one more logit, without a value.
         mixture: sizes of the mixture-of-experts layers; None if all layers have a plain MLP.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
@@ -94,6 +97,8 @@ class Config:
     layer_types: tuple[str, ...] = ()
     state_space: StateSpace | None = None
     latent: Latent | None = None
+    compressed: Compressed | None = None
+    streams: HyperConnections | None = None
     sinks: bool = False
     mixture: Mixture | None = None
     not_read: tuple[str, ...] = ()
@@ -197,6 +202,11 @@ class Config:
         """Whether any layer is attention, so that sequences need blocks of a paged cache."""
         return "attention" in self.layer_types or BOTH in self.layer_types
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states, which cover whole sequences, in slots."""
+        return self.state_space is not None or self.compressed is not None
+
     @classmethod
     def read(cls, folder: str | Path) -> Config:
         """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any.
@@ -257,6 +267,8 @@ def _check_quantization(config: Config) -> None:
     if config.quantization is not None and (config.state_space is not None or config.qkv_by_head):
         what = "state-space layers" if config.state_space is not None else "projections joined head by head"
         raise refuse("quantization_config", f"None with {what}", config.quantization)
+    if config.compressed is not None and not isinstance(config.quantization, Quantization | None):
+        raise refuse("quantization_config", "fp8 or None with compressed attention", config.quantization)
     if config.mixture is not None:
         served = (
             Mxfp4Experts | GgufTypes if config.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes

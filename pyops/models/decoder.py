@@ -12,6 +12,7 @@ from .batch import Batch
 from .config import Config
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
+from .hyper_connections import HyperConnection, Streams
 from .kv_cache import cache_dtype
 from .layers import new_layer
 from .linear import Linear, Place
@@ -54,6 +55,9 @@ class Decoder:
         self.embedding = place.matrix(config.names.embedding, *sizes)
         self.layers = [new_layer(config, i, place) for i in range(config.num_hidden_layers)]
         self.norm = Norm(config.norms, config.rms_norm_eps, place, config.hidden_size)
+        self.stream_head = None
+        if config.streams is not None:
+            self.stream_head = HyperConnection(config, "hc", config.streams.streams, 1, self.device)
         head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
         rows = {"lm_head": config.vocab_size}
         self.head = GgufLinear((head,), None, rows) if isinstance(head, BlockMatrix) else Linear(head, None, rows)
@@ -78,6 +82,8 @@ class Decoder:
         found |= {f"{names.norm}.{name}": tensor for name, tensor in self.norm.tensors().items()}
         if not self.config.tie_word_embeddings:
             found |= self.head.tensors()
+        if self.stream_head is not None:
+            found |= {f"model.hc_head.{name}": tensor for name, tensor in self.stream_head.tensors().items()}
         for i, layer in enumerate(self.layers):
             found |= {f"{names.layers}.{i}.{name}": tensor for name, tensor in layer.tensors(names).items()}
         return found
@@ -149,7 +155,8 @@ class Decoder:
     def new_tables(self, num_positions: int) -> dict[Rope, Tensor]:
         """The table of each rotary embedding for sequences of up to `num_positions` tokens: see `Rope.cos_sin`."""
         head_dim = self.config.head_dim
-        return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(self.dtype) for rope in self.config.ropes}
+        dtype = self.dtype if self.config.compressed is None else torch.float32
+        return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(dtype) for rope in self.config.ropes}
 
     def naming_ranks(self) -> AbstractContextManager[None]:
         """The context of a step, in which errors of collectives name the ranks that have ended or hang."""
@@ -161,6 +168,8 @@ class Decoder:
 
     def forward(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
         """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""
+        if self.config.streams is not None:
+            return self._through_streams(batch, cache, tables)
         residual, first = self._embedded(batch.tokens), self.layers[0].input_norm
         hidden = residual.clone() if first is None else first.of(residual)
         if self.config.residual_in_float32:
@@ -175,6 +184,22 @@ class Decoder:
                 mixed = layer.mlp(mixed)
             residual = self._add_norm(mixed, residual, layer.mlp_out_norm, next_norm)
             hidden = mixed
+        return hidden
+
+    def _through_streams(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
+        """`forward` of a model with hyper-connections."""
+        assert self.config.streams is not None
+        assert self.stream_head is not None
+        streams = Streams(self._embedded(batch.tokens), self.config.streams, self.config.rms_norm_eps)
+        output = None
+        for layer, kept in zip(self.layers, cache, strict=True):
+            assert isinstance(layer.mlp, Experts)
+            of_mixer, of_mlp = layer.connections
+            output = layer.mixer(streams.input(of_mixer, layer.input_norm, output), batch, kept, tables)
+            output = layer.mlp(streams.input(of_mlp, layer.mlp_norm, output), batch.tokens)
+        assert output is not None
+        hidden = streams.collapsed(output, self.stream_head)
+        self.norm(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -232,6 +257,9 @@ def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iter
                 0.0, _RANDOM_CODE, generator=generator
             )
             tensor.copy_(codes.round_().clamp_(-_MAX_RANDOM_CODE, _MAX_RANDOM_CODE))
+        elif not tensor.is_floating_point():
+            assert config.mixture is not None
+            tensor.random_(0, config.mixture.num_experts, generator=generator)
         else:
             tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
         yield name, tensor

@@ -135,8 +135,9 @@ class PlainExperts:
         """The scales and biases, as `fused_experts` takes them."""
         first, second = self.biases or (None, None)
         quantization = self.quantization
+        limit = self.mixture.limit or None
         if quantization is None:
-            return FusedMoEQuantConfig(w1_bias=first, w2_bias=second)
+            return FusedMoEQuantConfig(w1_bias=first, w2_bias=second, gemm1_clamp_limit=limit)
         return FusedMoEQuantConfig(
             quant_dtype=quantization.dtype,
             per_act_token_quant=quantization.activations == "token",
@@ -145,6 +146,7 @@ class PlainExperts:
             w2_scale=self.down.weight_scale,
             a1_scale=self.gate_up.input_scale,
             a2_scale=self.down.input_scale,
+            gemm1_clamp_limit=limit,
         )
 
 

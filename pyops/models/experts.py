@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .._core.system.lazy import torch
 from ..ops.linear.dsv3 import fp32_router_gemm
-from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
+from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk, fused_topk_bias
 from ..tuning import batch_invariant
 from .attention import MLP
 from .config import Config
@@ -76,10 +76,14 @@ class Experts:
         # The op ranks groups by the sum of their two best experts if it gets a bias, so a bias of zeros is passed.
         has_bias = mixture.has_correction_bias or (mixture.ranks_by_two and mixture.num_groups > 1)
         self.correction_bias = torch.zeros(experts, dtype=torch.float32, device=place.device) if has_bias else None
+        self.by_token = None  # the experts of each token
+        if any(mixture.by_token):
+            shape = config.vocab_size, mixture.top_k
+            self.by_token = torch.zeros(shape, dtype=torch.int64, device=place.device)
         self.weights = _weights(mixture, hidden_size, place)
         shared = mixture.shared_intermediate_size
         at = place._replace(module=f"{place.module}.{mixture.shared}")
-        self.shared = MLP(config, at, shared) if shared else None
+        self.shared = MLP(config, at, shared, mixture.limit) if shared else None
         one = {mixture.shared_gate: 1}
         self.shared_gate = place.linear(one, hidden_size, bias=False) if mixture.shared_gate else None
 
@@ -88,14 +92,17 @@ class Experts:
         found = self.router.tensors() | self.weights.tensors()
         if self.correction_bias is not None and self.mixture.has_correction_bias:
             found[self.mixture.correction_bias] = self.correction_bias
+        if self.by_token is not None:
+            found[f"{self.mixture.router}.tid2eid"] = self.by_token
         if self.shared is not None:
             found |= {f"{self.mixture.shared}.{name}": tensor for name, tensor in self.shared.tensors().items()}
         if self.shared_gate is not None:
             found |= self.shared_gate.tensors()
         return found
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        out = self.weights(hidden, *self._choice(hidden))
+    def __call__(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The sum; `tokens` are the ids of the tokens, for a layer in which a table names their experts."""
+        out = self.weights(hidden, *self._choice(hidden, tokens))
         if self.shared is None:
             return out
         if self.shared_gate is None:
@@ -111,11 +118,18 @@ class Experts:
             return fp32_router_gemm.new(hidden, self.router.weight)
         return self.router(hidden.float())
 
-    def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _choice(self, hidden: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route the tokens: weights and ids of the experts of each token."""
         mixture = self.mixture
         logits = self._logits(hidden)
         choice = hidden, logits, mixture.top_k, mixture.renormalize
+        if mixture.scoring_func == "sqrtsoftplus":
+            return fused_topk_bias(
+                *(hidden, logits, self.correction_bias, mixture.top_k, mixture.renormalize, mixture.scoring_func),
+                input_tokens=None if self.by_token is None else tokens,
+                hash_indices_table=self.by_token,
+                routed_scaling_factor=mixture.routed_scaling_factor,
+            )
         if mixture.num_groups > 1 or mixture.has_correction_bias:
             groups = mixture.num_groups, mixture.top_k_groups
             scores = mixture.scoring_func, mixture.routed_scaling_factor

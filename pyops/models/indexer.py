@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Projection = Linear | ScaledLinear | PackedLinear | GgufLinear
 _EPSILON = 1e-6  # epsilon of the norm of keys
-_SCALE_BYTES = 4  # bytes of the scale of a key
+SCALE_BYTES = 4  # bytes of the scale of a key
 _ROWS = 256  # query tokens of prompts with logits at a time: 164 MiB for contexts of 163840 tokens
 
 
@@ -48,7 +48,7 @@ class SparseIndexer:
         self.k = project({"indexer.wk": size}, hidden_size, bias=False)
         self.norm, self.norm_bias = like.new_empty(size), like.new_empty(size)
         self.weights = torch.empty(heads, hidden_size, dtype=torch.float32, device=like.device)
-        self.entry_bytes = size + _SCALE_BYTES
+        self.entry_bytes = size + SCALE_BYTES
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
@@ -73,36 +73,33 @@ class SparseIndexer:
         layer_norm(key, key, self.norm, self.norm_bias, _EPSILON)
         rotary_embedding(batch.positions, query, key, size, table, not self.sizes.interleaved)
         indexer_k_quant_and_cache(key, keys, batch.slot_mapping, size, "auto")
-        quants, scales = per_token_group_quant_fp8(query.unflatten(-1, (heads, size)), size, dtype=torch.float8_e4m3fn)
         factor = (heads * size) ** -0.5
-        weights = torch.nn.functional.linear(hidden.float(), self.weights) * scales[..., 0] * factor
-        tables, lengths = _rows(batch)
-        step = len(weights) if batch.num_decodes == len(weights) else _ROWS
-        found = [
-            self._slots(quants[i : i + step], weights[i : i + step], keys, tables[i : i + step], lengths[i : i + step])
-            for i in range(0, len(weights), max(1, step))
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _slots(self, query: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+        weights = torch.nn.functional.linear(hidden.float(), self.weights) * factor
+        at = best_keys(query.unflatten(-1, (heads, size)), weights, keys, batch, batch.rows[1], self.sizes.top_k)
         block_size = keys.shape[1]
-        logits = torch.empty(len(query), tables.shape[1] * block_size, dtype=torch.float32, device=query.device)
-        fp8_paged_mqa_logits(logits, query.unsqueeze(1), keys, weights, lengths, tables, False)
-        top_k = min(self.sizes.top_k, logits.shape[1])
-        at = top_k_per_row_decode.new(logits, 1, lengths, len(logits), *logits.stride(), top_k)
-        blocks = tables.gather(1, (at.clamp(min=0) // block_size).long())
-        return torch.where(at >= 0, blocks * block_size + at % block_size, -1).to(torch.int32)
+        slots = batch.blocks_at(at.clamp(min=0) // block_size) * block_size + at % block_size
+        return torch.where(at >= 0, slots, -1).to(torch.int32)
 
 
-def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The block table of each query token, and the tokens up to it, itself included."""
-    lengths = batch.seq_lens.to(torch.int32)
-    num_tokens = len(batch.tokens)
-    if batch.num_decodes == num_tokens:
-        return batch.block_tables, lengths
-    starts = batch.cu_seqlens_q.long()
-    sequences = torch.arange(len(lengths), dtype=torch.int64, device=lengths.device)
-    sequence = sequences.repeat_interleave(starts.diff(), output_size=num_tokens)
-    tokens = torch.arange(num_tokens, dtype=torch.int64, device=lengths.device)
-    after = starts[1:][sequence] - tokens  # tokens of the sequence from this one to the last one
-    return batch.block_tables[sequence], lengths[sequence] - after.int() + 1
+def best_keys(query: Tensor, weights: Tensor, keys: Tensor, batch: Batch, lengths: Tensor, top_k: int) -> Tensor:
+    """The numbers of the keys with the highest logits, in their sequences: [num_tokens, top_k] int32, -1 for none.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], which becomes fp8 with a scale for each head.
+        weights: [num_tokens, num_heads] float32, of the heads.
+        keys: [num_blocks, keys of a block, head_dim + 4] uint8 (`indexer_k_quant_and_cache`).
+        lengths: [num_tokens] integers: the keys of each token, the first ones of its sequence.
+    """
+    quants, scales = per_token_group_quant_fp8(query, query.shape[2], dtype=torch.float8_e4m3fn)
+    weights, lengths = weights * scales[..., 0], lengths.to(torch.int32)
+    is_decode = batch.num_decodes == len(weights)
+    step = max(1, len(weights) if is_decode else _ROWS)
+    capacity, found = batch.block_tables.shape[1] * keys.shape[1], list["Tensor"]()
+    for i in range(0, len(weights), step):
+        some = slice(i, i + step)
+        tables = batch.block_tables if is_decode else batch.block_tables[batch.rows[0][some]]
+        logits = torch.empty(len(tables), capacity, dtype=torch.float32, device=keys.device)
+        fp8_paged_mqa_logits(logits, quants[some].unsqueeze(1), keys, weights[some], lengths[some], tables, False)
+        shape = len(logits), *logits.stride(), min(top_k, capacity)
+        found.append(top_k_per_row_decode.new(logits, 1, lengths[some], *shape))
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -26,6 +26,8 @@ def cache_dtype(config: Config, dtype: torch.dtype, kv_cache_dtype: str) -> torc
     if asked in ("auto", own):
         return dtype
     served = [name for name in fp8.FP8_CACHES if config.latent is None or "e5m2" not in name]
+    if config.compressed is not None:
+        served = []
     if asked not in served:
         expected = ", ".join(map(repr, ("auto", *served)))
         of_latent = " with latent attention" if config.latent is not None else ""

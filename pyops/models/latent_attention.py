@@ -13,8 +13,7 @@ from .config import Config
 from .indexer import SparseIndexer
 from .kv_cache import KvScales
 from .latent import Latent
-from .linear import Linear, Place, ScaledLinear
-from .packed_linear import PackedLinear
+from .linear import Place, plain_weight
 from .rope import Rope
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class LatentAttention:
 
     def __init__(self, config: Config, latent: Latent, rope: Rope | None, place: Place, shares: bool = False) -> None:
         heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
-        self.latent, self.place, self.num_heads, self.rope = latent, place, heads, rope
+        self.latent, self.num_heads, self.rope = latent, heads, rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
         self.q_norm, self.q_rank = None, latent.q_lora_rank or 0
@@ -105,11 +104,7 @@ class LatentAttention:
     @cached_property
     def _up(self) -> Tensor:
         """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
-        if isinstance(self.kv_b, Linear):
-            return self.kv_b.weight
-        if isinstance(self.kv_b, ScaledLinear | PackedLinear):
-            return self.kv_b.dequantised().to(self.place.dtype)
-        return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
+        return plain_weight(self.kv_b, self.latent.kv_lora_rank, self.kv_norm)
 
     def _query(self, x: Tensor) -> Tensor:
         """The queries of hidden states or latent vectors, [num_tokens, num_heads, qk_head_dim], before the rotary

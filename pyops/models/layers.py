@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from .._core.system.lazy import torch
 from .attention import MLP, Attention
 from .batch import Batch
+from .compressed_attention import CompressedAttention
 from .config import Config
 from .experts import Experts
+from .hyper_connections import HyperConnection
 from .latent_attention import LatentAttention
 from .linear import Place
 from .mamba import AttentionBesideStates, StateSpaceLayer
@@ -35,7 +37,7 @@ class MlpAlone:
         return self.mlp(hidden)
 
 
-Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates | MlpAlone
+Mixer = Attention | LatentAttention | CompressedAttention | StateSpaceLayer | AttentionBesideStates | MlpAlone
 
 
 class Layer(NamedTuple):
@@ -44,6 +46,7 @@ class Layer(NamedTuple):
     Attributes:
         input_norm, mlp_norm: norms of the inputs; None if an input is not normalised, or shares the other's norm.
         mixer_out_norm, mlp_out_norm: norms of the outputs; None if an output is not normalised.
+        connections: hyper-connections of the mixer and of the MLP; () where the residual is one stream.
     """
 
     mixer: Mixer
@@ -52,10 +55,11 @@ class Layer(NamedTuple):
     mixer_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
+    connections: tuple[HyperConnection, ...] = ()
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer | MlpAlone]]
+        mixers: list[tuple[str, Attention | LatentAttention | CompressedAttention | StateSpaceLayer | MlpAlone]]
         if isinstance(self.mixer, AttentionBesideStates):
             mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
         else:
@@ -70,6 +74,7 @@ class Layer(NamedTuple):
             (names.mlp_out_norm, self.mlp_out_norm),
         )
         owned = [(at, part.tensors()) for at, part in parts if part is not None]
+        owned += [("", one.tensors()) for one in self.connections]
         return {f"{at}.{name}" if at else name: tensor for at, tensors in owned for name, tensor in tensors.items()}
 
 
@@ -80,10 +85,14 @@ def new_layer(config: Config, i: int, place: Place) -> Layer:
     is_before, is_after = norms.place != "after", norms.place != "before"
     own_norm = has_mlp and not config.shares_norm
     has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
-    made = (Norm(norms, config.rms_norm_eps, place, config.hidden_size) if one else None for one in has_norm)
+    input_norm, mixer_out_norm, mlp_norm, mlp_out_norm = (
+        Norm(norms, config.rms_norm_eps, place, config.hidden_size) if one else None for one in has_norm
+    )
     mlp_name = config.names.mlp_of(config.mixture is not None and config.mixture.layers[i])
     mlp = _mlp(config, i, place._replace(module=f"{at}.{mlp_name}")) if has_mlp else None
-    return Layer(_mixer(config, i, place._replace(module=f"{at}.{config.names.attention}")), mlp, *made)
+    mixer = _mixer(config, i, place._replace(module=f"{at}.{config.names.attention}"))
+    connections = HyperConnection.of_layer(config, place.device)
+    return Layer(mixer, mlp, input_norm, mixer_out_norm, mlp_norm, mlp_out_norm, connections)
 
 
 def _mixer(config: Config, i: int, place: Place) -> Mixer:
@@ -95,10 +104,15 @@ def _mixer(config: Config, i: int, place: Place) -> Mixer:
     if config.latent is not None:
         shares = config.latent.indexer is not None and config.latent.indexer.shares_at(i)
         return LatentAttention(config, config.latent, config.rope_of(i), place, shares)
+    rope = config.rope_of(i)
+    if config.compressed is not None and rope is not None:
+        return CompressedAttention(config, config.compressed, config.compressed.layers[i], rope, place)
     attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
     return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
 
 
 def _mlp(config: Config, i: int, place: Place) -> MLP | Experts:
     mixture = config.mixture
-    return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
+    if mixture is None or not mixture.layers[i]:
+        return MLP(config, place)
+    return Experts(config, mixture.of_layer(i), place)

@@ -168,6 +168,15 @@ class Place(NamedTuple):
         return ScaledLinear(product, sizes)
 
 
+def plain_weight(projection: Linear | ScaledLinear | PackedLinear | GgufLinear, columns: int, like: Tensor) -> Tensor:
+    """The weight [rows, columns] of a projection, dequantised to the dtype of `like` if it is quantised."""
+    if isinstance(projection, Linear):
+        return projection.weight
+    if isinstance(projection, ScaledLinear | PackedLinear):
+        return projection.dequantised().to(like.dtype)
+    return projection(torch.eye(columns, dtype=like.dtype, device=like.device)).T
+
+
 def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantize blockwise-scaled weights to float32."""
     rows, columns = codes.shape

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
+from .compressed import Compressed, HyperConnections
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
 from .family import ATTENTION_SIZES, FULL, SLIDING, Family, eos_token_ids, layer_kinds, one_window, windows_by_layer
 from .latent import Indexer, Latent
@@ -14,13 +16,14 @@ from .mixture import (
     Mixture,
     parse_deepseek_v2,
     parse_deepseek_v3,
+    parse_deepseek_v4,
     parse_gpt_oss,
     parse_minimax_m2,
     parse_mistral4,
     parse_mixtral,
     parse_qwen3_moe,
 )
-from .parts import Names
+from .parts import Names, Norms
 from .rope import Rope
 from .rope_families import ROPE_FAMILIES
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
@@ -98,6 +101,25 @@ def _glm_moe_dsa(values: _Values, layers: int) -> dict[str, Any]:
     shares = tuple(kind == "shared" for kind in kinds) if "shared" in kinds else ()
     latent: Latent = found["latent"]
     return found | {"latent": replace(latent, indexer=Indexer.parse(values, 32, interleaved=True, shares=shares))}
+
+
+def _renamed_deepseek_v4(values: _Values) -> _Values:
+    """Convert the sizes of DeepSeek-V4: all of its MLPs are experts."""
+    return values | {"intermediate_size": first(values.get("moe_intermediate_size"), 2048)}
+
+
+def _deepseek_v4(values: _Values, layers: int) -> dict[str, Any]:
+    """DeepSeek-V4: a window and compressed keys, hyper-connections, and experts in every layer."""
+    compressed = Compressed.parse(values, layers)
+    return {
+        "compressed": compressed,
+        "streams": HyperConnections.parse(values),
+        "mixture": parse_deepseek_v4(values, layers),
+        "sliding_windows": (compressed.window,) * layers,
+        "layer_ropes": compressed.ropes(values),
+        "rope": Rope(),
+        "not_read": ("mtp.",),
+    }
 
 
 def _indexers(values: _Values, layers: int) -> list[str]:
@@ -188,6 +210,18 @@ MIXED_FAMILIES = {
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(deepseek, parse_deepseek_v3)
     ),
     "DeepseekV32ForCausalLM": Family({"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=_deepseek_v32),
+    "DeepseekV4ForCausalLM": Family(
+        {"head_dim": LATENT_SIZE, "num_key_value_heads": 1, "num_hidden_layers": 43, "eos_token_id": 1},
+        Norms("rms_once"),
+        Names(
+            attention="attn", input_norm="attn_norm", mlp_norm="ffn_norm", mlp="ffn", gate_up=("w1", "w3"), down="w2"
+        ),
+        qkv_bias=False,
+        o_bias=False,
+        partial_rotary_factor=ROPE_SIZE / LATENT_SIZE,
+        renamed=_renamed_deepseek_v4,
+        fields=_deepseek_v4,
+    ),
     "GlmMoeDsaForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "eos_token_id": 1} | _GLM5, fields=_glm_moe_dsa
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .config_values import first, flag, is_integer, number, refuse, size
+from .family import layer_kinds
 
 STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of tensors that hold all experts
 
@@ -19,7 +20,7 @@ class Mixture:
         intermediate_size: channels of an expert.
         renormalize: whether the weights of a token's experts are divided by their sum.
         layers: for each layer, whether it has experts.
-        scoring_func: the function from logits to scores: "softmax" or "sigmoid".
+        scoring_func: the function from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus".
         num_groups, top_k_groups: groups of experts, and groups from which a token's experts come; 1 for no groups.
         ranks_by_two: whether groups are ranked by the sum of their two best scores, and not by their best score. With
             `has_correction_bias` they always are.
@@ -30,6 +31,8 @@ class Mixture:
         shared_gate: name of the projection to one logit, its gate: ``sigmoid(logit)`` multiplies the output of the
             shared expert; "" for none.
         activation: of an expert, one of those of `pyops.grouped_gemm`.
+        limit: the largest gate, and the largest magnitude of the up projection, with "silu"; 0 for none.
+        by_token: for each layer, whether a table names the experts of a token by its id; () for none.
         has_bias: whether router and experts have biases.
         router, correction_bias: names of the router and of the bias that ranks experts in a checkpoint.
         is_stacked: whether a checkpoint has the weights of all experts in one tensor, input channels before output.
@@ -70,6 +73,8 @@ class Mixture:
     is_stacked: bool = False
     joined: tuple[str, ...] = ()
     router_in_float32: bool = False
+    limit: float = 0.0
+    by_token: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_k_groups"):
@@ -82,6 +87,13 @@ class Mixture:
             raise refuse("topk_group", f"groups with {self.top_k} experts", self.top_k_groups)
         if (self.has_correction_bias or self.ranks_by_two) and self.num_experts < 2 * self.num_groups:
             raise refuse("n_group", f"at most {self.num_experts // 2}, groups of two experts", self.num_groups)
+
+    def of_layer(self, layer: int) -> Mixture:
+        """The mixture of a layer: where a table names the experts, none are ranked by a bias."""
+        if not self.by_token:
+            return self
+        by_token = self.by_token[layer]
+        return replace(self, by_token=(by_token,), has_correction_bias=self.has_correction_bias and not by_token)
 
 
 def parse_mixtral(values: dict[str, Any], layers: int) -> Mixture:
@@ -172,6 +184,36 @@ def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
         top_k_groups=size("topk_group", first(values.get("topk_group"), 1)),
         ranks_by_two=True,
         **_deepseek(values, layers, 2048, counts, 1.0) | {"router_in_float32": False},
+    )
+
+
+def parse_deepseek_v4(values: dict[str, Any], layers: int) -> Mixture:
+    """DeepSeek-V4: experts ranked by score plus bias, or named by a table of tokens; clamped gates."""
+    for name, expected in (("topk_method", "noaux_tc"), ("scoring_func", "sqrtsoftplus"), ("n_shared_experts", 1)):
+        if values.get(name) not in (expected, None):
+            raise refuse(name, repr(expected), values[name])
+    if not flag(values, "norm_topk_prob", True):
+        raise refuse("norm_topk_prob", "true", False)
+    if values.get("expert_dtype") not in ("fp8", None):
+        raise refuse("expert_dtype", "'fp8' or null", values["expert_dtype"])
+    first_moe = first(values.get("num_hash_layers"), 3)
+    if not is_integer(first_moe) or first_moe < 0:
+        raise refuse("num_hash_layers", "a number of layers", first_moe)
+    kinds = ["hash_moe" if i < first_moe else "moe" for i in range(layers)]
+    kinds = layer_kinds(values, kinds, ("hash_moe", "moe"), "mlp_layer_types")
+    counts = {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 0}
+    return Mixture(
+        top_k=first(values.get("num_experts_per_tok"), 6),
+        renormalize=True,
+        scoring_func="sqrtsoftplus",
+        has_correction_bias=True,
+        correction_bias="gate.bias",
+        gate="w1",
+        up="w3",
+        down="w2",
+        limit=number("swiglu_limit", first(values.get("swiglu_limit"), 10.0)),
+        by_token=tuple(kind == "hash_moe" for kind in kinds),
+        **_deepseek(values, layers, 2048, counts, 1.5),
     )
 
 

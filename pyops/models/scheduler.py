@@ -141,7 +141,7 @@ class Scheduler:
             request.computed = 0
         if request.computed >= num_tokens:
             # A slot holds only the state after the last token, so no earlier state can be restored.
-            request.computed = num_tokens - 1 if self._config.state_space is None else 0
+            request.computed = num_tokens - 1 if not self._config.has_states else 0
         kept = self.blocks_for(num_tokens)
         self.free_blocks += request.blocks[kept:]
         del request.blocks[kept:]
@@ -164,7 +164,7 @@ class Scheduler:
         sequence has, so a model with states recomputes it."""
         request.unread -= 1
         request.drawn -= 1
-        request.computed = max(0, request.computed - 1) if self._config.state_space is None else 0
+        request.computed = max(0, request.computed - 1) if not self._config.has_states else 0
 
     def decodes_ahead(self) -> list[Request]:
         """The requests of the next step, with blocks for their tokens, if they are known before the tokens of the

@@ -135,6 +135,8 @@ def divided(config: Config, world_size: int) -> Config:
         raise refuse("quantization_config", "None where projections are joined with tensor parallelism", packed)
     if config.state_space is not None:
         raise refuse("layer_types", "attention alone with tensor parallelism", config.layer_types)
+    if config.compressed is not None and world_size > 1:
+        raise refuse("layer_types", "attention to all tokens with tensor parallelism", "compressed attention")
     sizes = {
         name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }

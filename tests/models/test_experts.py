@@ -35,7 +35,13 @@ SIZES: dict[str, Any] = {
 }
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 144}
 LATENT |= {"q_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-MODELS = {"DeepseekV3": LATENT, "Qwen3Moe": {"num_experts": 4, "norm_topk_prob": True}}
+V4 = {"n_routed_experts": 4, "num_hash_layers": 1, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 128}
+V4 |= {"o_groups": 2, "o_lora_rank": 128, "index_n_heads": 2, "index_head_dim": 64, "sliding_window": 9}
+V4 |= {"compress_ratios": [4, 128], "compress_rate_hca": 8}
+MODELS = {"DeepseekV3": LATENT, "DeepseekV4": V4, "Qwen3Moe": {"num_experts": 4, "norm_topk_prob": True}}
+# Ends of names of tensors that stay as they are; the last ones belong to DeepSeek-V4.
+PLAIN = ("norm.weight", "embed_tokens.weight", "head.weight", ".gate.weight", "bias", "tid2eid", "ape", "attn_sink")
+PLAIN += ("_fn", "_base", "_scale", "compressor.wkv.weight", "wgate.weight", "weights_proj.weight")
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +103,8 @@ def test_block_scaled_experts_match_float64() -> None:
 def test_logits_match_the_dequantised_model(family: str, tmp_path: Path) -> None:
     """Up to the quantisation of activations, an error of 2.6 % after each of eight GEMMs, 7 % together.
 
+    DeepSeek-V4 has twelve, 9 % together, which differ more among its tokens: a key is the sum of several.
+
     Every token takes all experts, because such errors would change a choice between near-equals.
     """
     torch.manual_seed(3)
@@ -109,24 +117,24 @@ def test_logits_match_the_dequantised_model(family: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     file, values = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = safetensors.torch.load_file(file)
-    plain = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias")
-    for name in [name for name in tensors if not name.endswith(plain)]:
+    for name in [name for name in tensors if not name.endswith(PLAIN)]:
         codes, scales = quantised(tensors[name])
         tensors |= {name: codes.float() * expanded(scales, codes)}
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
     dequantised = type(model).from_pretrained(tmp_path).eval()
-    for name in [name for name in tensors if not name.endswith(plain)]:
+    for name in [name for name in tensors if not name.endswith(PLAIN)]:
         codes, scales = quantised(tensors[name])
         tensors |= {name: codes, f"{name}_scale_inv": scales}
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": FP8_BLOCKS}))
     runner = Runner(load(tmp_path, dtype="bfloat16"), 8, 16, 2, 64)
     prompt = [(7 * i) % 160 for i in range(30)]
-    ours = [runner.run([Part(prompt[:-4], 0, [3, 1])])]
-    ours += [runner.run([Part([prompt[i]], i, [3, 1])]).clone() for i in range(26, 30)]
+    ours = [runner.run([Part(prompt[:-4], 0, [3, 1], 0)])]
+    ours += [runner.run([Part([prompt[i]], i, [3, 1], 0)]).clone() for i in range(26, 30)]
     with torch.no_grad():
         theirs = dequantised(torch.tensor([prompt])).logits[0, 25:]
-    assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
+    bound = 0.16 if family == "DeepseekV4" else 0.1
+    assert ((torch.cat(ours) - theirs).norm(dim=1) <= bound * theirs.norm(dim=1)).all()
 
 
 def mxfp4_model(folder: Path, experts_per_token: int = 2) -> Any:

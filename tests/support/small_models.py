@@ -42,6 +42,9 @@ LATENT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_siz
 LATENT |= {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 GLM4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+V4 = {"head_dim": 512, "num_key_value_heads": 1, "q_lora_rank": 40, "o_groups": 2, "o_lora_rank": 24}
+V4 |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+V4 |= {"index_n_heads": 2, "index_head_dim": 128, "sliding_window": 9, "compress_ratios": [0, 4, 128]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama with one key head, llama3 rope, biases": (
@@ -127,6 +130,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 2048}
         | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     ),
+    "deepseek v4, layers of all kinds, yarn": (
+        "DeepseekV4",
+        V4
+        | {"num_hash_layers": 1, "compress_rate_hca": 8, "swiglu_limit": 0.7}
+        | {"rope_parameters": {name: value for name, value in YARN.items() if name != "rope_theta"}},
+    ),
+    "deepseek v4, two streams, windows of 128 and of 2, other groups": (
+        "DeepseekV4",
+        V4
+        | {"hc_mult": 2, "hc_sinkhorn_iters": 3, "compress_rate_csa": 2, "num_hash_layers": 0, "o_groups": 4}
+        | {"index_head_dim": 64, "sliding_window": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 2.0}
+        | {"num_hidden_layers": 2, "compress_ratios": None, "index_topk": 1024}
+        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]},
+    ),
     "glm 5, an indexer for more tokens than there are, shared by two layers": (
         "GlmMoeDsa",
         LATENT
@@ -205,13 +222,15 @@ def reference(case: str) -> Any:
     config = getattr(transformers, f"{family}Config")(**SIZES | deepcopy(options))  # the config mutates its options
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "_hc.base", "hc_base")):
             parameter.data.normal_(0.0, 0.3)
         elif "norm" in name:
             parameter.data.normal_(1.0, 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             buffer.normal_(0.0, 0.3)
+        elif name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), 8).argsort(-1)[:, : buffer.shape[1]])
     return model.eval()
 
 
@@ -244,7 +263,7 @@ def folders(
 def teacher_forced(runner: Runner, prompt: Sequence[int], following: Sequence[int]) -> torch.Tensor:
     """Logits after the prompt, by prefill, and after each following token, by decode steps."""
     blocks = list(range(-(-(len(prompt) + len(following)) // runner.block_size)))[::-1]
-    found = [runner.run([Part(prompt, 0, blocks)])]
+    found = [runner.run([Part(prompt, 0, blocks, slot=0)])]
     for i, token in enumerate(following):
-        found.append(runner.run([Part([token], len(prompt) + i, blocks)]).clone())
+        found.append(runner.run([Part([token], len(prompt) + i, blocks, slot=0)]).clone())
     return torch.cat(found)
