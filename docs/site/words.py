@@ -28,6 +28,7 @@ WORDS = {
     "reshape_and_cache_flash": ("KV cache", "paged KV cache", "fp8 KV cache"),
     "reshape_and_cache": ("key-value cache",),
     "concat_and_cache_mla": ("latent cache",),
+    "compress_kv": ("DeepSeek-V4 compressor", "compressed sparse attention", "CSA", "HCA"),
     "copy_blocks": ("beam search",),
     "swap_blocks": ("CPU offload",),
     # collective
