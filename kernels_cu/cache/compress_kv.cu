@@ -77,8 +77,9 @@ compress_kv(scalar_t* out,                   // [num_tokens, HEAD_SIZE]
     if (token < newest.begin || token >= newest.end || last < 0) return;
     if ((last + 1) % RATIO != 0 || first >= max_position) return;
 
-    const int64_t slot = state_slots[sequence * state_slots_stride];
-    const bool has_states = slot >= 0 && slot < num_slots;
+    const int64_t given = state_slots[sequence * state_slots_stride];
+    const bool has_states = given >= 0 && given < num_slots;
+    const int64_t slot = has_states ? given : 0;
     const int group = threadIdx.x / HEAD_THREADS, element = threadIdx.x % HEAD_THREADS * VEC_SIZE;
     if (group < GROUPS) {
         float largest[VEC_SIZE], total[VEC_SIZE], sum[VEC_SIZE];

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from ..ops.attention.mla_problem import LATENT_SIZE
 from .compressed import Compressed, HyperConnections
 from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
 from .families import FAMILIES
@@ -139,7 +140,7 @@ class Config:
             if not absent or getattr(self, name) != 0:
                 size(name, getattr(self, name))
         if self.has_attention:
-            self._check_attention()
+            _check_attention(self)
         has_mixed = self.state_space is not None or self.mixture is not None
         activations = (
             ("silu",) if has_mixed and self.has_gate else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
@@ -162,20 +163,6 @@ class Config:
             raise refuse("sliding_window", f"a number of tokens for each of {layers} layers", windows)
         if not all(is_integer(token) and token >= 0 for token in self.eos_token_ids):
             raise refuse("eos_token_id", "a token or several", self.eos_token_ids)
-
-    def _check_attention(self) -> None:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        size("num_attention_heads * head_dim", heads * self.head_dim)
-        if heads % kv_heads:
-            raise refuse("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
-        if self.head_dim % 2:
-            raise refuse("head_dim", "an even number", self.head_dim)
-        if self.qk_norm not in QK_NORMS:
-            raise refuse("qk_norm", " or ".join(map(repr, QK_NORMS)), self.qk_norm)
-        if len(self.layer_ropes) not in (0, self.num_hidden_layers):
-            raise refuse("layer_ropes", f"one for each of {self.num_hidden_layers} layers", self.layer_ropes)
-        for rope in self.ropes:
-            rope.check(self.head_dim)
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer of attention; None where it has none."""
@@ -260,6 +247,30 @@ def _quantised(values: Any) -> dict[str, Any]:
     """The quantization of the weights, and the dtype of the cache, from a ``quantization_config``."""
     weights = None if quantises_cache_alone(values) else Quantization.parse(values)
     return {"quantization": weights, "kv_cache_dtype": kv_cache_dtype_of(values)}
+
+
+def _check_attention(config: Config) -> None:
+    """ModelError if sizes or options of attention do not fit together."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size("num_attention_heads * head_dim", heads * config.head_dim)
+    if heads % kv_heads:
+        raise refuse("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
+    if config.head_dim % 2:
+        raise refuse("head_dim", "an even number", config.head_dim)
+    if config.qk_norm not in QK_NORMS:
+        raise refuse("qk_norm", " or ".join(map(repr, QK_NORMS)), config.qk_norm)
+    if len(config.layer_ropes) not in (0, config.num_hidden_layers):
+        raise refuse("layer_ropes", f"one for each of {config.num_hidden_layers} layers", config.layer_ropes)
+    for rope in config.ropes:
+        rope.check(config.head_dim)
+    if (config.compressed is None) != (config.streams is None):
+        raise refuse("streams", "hyper-connections with compressed attention, and only there", config.streams)
+    if config.compressed is not None:
+        layers = config.num_hidden_layers
+        if len(config.compressed.layers) != layers or config.head_dim != LATENT_SIZE:
+            raise refuse("compressed", f"one of {layers} layers and heads of {LATENT_SIZE}", config.compressed)
+        if config.mixture is None or not all(config.mixture.layers):
+            raise refuse("mixture", "experts in every layer with compressed attention", config.mixture)
 
 
 def _check_quantization(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,19 @@ def test_published_names(folder: Path, tmp_path: Path) -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         Config.parse(PUBLISHED | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"streams": None}, "streams: expected hyper-connections with compressed attention"),
+        ({"head_dim": 256}, "compressed: expected one of 3 layers and heads of 512"),
+        ({"mixture": None}, "mixture: expected experts in every layer"),
+    ],
+)
+def test_configs_that_do_not_fit_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        replace(Config.parse(PUBLISHED), **options)
 
 
 def test_refusals_of_an_engine() -> None:
