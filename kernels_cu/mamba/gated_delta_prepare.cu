@@ -66,7 +66,7 @@ DEVICE void load_rows_of(uint8_t (&to)[PANELS][TILE_BYTES], const scalar_t* from
     }
 }
 
-// Writes the sums of squares of the warp's rows, by tokens: the diagonal of their products with each other.
+// Writes the squared norms of the warp's rows, by tokens: the diagonal of their products with each other.
 DEVICE void write_squares(float (&to)[TOKENS], uint8_t (&rows)[PANELS][TILE_BYTES]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     float low[4] = {}, high[4] = {};

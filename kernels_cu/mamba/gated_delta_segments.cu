@@ -1,8 +1,8 @@
 // gated_delta_segments: the states before the segments of a sequence, from what gated_delta_sm90.cu finds of each
 // segment.
 //
-// Formula: S_j+1 = S_j M_j + D_j, where segment j has the transition M_j and adds D_j, and S_1 = D_0. M_j is the sum of
-// two matrices of bf16_t, and S_j is split likewise; three of their four products are as exact as 16 bits.
+// Formula: S_j+1 = S_j M_j + D_j, where segment j has the transition M_j and adds D_j, and S_1 = D_0. M_j is split
+// into two matrices of bf16_t, and so is S_j; three of their four products are as exact as 16 bits.
 //
 // Blocks: blockIdx.x counts sequences, value heads and tiles of 64 rows of the state. A block is a warpgroup, which
 // holds its rows in WGMMA accumulators.
@@ -18,7 +18,7 @@
 constexpr int NUM_THREADS = 128, STAGES = 2, TILES = VALUE_SIZE / 64, PART_BYTES = sizeof(Transition) / 2;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-gated_delta_segments(float* sums,                    // [num_seqs, value_heads, segments - 1, VALUE_SIZE, KEY_SIZE]:
+gated_delta_segments(float* added,                   // [num_seqs, value_heads, segments - 1, VALUE_SIZE, KEY_SIZE]:
                                                      // D_j, then S_j+1
                      const Transition* transitions,  // [num_seqs, value_heads, segments - 2]: M_j from j = 1 on
                      int64_t segments) {
@@ -35,7 +35,7 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
     const int count = int(segments) - 2, lane = threadIdx.x % 32, t = lane % 4;
     const int own_row = int(blockIdx.x % TILES) * 64 + int(threadIdx.x) / 32 * 16 + lane / 4;
     transitions += chain * count;
-    sums += (chain * (segments - 1) * VALUE_SIZE + own_row) * KEY_SIZE + 2 * t;
+    added += (chain * (segments - 1) * VALUE_SIZE + own_row) * KEY_SIZE + 2 * t;
     const auto load = [&](int j) {
         constexpr int PIECE = sizeof(Transition) / 16;  // several copies are in flight at a time
         uint64_t* const barrier = full + j % STAGES;
@@ -49,11 +49,11 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
     }
     // Calls visit(i, address of elements i and i + 1 of the lane) in the state of D_j.
     const auto each_pair = [&](int j, auto visit) {
-        float* const of = sums + int64_t(j) * (VALUE_SIZE * KEY_SIZE);
+        float* const of = added + int64_t(j) * (VALUE_SIZE * KEY_SIZE);
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; i += 2) visit(i, of + i / 2 % 2 * 8 * KEY_SIZE + i / 4 * 8);
     };
-    float s[KEY_SIZE / 2], added[KEY_SIZE / 2];  // added: D_j+1 while S_j is multiplied
+    float s[KEY_SIZE / 2], next[KEY_SIZE / 2];  // next: D_j+1 while S_j is multiplied
     const auto read = [&](float (&to)[KEY_SIZE / 2], int j) {
         each_pair(j, [&](int i, const float* from) {
             const auto two = Vec<float, 2>::load(from);
@@ -62,7 +62,7 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
         });
     };
     read(s, 0);
-    if (count > 0) read(added, 1);
+    if (count > 0) read(next, 1);
     for (int j = 0; j < count; ++j) {
         uint32_t high[STEPS][4], low[STEPS][4];
 #pragma unroll
@@ -74,7 +74,7 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
             low[i / 4][i % 4] = pack_pair<bf16_t>(s[at] - first, s[at + 1] - second);
         }
 #pragma unroll
-        for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] = added[i];
+        for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] = next[i];
         mbarrier_wait(full + j % STAGES, j / STAGES % 2);
         const auto multiply = [&](const uint32_t (&rows)[STEPS][4], int part) {
             const uint64_t columns = make_smem_desc(stages[j % STAGES].parts[part], 1024, PART_BYTES / PANELS);
@@ -94,7 +94,7 @@ gated_delta_segments(float* sums,                    // [num_seqs, value_heads, 
         multiply(high, 1);
         multiply(high, 0);
         warpgroup_commit_batch();
-        if (j + 2 <= count) read(added, j + 2);
+        if (j + 2 <= count) read(next, j + 2);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         __syncthreads();

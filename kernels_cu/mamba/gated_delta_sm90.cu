@@ -63,7 +63,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SIZE]
                  state_t* final_state,     // [num_seqs, value_heads, VALUE_SIZE, KEY_SIZE], or the last two in
                                            // the other order
-                 float* sums,              // [num_seqs, value_heads, segments - 1, VALUE_SIZE, KEY_SIZE]: without
+                 float* added,             // [num_seqs, value_heads, segments - 1, VALUE_SIZE, KEY_SIZE]: without
                                            // OUTPUTS what a segment adds, then the state before the next one
                  Transition* transitions,  // [num_seqs, value_heads, segments - 2]
                  const initial_t* initial_state,  // likewise
@@ -168,8 +168,8 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                column * state_column_stride;
     };
     // Elements (row, column) and the next of what segment `of` adds.
-    const auto sums_at = [&](int of, int row, int column) {
-        return sums + ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
+    const auto added_at = [&](int of, int row, int column) {
+        return added + ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
     };
     each_of_state([&](int i, int row, int column) {
         if (is_transition) {
@@ -180,7 +180,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             s[i + 1] = initial_state ? to_float(initial_state[state_at(row, column + 1)]) : 0.0f;
         } else {
             const auto two =
-                OUTPUTS ? Vec<float, 2>::load(sums_at(segment - 1, row, column)) : Vec<float, 2>::full(0.0f);
+                OUTPUTS ? Vec<float, 2>::load(added_at(segment - 1, row, column)) : Vec<float, 2>::full(0.0f);
             s[i] = two[0];
             s[i + 1] = two[1];
         }
@@ -190,11 +190,11 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     scalar_t* const own_outputs =
         o + lane / 2 * o_stride + head * VALUE_SIZE + first_row + warpgroup * 64 + quarter * 16 + lane % 2 * 8;
     // Ping-pong: both warpgroups multiply their states one after the other, so that one has MMAs while the other
-    // rounds. The other one still has `more` tiles, or this tile.
-    const auto end_turn = [&](bool more) {
+    // rounds. Lets the other warpgroup multiply, if it still has a tile: warpgroup 1 has `more`, or only this one.
+    const auto let_other = [&](bool more) {
         if (WARPGROUPS > 1 && (warpgroup == 0 || more)) named_barrier_arrive(2 - warpgroup, 256);
     };
-    if (warpgroup == 1) end_turn(first_tile < end_tile);
+    if (warpgroup == 1) let_other(first_tile < end_tile);
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
         uint32_t state[STEPS][4];
 #pragma unroll
@@ -222,7 +222,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             wgmma<scalar_t, COLUMNS>(products, state[step], columns, step > 0);
         }
         warpgroup_commit_batch();
-        end_turn(tile + 1 < end_tile);
+        let_other(tile + 1 < end_tile);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
         // accumulator, and first and second are their elements of `factors`.
@@ -321,7 +321,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             *to.pair_at(0, row, column) = rounded;
             *to.pair_at(1, row, column) = pack_pair<bf16_t>(two[0] - rest[0], two[1] - rest[1]);
         } else {
-            Vec<float, 2>::from_floats(two).store(sums_at(segment, row, column));
+            Vec<float, 2>::from_floats(two).store(added_at(segment, row, column));
         }
     });
 }

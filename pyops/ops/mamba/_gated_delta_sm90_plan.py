@@ -28,7 +28,7 @@ _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
 # Cycles of a tile in a block, by rows. An H200 took 2580 and 3600 before S k and S q were one product, and u and the
 # outputs; these are estimates. The others are fitted to an H200.
 _TILE_CYCLES = {64: 1800, 128: 2300}
-_SUM_CYCLES = {64: 1650, 128: 2400}  # the same without outputs
+_FIRST_CYCLES = {64: 1650, 128: 2400}  # the same without outputs
 _COMBINE_CYCLES = 4000  # cycles of a segment in gated_delta_segments.cu; an estimate
 _LAUNCH_CYCLES = 5000  # cycles of a launch besides, with loads and stores of states
 _MAX_SEGMENTS = 16  # segments of a sequence
@@ -89,25 +89,25 @@ def _cycles(problem: GatedDeltaProblem, device: Device, config: GatedDeltaSm90Co
     chains = num_seqs * value_heads
     found = walk(chains * config.segments * value_size // config.rows, config.rows, _TILE_CYCLES)
     if config.segments > 1:
-        rows = _sum_rows(problem, device, config)
-        found += _LAUNCH_CYCLES + walk(chains * _sum_blocks(problem, config, rows), rows, _SUM_CYCLES)
+        rows = _first_rows(problem, device, config)
+        found += _LAUNCH_CYCLES + walk(chains * _first_blocks(problem, config, rows), rows, _FIRST_CYCLES)
     if config.segments > 2:
         waves = -(-chains * (value_size // 64) // device.num_sms)
         found += _LAUNCH_CYCLES + waves * (config.segments - 2) * _COMBINE_CYCLES
     return found
 
 
-def _sum_rows(problem: GatedDeltaProblem, device: Device, config: GatedDeltaSm90Config) -> int:
+def _first_rows(problem: GatedDeltaProblem, device: Device, config: GatedDeltaSm90Config) -> int:
     """Rows of a block of the walk without outputs: those with which the busiest SM has the least work."""
     chains = problem.num_seqs * problem.tokens.v.shape[2]
     fitting = [rows for rows in _fitting(problem) if problem.tokens.q.shape[3] % rows == 0]
     return min(
         fitting,
-        key=lambda rows: -(-chains * _sum_blocks(problem, config, rows) // device.num_sms) * _SUM_CYCLES[rows],
+        key=lambda rows: -(-chains * _first_blocks(problem, config, rows) // device.num_sms) * _FIRST_CYCLES[rows],
     )
 
 
-def _sum_blocks(problem: GatedDeltaProblem, config: GatedDeltaSm90Config, rows: int) -> int:
+def _first_blocks(problem: GatedDeltaProblem, config: GatedDeltaSm90Config, rows: int) -> int:
     """Blocks of a head of a sequence in the walk without outputs: those of states, and those of transitions."""
     key_size, value_size = problem.tokens.q.shape[3], problem.tokens.v.shape[3]
     return (config.segments - 1) * value_size // rows + max(0, config.segments - 2) * key_size // rows
@@ -139,7 +139,7 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     )
     chains, segments = problem.num_seqs * value_heads, config.segments
     state_bytes = 4 * value_size * key_size
-    sums = Scratch(chains * (segments - 1) * state_bytes)
+    added = Scratch(chains * (segments - 1) * state_bytes)
     transitions = Scratch(chains * max(0, segments - 2) * _transition_bytes(key_size))
 
     def walk(blocks: int, rows: int, outputs: bool) -> Launch:
@@ -147,7 +147,7 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
             **{name: constants[name] for name in _OF_WALK}, ROWS=rows, STAGES=_STAGES, OUTPUTS=outputs
         )
         arguments = arguments_of(problem, _walk) | {"segments": segments, "prepared": prepared}
-        arguments |= {"sums": sums if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
+        arguments |= {"added": added if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
         return kernel.launch(chains * blocks, 128 + 2 * rows, _STAGES * _stage_bytes(key_size, rows), **arguments)
 
     found = [
@@ -156,8 +156,8 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
         )
     ]
     if segments > 1:
-        rows = _sum_rows(problem, q.device, config)
-        found.append(walk(_sum_blocks(problem, config, rows), rows, False))
+        rows = _first_rows(problem, q.device, config)
+        found.append(walk(_first_blocks(problem, config, rows), rows, False))
     if segments > 2:
         combine = _combine.for_arch(arch)(**{name: constants[name] for name in _OF_COMBINE})
         found.append(
@@ -165,7 +165,7 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
                 chains * (value_size // 64),
                 128,
                 2 * _transition_bytes(key_size),
-                sums=sums,
+                added=added,
                 transitions=transitions,
                 segments=segments,
             )
