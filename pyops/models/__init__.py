@@ -35,7 +35,7 @@ experts               mixtures of experts
 indexer               the slots of the tokens that a token attends to, for sparse attention
 latent_attention      attention over a paged latent KV cache
 compressor            a window of tokens as one key
-compressed_attention  attention over a window and compressed keys, in a paged cache
+compressed_attention   attention over a window and compressed keys, in a paged cache
 mamba                 state-space layers, with states in slots
 hyper_connections     a residual of several streams
 layers                a layer: attention or another mixer, an MLP or experts, norms

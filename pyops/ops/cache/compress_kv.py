@@ -89,7 +89,8 @@ def compress_kv(
             values, gates = torch.stack([rows[p].float() for p in there]).chunk(2, -1)
             gates = gates + position_bias[[p % ratio for p in there]]
             if length > ratio:  # the first head of a token of the window before, the second of one of this window
-                first = torch.tensor([p <= last - ratio for p in there], device=kv.device)[:, None]
+                is_before = [p <= last - ratio for p in there]
+                first = torch.tensor(is_before, dtype=torch.bool, device=kv.device)[:, None]
                 values, gates = (torch.where(first, *x.split(head_size, -1)) for x in (values, gates))
             x = (gates.softmax(0) * values).sum(0)
             x = x * torch.rsqrt(x.square().mean() + eps) * weight.float()
