@@ -26,8 +26,13 @@ from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
 from pyops._core.text import nvrtc
 from pyops.axes import launches
+from pyops.ops.linear import grouped_sm100
 from pyops.ops.linear.gemm_shape import GemmShape
 from pyops.ops.linear.gemm_sm100 import TileConfig, refusal
+from pyops.ops.linear.grouped_problem import ACTIVATIONS
+from pyops.ops.linear.grouped_shape import GroupedShape, Scales
+from pyops.ops.linear.grouped_sm100 import GroupedTileConfig
+from tests.ops.linear import test_grouped_choice
 from tests.ops.linear.test_products import problem
 
 # The assembler, tileiras, calls ptxas, which is in nvcc's package, and NVVM.
@@ -53,6 +58,19 @@ _SCALED = (
     ("cutlass_mxfp8_grouped_mm", 4096, "UTCQMMA"),
 )
 
+# (dtype, scales, activation, tile) of grouped GEMMs
+_GROUPED: tuple[tuple[DType, Scales, str, tuple[int, int]], ...] = (
+    (dtypes.bfloat16, "none", "silu", (128, 64)),
+    (dtypes.bfloat16, "none", "none", (32, 128)),
+    (dtypes.float16, "row", "relu2_no_mul", (64, 64)),
+    (dtypes.float8_e4m3fn, "row", "swiglustep", (16, 128)),
+    (dtypes.float8_e4m3fn, "block", "none", (128, 128)),
+    (dtypes.float8_e4m3fn, "block", "silu", (128, 64)),
+    (dtypes.float8_e4m3fn, "block", "silu", (16, 128)),
+    (dtypes.float8_e4m3fn, "block", "swigluoai", (64, 64)),
+    (dtypes.int8, "row", "silu_no_mul", (128, 128)),
+)
+
 
 class Case(NamedTuple):
     """A specialisation for an architecture, and the pattern of an instruction that its machine code must have."""
@@ -68,13 +86,19 @@ def cases() -> Iterator[Case]:
     chosen: list[tuple[DType, TileConfig, bool]] = [(dtype, TileConfig(128, 128), False) for dtype in _MMA]
     chosen += [(dtypes.bfloat16, wide, False), (dtypes.bfloat16, TileConfig(64, 128, wide=True), False)]
     chosen += [(dtypes.bfloat16, TileConfig(32, 128), False), (dtypes.float8_e4m3fn, few, False)]
-    chosen += [(dtypes.float8_e4m3fn, TileConfig(128, 128), True)]
+    chosen += [(dtypes.float8_e4m3fn, one, True) for one in (TileConfig(128, 128), few)]
     for arch in _ARCHS:
         on = replace(device.model("sm_100"), arch=arch, tiles=True)
         for dtype, one, blocks in chosen:
             given = problem(4096, 4096, 4096, dtype, on, blocks)
             if refusal(GemmShape.of(given), on) is None:
                 yield Case(arch, one.launch(given).specialisation, _MMA[dtype])
+        for dtype, scales, activation, tile in _GROUPED:
+            gated = ACTIVATIONS[activation]
+            shape = GroupedShape(4096, 8, 4096, 4096, 2, dtype, scales=scales, gated=gated, block_size=128)
+            product = test_grouped_choice.problem(shape, activation, on)
+            if grouped_sm100.refusal(shape, on) is None:
+                yield Case(arch, GroupedTileConfig(*tile).launch(product).specialisation, _MMA[dtype])
         for op, rows, mma in _SCALED:
             axes = {"num_tokens": rows, "input_size": 4096, "output_size": 4096}
             yield Case(arch, launches(pyops.registry[op], axes, on)[-1].specialisation, mma)

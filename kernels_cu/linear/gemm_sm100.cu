@@ -9,11 +9,7 @@
 //
 // A block takes an output tile of TILE_M x TILE_N, or with WIDE two of adjacent columns, each with an epilogue of its
 // own that fits into registers. GATED: b has 2 N rows, gates and then ups; the block has accumulators for a tile of
-// each. SWAP: tcgen05 multiplies at least 64 rows, so where a tile of a has fewer, the rows of b are the rows of the
-// product, and the accumulators are transposed.
-//
-// The raster order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks `group_rows` row tiles
-// down M, then the next column tile.
+// each.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 bits, fp8 or int8
@@ -21,39 +17,19 @@
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED, a_scale_t, b_scale_t, SCALE_EXPONENT    of
 //                   gemm_epilogue.cuh; ACTIVATION is gemm_none or gemm_silu
 //     SCALE_BLOCK   elements that share a block scale: TILE_K, or 0
-//     SWAP          whether the rows of b are the rows of the products; not with SCALE_BLOCK
+//     SWAP          whether the rows of b are the rows of the products
 //     WIDE          whether a block takes two tiles; not with GATED
 //     TILE_M, TILE_N, TILE_K    powers of two; TILE_N divides SCALE_BLOCK if there are block scales
 
-#include "number.cuh"
-#include "tile.cuh"
+#include "gemm_sm100.cuh"
 
-static_assert(!(SWAP && SCALE_BLOCK > 0) && !(WIDE && GATED));
+static_assert(!(WIDE && GATED));
 constexpr int SCALE_TILES = SCALE_BLOCK == 0 ? 1 : SCALE_BLOCK / TILE_N;  // tiles of columns under one block scale
-constexpr int ALIGNED = 16 / sizeof(scalar_t), OUT_ALIGNED = 16 / sizeof(out_t);  // elements of 16 bytes
 
 template <typename X> TILE_FUNCTION auto gemm_none(X x) { return x; }
-template <typename X> TILE_FUNCTION auto gemm_silu(X x) {
-    const auto one = full_tile<float, TILE_M, TILE_N>(1.0f), zero = full_tile<float, TILE_M, TILE_N>(0.0f);
-    return x / (one + exp_of(zero - x));
-}
+template <typename X> TILE_FUNCTION auto gemm_silu(X x) { return silu_of(x); }
 
-// accum + the product of a tile of a and a tile of b.
-template <typename A, typename B, typename Accum>
-TILE_FUNCTION auto multiply(A a, B b, Accum accum) {
-    if constexpr (SWAP) return multiply_nt(b, a, accum);
-    else return multiply_nt(a, b, accum);
-}
-template <typename Accum>
-TILE_FUNCTION auto unswapped(Accum accum) {
-    if constexpr (SWAP) return transpose(accum);
-    else return accum;
-}
-// The elements of a row of the epilogue's operands for the tile's columns, and of a column for its rows.
-template <typename T>
-TILE_FUNCTION auto for_columns(const T* data, int64_t step, uint32_t n, uint32_t column) {
-    return View<const T, 1, TILE_N, 0>{data, 1, n, 0, step}.load(0, column);
-}
+// The elements of a column of the epilogue's operands for a tile's rows.
 template <typename T>
 TILE_FUNCTION auto for_rows(const T* data, int64_t step, uint32_t m, uint32_t row) {
     return View<const T, TILE_M, 1>{data, m, 1, step}.load(row, 0);
@@ -81,24 +57,20 @@ gemm_sm100(out_t* out,                 // [M, N]
     constexpr uint32_t BLOCK_COLUMNS = TILE_N * (WIDE + 1);
     const uint32_t row_tiles = (rows + TILE_M - 1) / TILE_M;
     const uint32_t column_tiles = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
-    const uint32_t most = uint32_t(group_rows), number = block_index().x, group = number / (most * column_tiles);
-    const uint32_t left = row_tiles - group * most, size = left < most ? left : most;
-    const uint32_t within = number - group * most * column_tiles;
-    const uint32_t row = group * most + within % size, column = within / size * (WIDE + 1);
+    const TileIndex tile = tile_of(block_index().x, row_tiles, column_tiles, uint32_t(group_rows));
+    const uint32_t row = tile.row, column = tile.column * (WIDE + 1);
 
-    const auto zero = full_tile<sum_t, SWAP ? TILE_N : TILE_M, SWAP ? TILE_M : TILE_N>(sum_t(0));
     // `accum` and the products of a k-tile of a and b.
     const auto step = [&](auto accum, auto a_tile, auto b_tile, uint32_t k_tile, uint32_t tile_column) {
         if constexpr (SCALE_BLOCK > 0) {
             const float b_scale = b_scales[k_tile * b_scale_block_step + tile_column / SCALE_TILES * b_scale_step];
             const auto a_scale = for_rows(a_scales + k_tile * a_scale_block_step, a_scale_step, rows, row);
-            const auto scale = a_scale * full_tile<float, TILE_M, 1>(b_scale);
-            return accum + multiply(a_tile, b_tile, zero) * spread<TILE_M, TILE_N>(scale);
+            return multiply_blocks(a_tile, b_tile, accum, a_scale, b_scale);
         } else {
             return multiply(a_tile, b_tile, accum);
         }
     };
-    auto accum = zero, second = zero;  // the second: of the ups, or of the next columns
+    auto accum = new_accumulators(), second = accum;  // the second: of the ups, or of the next columns
     for (uint32_t i = 0; i * TILE_K < depth; ++i) {
         const auto a_tile = a_view.load(row, i);
         accum = step(accum, a_tile, b_view.load(column, i), i, column);

@@ -187,10 +187,10 @@ def get(index: int) -> Device:
 
 
 def _compiles_tiles() -> bool:
-    """Whether NVRTC and the driver are of CUDA 13.3 or later, which have CUDA Tile C++."""
+    """Whether NVRTC and the driver are of CUDA 13.4 or later: CUDA Tile C++ with gathered rows."""
     from cupy_backends.cuda.libs import nvrtc
 
-    return bool(nvrtc.getVersion() >= (13, 3) and cupy.cuda.runtime.driverGetVersion() >= 13030)
+    return bool(nvrtc.getVersion() >= (13, 4) and cupy.cuda.runtime.driverGetVersion() >= 13040)
 
 
 @cache

@@ -28,7 +28,7 @@ def refusal(
 ) -> str | None:
     """Why gemm_sm100_scaled.cu does not serve matrices that their op has checked."""
     if not out.device.supports("tcgen05"):
-        return "the device has no tcgen05, or NVRTC and the driver are older than CUDA 13.3"
+        return "the device has no tcgen05, or NVRTC and the driver are older than CUDA 13.4"
     if (row_bytes := a.shape[-1]) == 0 or 0 in out.shape:
         return "an empty operand"
     if a_scales.shape[-1] * format.scale_size * format.code_bits != 8 * row_bytes:

@@ -14,7 +14,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ...tuning.engines import Choice, Engine, overlapped
-from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm90
+from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm90, grouped_sm100
 from .gemm_problem import SCALE_BLOCK, multiplies
 from .gemm_shape import FP8
 from .grouped_problem import GroupedProblem
@@ -115,6 +115,7 @@ choose: Choice[GroupedShape, GroupedRates] = Choice(
     Engine("grouped_gemm_sm90.cu", _hopper_refusal, _hopper_configs, _hopper_us),
     Engine("grouped_gemm_sm80", _mma_refusal, grouped_sm80.configs, _mma_us),
     Engine("grouped_gemm_simt", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
+    Engine("grouped_gemm_sm100.cu", grouped_sm100.refusal, grouped_sm100.configs, grouped_sm100.time_us),
 )
 
 

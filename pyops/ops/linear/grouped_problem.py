@@ -137,6 +137,11 @@ class GroupedProblem:
         return self.out.alignment >= 16 and (tuning.pinned(self.num_rows) == 1 or stride % 16 == 0)
 
     @property
+    def has_tiles(self) -> bool:
+        """Whether the epilogue exists in CUDA Tile C++ (grouped_gemm_sm100.cu)."""
+        return self.column_order == "natural" and not self.activation.startswith("gelu")
+
+    @property
     def empty(self) -> bool:
         return 0 in (self.num_rows, self.n, self.num_experts, self.lists.num_blocks)
 

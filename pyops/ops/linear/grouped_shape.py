@@ -31,6 +31,8 @@ class GroupedShape:
         gated: the order of gates and ups, as in `ACTIVATIONS`; 0 without gates.
         block_size: slots of a block of the sorted lists.
         access: bytes of one access to a and b.
+        out_is_aligned: whether TMA can store rows of out.
+        has_tiles: whether the epilogue exists in CUDA Tile C++ (grouped_gemm_sm100.cu).
     """
 
     rows: int
@@ -44,6 +46,8 @@ class GroupedShape:
     gated: int = 0
     block_size: int = 64
     access: int = 16
+    out_is_aligned: bool = True
+    has_tiles: bool = True
 
     @classmethod
     def of(cls, problem: GroupedProblem) -> GroupedShape:
@@ -60,6 +64,8 @@ class GroupedShape:
             problem.gated,
             problem.lists.block_size,
             problem.vec_size * problem.dtype.itemsize,
+            problem.out_is_aligned,
+            problem.has_tiles,
         )
 
     def of_rows(self, rows: int) -> GroupedShape:

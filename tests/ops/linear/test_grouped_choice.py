@@ -211,7 +211,7 @@ def test_every_config_of_an_engine_can_be_launched(on: Device) -> None:
 
 def test_refusals() -> None:
     """Each reason, for a shape that differs from one that grouped_gemm_sm90.cu serves in this respect."""
-    first, second, third = choose.engines
+    first, second, third, _ = choose.engines
     served, blocked = mixtral(16, 1), deepseek(16, 1)
     assert first.refusal(served, HOPPER) is None
     assert first.refusal(blocked, HOPPER) is None

@@ -5,13 +5,16 @@
 //     View<T, M, N>{data, rows, columns, row_stride}    a matrix in memory, in tiles of M x N
 //     view.load(i, j)          tile (i, j); elements outside the matrix are 0
 //     view.load_from(row, j)   the tile of column tile j that begins in this row
+//     view.gather(rows, j)     of column tile j the rows with the numbers in a column tile of uint32_t
 //     view.store(i, j, x)      stores the elements of x that are inside the matrix
+//     view.scatter(rows, j, x) stores the rows of x to the rows with these numbers
 //     multiply_nt(a, b, c)     c + a b^T; operands of 8 or 16 bits, c of float or int32_t
 //     multiply_scaled_nt<quant_t, scale_t>(a, a_scales, a_part, b, b_scales, b_part, c)
 //                              c + a b^T with block scales. Bytes hold the quants, e4m3 or two of e2m1. The scales are
 //                              a row of tiles of 128 rows and 4 scales (quantize/fp4.cuh); an operand of M rows has
 //                              those from row part * M on
-//     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y
+//     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y,
+//     max_of(x, y), min_of(x, y): NaN where x is NaN
 //
 // M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16
 // bytes. The kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
@@ -68,7 +71,6 @@ template <typename T, int M, int N> Tile<T, M, N> full_tile(T x) {
 }
 template <typename T> T converted(float x) { return from_float<T>(x); }
 template <> float converted<float>(float x) { return x; }
-template <> int32_t converted<int32_t>(float x) { return int32_t(x); }
 template <typename T, typename S, int M, int N> Tile<T, M, N> cast(const Tile<S, M, N>& x) {
     return Tile<T, M, N>::of([&](int i, int j) { return converted<T>(to_float(x.at[i][j])); });
 }
@@ -78,6 +80,12 @@ template <int M, int N, typename T, int M_, int N_> Tile<T, M, N> spread(const T
 }
 template <int M, int N> Tile<float, M, N> exp_of(const Tile<float, M, N>& x) {
     return Tile<float, M, N>::of([&](int i, int j) { return expf(x.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, N> max_of(const Tile<float, M, N>& x, const Tile<float, M, N>& y) {
+    return Tile<float, M, N>::of([&](int i, int j) { return x.at[i][j] < y.at[i][j] ? y.at[i][j] : x.at[i][j]; });
+}
+template <int M, int N> Tile<float, M, N> min_of(const Tile<float, M, N>& x, const Tile<float, M, N>& y) {
+    return Tile<float, M, N>::of([&](int i, int j) { return x.at[i][j] > y.at[i][j] ? y.at[i][j] : x.at[i][j]; });
 }
 template <typename T, int M, int N> Tile<T, N, M> transpose(const Tile<T, M, N>& x) {
     return Tile<T, N, M>::of([&](int i, int j) { return x.at[j][i]; });
@@ -131,6 +139,8 @@ template <typename T, int M, int N> TILE_FUNCTION auto full_tile(T x) { return c
 template <typename T, typename X> TILE_FUNCTION auto cast(X x) { return ct::element_cast<T>(x); }
 template <int M, int N, typename X> TILE_FUNCTION auto spread(X x) { return ct::broadcast(x, ct::shape<M, N>{}); }
 template <typename X> TILE_FUNCTION auto exp_of(X x) { return ct::exp(x); }
+template <typename X> TILE_FUNCTION auto max_of(X x, X y) { return ct::max(x, y, ct::propagate_nan_t{}); }
+template <typename X> TILE_FUNCTION auto min_of(X x, X y) { return ct::min(x, y, ct::propagate_nan_t{}); }
 template <typename X> TILE_FUNCTION auto transpose(X x) { return ct::transpose(x); }
 template <typename A, typename B, typename C> TILE_FUNCTION C multiply_nt(A a, B b, C c) {
     return ct::mma(a, ct::transpose(b), c);
@@ -164,20 +174,31 @@ struct View {
     int64_t row_stride, step = STEP;
 
 #if PYOPS_HOST
+    using element_t = typename element_of<T>::type;
+    using rows_t = Tile<uint32_t, M, 1>;
+
     auto load(uint32_t i, uint32_t j) const { return load_from(uint64_t(i) * M, j); }
     auto load_from(uint64_t first, uint32_t j) const {
-        using element_t = typename element_of<T>::type;
-        return Tile<element_t, M, N>::of([&](int r, int c) {
-            const uint64_t row = first + r, column = uint64_t(j) * N + c;
-            return row < rows && column < columns ? data[row * row_stride + column * step] : element_t();
-        });
+        return Tile<element_t, M, N>::of([&](int r, int c) { return element(first + r, uint64_t(j) * N + c); });
+    }
+    auto gather(const rows_t& numbers, uint32_t j) const {
+        return Tile<element_t, M, N>::of([&](int r, int c) { return element(numbers.at[r][0], uint64_t(j) * N + c); });
     }
     template <typename X> void store(uint32_t i, uint32_t j, const X& x) const {
-        for (int r = 0; r < M; ++r) {
-            for (int c = 0; c < N; ++c) {
-                const uint64_t row = uint64_t(i) * M + r, column = uint64_t(j) * N + c;
-                if (row < rows && column < columns) data[row * row_stride + column * step] = x.at[r][c];
-            }
+        for (int r = 0; r < M; ++r) store_row(uint64_t(i) * M + r, j, x.at[r]);
+    }
+    template <typename X> void scatter(const rows_t& numbers, uint32_t j, const X& x) const {
+        for (int r = 0; r < M; ++r) store_row(numbers.at[r][0], j, x.at[r]);
+    }
+
+private:
+    element_t element(uint64_t row, uint64_t column) const {
+        return row < rows && column < columns ? data[row * row_stride + column * step] : element_t();
+    }
+    void store_row(uint64_t row, uint32_t j, const element_t (&x)[N]) const {
+        if (row >= rows) return;
+        for (uint64_t c = 0, column = uint64_t(j) * N; c < N && column + c < columns; ++c) {
+            data[row * row_stride + (column + c) * step] = x[c];
         }
     }
 #else
@@ -185,11 +206,20 @@ struct View {
     TILE_FUNCTION auto load_from(uint32_t row, uint32_t j) const {
         return ct::strided_view{span(), ct::shape<M, N>{}, ct::strides<uint32_t, 1, N>{}}.load_masked(row, j);
     }
+    template <typename Rows> TILE_FUNCTION auto gather(Rows numbers, uint32_t j) const {
+        return by_number().load_masked(ct::reshape(numbers, ct::shape<M>{}), j * N);
+    }
+    template <typename Rows, typename X> TILE_FUNCTION void scatter(Rows numbers, uint32_t j, X x) const {
+        by_number().store_masked(x, ct::reshape(numbers, ct::shape<M>{}), j * N);
+    }
     template <typename X> TILE_FUNCTION void store(uint32_t i, uint32_t j, X x) const {
         partition().store_masked(x, i, j);
     }
 
 private:
+    TILE_FUNCTION auto by_number() const {
+        return ct::gather_scatter_view{span(), ct::shape<M, N>{}, ct::integral_constant<0>{}};
+    }
     TILE_FUNCTION auto partition() const { return ct::partition_view{span(), ct::shape<M, N>{}}; }
     TILE_FUNCTION auto span() const {
         if constexpr (STEP == 0) return span_of(ct::extents{row_stride, step});
