@@ -26,12 +26,14 @@ from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
 from pyops._core.text import nvrtc
 from pyops.axes import launches
+from pyops.ops.attention import prefill_plan, prefill_sm100
 from pyops.ops.linear import grouped_sm100
 from pyops.ops.linear.gemm_shape import GemmShape
 from pyops.ops.linear.gemm_sm100 import TileConfig, refusal
 from pyops.ops.linear.grouped_problem import ACTIVATIONS
 from pyops.ops.linear.grouped_shape import GroupedShape, Scales
 from pyops.ops.linear.grouped_sm100 import GroupedTileConfig
+from tests.ops.attention import test_prefill_sm100
 from tests.ops.linear import test_grouped_choice
 from tests.ops.linear.test_products import problem
 
@@ -81,7 +83,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every kind of operands and epilogue, with tiles of few and of many rows."""
+    """Every kind of operands and epilogue, with tiles of few and of many rows, and pages of parts of a KV tile and of
+    whole ones."""
     wide, few = TileConfig(128, 128, wide=True), TileConfig(16, 64)
     chosen: list[tuple[DType, TileConfig, bool]] = [(dtype, TileConfig(128, 128), False) for dtype in _MMA]
     chosen += [(dtypes.bfloat16, wide, False), (dtypes.bfloat16, TileConfig(64, 128, wide=True), False)]
@@ -99,6 +102,10 @@ def cases() -> Iterator[Case]:
             product = test_grouped_choice.problem(shape, activation, on)
             if grouped_sm100.refusal(shape, on) is None:
                 yield Case(arch, GroupedTileConfig(*tile).launch(product).specialisation, _MMA[dtype])
+        for page, head_size in (16, 128), (64, 128), (64, 256):
+            prompt = test_prefill_sm100.problem(head_size=head_size, page=page, on=on)
+            (launch,) = prefill_plan.launch(prompt, prefill_sm100.choose(prompt))
+            yield Case(arch, launch.specialisation, "UTCHMMA")
         for op, rows, mma in _SCALED:
             axes = {"num_tokens": rows, "input_size": 4096, "output_size": 4096}
             yield Case(arch, launches(pyops.registry[op], axes, on)[-1].specialisation, mma)

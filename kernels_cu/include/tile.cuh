@@ -9,12 +9,15 @@
 //     view.store(i, j, x)      stores the elements of x that are inside the matrix
 //     view.scatter(rows, j, x) stores the rows of x to the rows with these numbers
 //     multiply_nt(a, b, c)     c + a b^T; operands of 8 or 16 bits, c of float or int32_t
+//     multiply_nn(a, b, c)     c + a b
 //     multiply_scaled_nt<quant_t, scale_t>(a, a_scales, a_part, b, b_scales, b_part, c)
 //                              c + a b^T with block scales. Bytes hold the quants, e4m3 or two of e2m1. The scales are
 //                              a row of tiles of 128 rows and 4 scales (quantize/fp4.cuh); an operand of M rows has
 //                              those from row part * M on
-//     transpose(x), cast<T>(x), exp_of(x), spread<M, N>(x): a row or a column repeated; x + y, x - y, x * y, x / y,
-//     max_of(x, y), min_of(x, y): NaN where x is NaN
+//     transpose(x), cast<T>(x), spread<M, N>(x): a row or a column repeated; row_numbers<M>(): 0 to M - 1, a column
+//     x + y, x - y, x * y, x / y, exp_of(x), exp2_of(x), log2_of(x), tanh_of(x)
+//     max_of(x, y), min_of(x, y): NaN where x is NaN; larger_of(x, y), max_of_rows(x): NaN is ignored; sum_of_rows(x)
+//     x < y, x <= y, x >= y: tiles of bool; x & y; select_of(condition, x, y)
 //
 // M and N are powers of two. TMA loads and stores a view if its address, row stride and columns are multiples of 16
 // bytes. The kernel says so by assume_aligned and assume_multiple, and its plan has checked it.
@@ -52,7 +55,19 @@ struct Tile {
     Tile operator/(const Tile& y) const {
         return of([&](int i, int j) { return at[i][j] / y.at[i][j]; });
     }
+    Tile<bool, M, N> operator<(const Tile& y) const {
+        return Tile<bool, M, N>::of([&](int i, int j) { return at[i][j] < y.at[i][j]; });
+    }
+    Tile<bool, M, N> operator>(const Tile& y) const { return y < *this; }
+    Tile<bool, M, N> operator<=(const Tile& y) const {
+        return Tile<bool, M, N>::of([&](int i, int j) { return at[i][j] <= y.at[i][j]; });
+    }
+    Tile<bool, M, N> operator>=(const Tile& y) const { return y <= *this; }
 };
+
+template <int M, int N> Tile<bool, M, N> operator&(const Tile<bool, M, N>& x, const Tile<bool, M, N>& y) {
+    return Tile<bool, M, N>::of([&](int i, int j) { return x.at[i][j] && y.at[i][j]; });
+}
 
 // Quants and scales of block formats: e2m1 values, the first in the lower half of a byte, and powers of two.
 struct e2m1_t { uint8_t code; };
@@ -72,7 +87,17 @@ template <typename T, int M, int N> Tile<T, M, N> full_tile(T x) {
 template <typename T> T converted(float x) { return from_float<T>(x); }
 template <> float converted<float>(float x) { return x; }
 template <typename T, typename S, int M, int N> Tile<T, M, N> cast(const Tile<S, M, N>& x) {
-    return Tile<T, M, N>::of([&](int i, int j) { return converted<T>(to_float(x.at[i][j])); });
+    return Tile<T, M, N>::of([&](int i, int j) {
+        if constexpr (is_same<S, int32_t> || is_same<S, int64_t>) return T(x.at[i][j]);
+        else return converted<T>(to_float(x.at[i][j]));
+    });
+}
+template <int M> Tile<int32_t, M, 1> row_numbers() {
+    return Tile<int32_t, M, 1>::of([](int i, int) { return i; });
+}
+template <typename T, int M, int N>
+Tile<T, M, N> select_of(const Tile<bool, M, N>& condition, const Tile<T, M, N>& x, const Tile<T, M, N>& y) {
+    return Tile<T, M, N>::of([&](int i, int j) { return condition.at[i][j] ? x.at[i][j] : y.at[i][j]; });
 }
 template <int M, int N, typename T, int M_, int N_> Tile<T, M, N> spread(const Tile<T, M_, N_>& x) {
     static_assert((M_ == M || M_ == 1) && (N_ == N || N_ == 1));
@@ -80,6 +105,32 @@ template <int M, int N, typename T, int M_, int N_> Tile<T, M, N> spread(const T
 }
 template <int M, int N> Tile<float, M, N> exp_of(const Tile<float, M, N>& x) {
     return Tile<float, M, N>::of([&](int i, int j) { return expf(x.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, N> exp2_of(const Tile<float, M, N>& x) {
+    return Tile<float, M, N>::of([&](int i, int j) { return exp2f(x.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, N> log2_of(const Tile<float, M, N>& x) {
+    return Tile<float, M, N>::of([&](int i, int j) { return log2f(x.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, N> tanh_of(const Tile<float, M, N>& x) {
+    return Tile<float, M, N>::of([&](int i, int j) { return tanhf(x.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, N> larger_of(const Tile<float, M, N>& x, const Tile<float, M, N>& y) {
+    return Tile<float, M, N>::of([&](int i, int j) { return fmaxf(x.at[i][j], y.at[i][j]); });
+}
+template <int M, int N> Tile<float, M, 1> max_of_rows(const Tile<float, M, N>& x) {
+    return Tile<float, M, 1>::of([&](int i, int) {
+        float found = x.at[i][0];
+        for (int j = 1; j < N; ++j) found = fmaxf(found, x.at[i][j]);
+        return found;
+    });
+}
+template <int M, int N> Tile<float, M, 1> sum_of_rows(const Tile<float, M, N>& x) {
+    return Tile<float, M, 1>::of([&](int i, int) {
+        float sum = 0.0f;
+        for (int j = 0; j < N; ++j) sum += x.at[i][j];
+        return sum;
+    });
 }
 template <int M, int N> Tile<float, M, N> max_of(const Tile<float, M, N>& x, const Tile<float, M, N>& y) {
     return Tile<float, M, N>::of([&](int i, int j) { return x.at[i][j] < y.at[i][j] ? y.at[i][j] : x.at[i][j]; });
@@ -97,6 +148,10 @@ Tile<C, M, N> multiply_nt(const Tile<T, M, K>& a, const Tile<T, N, K>& b, const 
         for (int k = 0; k < K; ++k) sum += C(to_float(a.at[i][k])) * C(to_float(b.at[j][k]));
         return sum;
     });
+}
+template <typename T, int M, int N, int K>
+Tile<float, M, N> multiply_nn(const Tile<T, M, K>& a, const Tile<T, K, N>& b, const Tile<float, M, N>& c) {
+    return multiply_nt(a, transpose(b), c);
 }
 // Elements of a byte, and element i of bytes: quants or scales.
 template <typename T> constexpr int packed = 1;
@@ -145,6 +200,20 @@ template <typename X> TILE_FUNCTION auto transpose(X x) { return ct::transpose(x
 template <typename A, typename B, typename C> TILE_FUNCTION C multiply_nt(A a, B b, C c) {
     return ct::mma(a, ct::transpose(b), c);
 }
+
+template <typename A, typename B, typename C> TILE_FUNCTION C multiply_nn(A a, B b, C c) { return ct::mma(a, b, c); }
+template <int M> TILE_FUNCTION auto row_numbers() {
+    return ct::reshape(ct::iota<ct::tile<int32_t, ct::shape<M> > >(), ct::shape<M, 1>{});
+}
+template <typename C, typename X> TILE_FUNCTION X select_of(C condition, X x, X y) {
+    return ct::select(condition, x, y);
+}
+template <typename X> TILE_FUNCTION auto exp2_of(X x) { return ct::exp2(x); }
+template <typename X> TILE_FUNCTION auto log2_of(X x) { return ct::log2(x); }
+template <typename X> TILE_FUNCTION auto tanh_of(X x) { return ct::tanh(x); }
+template <typename X> TILE_FUNCTION auto larger_of(X x, X y) { return ct::max(x, y); }
+template <typename X> TILE_FUNCTION auto max_of_rows(X x) { return ct::reduce_max<1>(x); }
+template <typename X> TILE_FUNCTION auto sum_of_rows(X x) { return ct::sum<1>(x); }
 
 using e2m1_t = __nv_fp4_e2m1;
 using e8m0_t = __nv_fp8_e8m0;

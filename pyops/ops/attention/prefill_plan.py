@@ -10,13 +10,14 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32, int32
-from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
+from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8, prefill_sm100
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of, workspace
 from .layout import absent, heads_stride, max_tokens_of
 from .prefill_problem import PrefillProblem
 from .prefill_sm90 import PrefillSm90Config
 from .prefill_sm90_fp8 import E4m3Config
+from .prefill_sm100 import PrefillTileConfig
 from .prefill_work import Work, count_kv_tiles
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
@@ -70,10 +71,15 @@ class PrefillMmaConfig:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | PrefillSm90Config | E4m3Config:
+AnyConfig = PrefillMmaConfig | PrefillSm90Config | E4m3Config | PrefillTileConfig
+
+
+def choose(problem: PrefillProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     if of_codes := prefill_sm90_fp8.choose(problem, device):
         return of_codes
+    if prefill_sm100.refusal(problem) is None:
+        return prefill_sm100.choose(problem)
     of_mma = _choose_mma(problem, device)
     if not problem.uses_wgmma:
         return of_mma
@@ -166,16 +172,11 @@ def _work_of(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) 
         tiles = problem.num_seqs * -(-tokens * problem.group // config.rows)
     else:
         tiles = -(-problem.num_rows // config.rows)
-    empty_tiles = max(0, count_tiles(problem, config) - tiles)
+    empty_tiles = max(0, problem.count_tiles(config.rows) - tiles)
     item_tokens = tokens or -(-config.rows // problem.group)
     kv_tiles = count_kv_tiles(problem, item_tokens, config.step_tokens)
     slices, slots = problem.layout.num_kv_heads * problem.slices, config.min_blocks * device.num_sms
     return Work(tiles * slices, empty_tiles * slices, kv_tiles, slots)
-
-
-def count_tiles(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
-    """Numbers of tiles of rows in prefill_mma.cu. Each sequence may add one with fewer rows, or without."""
-    return problem.num_rows // config.rows + problem.num_seqs
 
 
 def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int:
@@ -225,7 +226,7 @@ def _row_bytes(elements: int) -> int:
     return -(-elements // 64) * 128
 
 
-def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config) -> list[Launch]:
+def launch(problem: PrefillProblem, config: AnyConfig) -> list[Launch]:
     """The launches of decode attention for sequences of one query token, where they may be many, and those of the
     prefill kernel for all other sequences.
 
@@ -242,9 +243,7 @@ def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
 
 
-def _launch_rows(
-    problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config, min_tokens: int
-) -> list[Launch]:
+def _launch_rows(problem: PrefillProblem, config: AnyConfig, min_tokens: int) -> list[Launch]:
     """The prefill kernel for sequences of at least min_tokens query tokens, and the combine kernel for the splits of a
     PrefillSm90Config. Other kernels do not split the keys."""
     options, starts = problem.options, problem.cu_seqlens_q
@@ -265,7 +264,7 @@ def _launch_rows(
         "length_step": lengths_of(problem.kv).strides[0],
         "starts_step": starts.strides[0] if starts else 1,
     }
-    if isinstance(config, PrefillSm90Config | E4m3Config):
+    if isinstance(config, PrefillSm90Config | E4m3Config | PrefillTileConfig):
         return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
     constants["NUM_WARPS"] = config.num_warps
     if problem.uses_mma:
@@ -290,7 +289,7 @@ def _launch_mma(
         HAS_STARTS=problem.cu_seqlens_q is not None,
         P_HI_LO=problem.p_hi_lo,
     )
-    tiles, slices = count_tiles(problem, config) if num_tokens else 0, problem.layout.num_kv_heads * problem.slices
+    tiles, slices = problem.count_tiles(config.rows) if num_tokens else 0, problem.layout.num_kv_heads * problem.slices
     return kernel.launch(
         (tiles, slices, splits),
         config.num_warps * out.device.warp_size,

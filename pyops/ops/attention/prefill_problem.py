@@ -108,6 +108,10 @@ class PrefillProblem:
         num_tokens, num_heads, _ = self.query.shape
         return num_tokens * num_heads // self.layout.num_kv_heads
 
+    def count_tiles(self, rows: int) -> int:
+        """Numbers of tiles of so many rows. Each sequence may add one with fewer rows, or without."""
+        return self.num_rows // rows + self.num_seqs
+
     @property
     def group(self) -> int:
         """Query heads of one key-value head."""
