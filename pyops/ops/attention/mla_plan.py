@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32
-from . import mla_schedule, mla_sm90, mla_small_h, mla_small_h_fp8
+from . import mla_schedule, mla_sm90, mla_sm100, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_choose import PINNED_SPLIT
@@ -26,6 +26,7 @@ from .mla_problem import (
     query_strides,
 )
 from .mla_sm90 import MlaSm90Config
+from .mla_sm100 import MlaTileConfig
 from .mla_small_h import FewHeadsConfig
 from .mla_small_h_fp8 import CodesConfig
 
@@ -87,7 +88,7 @@ class MlaConfig:
         return found
 
 
-AnyConfig = MlaConfig | MlaSm90Config | CodesConfig | FewHeadsConfig
+AnyConfig = MlaConfig | MlaTileConfig | MlaSm90Config | CodesConfig | FewHeadsConfig
 
 
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
@@ -99,19 +100,30 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
         return mla_small_h.choose(problem, device)
     if problem.uses_wgmma and not is_pinned:
         return mla_sm90.choose(problem, device)
-    num_seqs, num_heads = problem.num_seqs, problem.num_heads
+    if mla_sm100.refusal(problem) is None:
+        heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
+        return MlaTileConfig(heads, tokens, *_choose_splits(problem, device, heads, mla_sm100.HALVES))
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
-    blocks = num_seqs * -(-num_heads // heads)
+    splits = _choose_splits(problem, device, heads, 1, min_blocks)
+    return MlaConfig(num_warps, heads, step_tokens, min_blocks, *splits)
+
+
+def _choose_splits(
+    problem: MlaProblem, device: Device, heads: int, parts: int, min_blocks: int = 1
+) -> tuple[int, int, CombineConfig]:
+    """(most splits of a sequence, fewest tokens of a split, how they are combined) for blocks of so many heads, and as
+    many parts of their values."""
+    num_seqs, num_heads, is_pinned = problem.num_seqs, problem.num_heads, tuning.batch_invariant()
+    blocks = num_seqs * -(-num_heads // heads) * parts
     wanted, min_split = problem.num_kv_splits, _MIN_SPLIT * max(1, heads // 16)
     if wanted <= 0:
         wanted = _MAX_SPLITS if is_pinned else _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
         min_split = PINNED_SPLIT if is_pinned else min_split
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
     lanes = lanes_of(LATENT_SIZE, problem.combine_width, device)
-    combine = choose_combine(num_seqs, num_heads, max_splits, lanes, device)
-    return MlaConfig(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, combine)
+    return max_splits, min_split, choose_combine(num_seqs, num_heads, max_splits, lanes, device)
 
 
 def _choose_block(problem: MlaProblem, device: Device) -> tuple[int, int, int] | None:
@@ -148,7 +160,7 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
 
 def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that combines them where a sequence may have several."""
-    if not isinstance(config, MlaConfig):
+    if not isinstance(config, MlaConfig | MlaTileConfig):
         return mla_schedule.launch(problem, config)
     is_combined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_combined else 0
@@ -160,7 +172,10 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
         "min_split": config.min_split,
         "out_stride": heads_stride(problem.out),
     }
-    launches = [_launch_splits(problem, config, arguments)]
+    if isinstance(config, MlaTileConfig):
+        launches = [config.launch_splits(problem, arguments)]
+    else:
+        launches = [_launch_splits(problem, config, arguments)]
     if is_combined:
         constants = {
             "out_t": problem.out.dtype,

@@ -126,7 +126,7 @@ class MlaProblem:
             and self.num_heads >= _MIN_HEADS_FOR_WGMMA
             and self.product_dtype is not float32
             and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
-            and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
+            and all(rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
             and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
             and self.out.alignment == 16
@@ -145,7 +145,7 @@ class MlaProblem:
             and self.num_heads <= _MAX_FEW_HEADS
             and self.cache_dtype in (self.q_nope.dtype, float8_e4m3fn)
             and all(arg.dtype in (float16, bfloat16) and arg.alignment == 16 for arg in args)
-            and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
+            and all(rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
             and self.out.alignment == 16
             and self.out.strides[0] % 8 == 0
@@ -203,7 +203,7 @@ def _rows_merged(arg: TensorArg, rows: int) -> TensorArg:
     )
 
 
-def _rows_are_aligned(arg: TensorArg) -> bool:
+def rows_are_aligned(arg: TensorArg) -> bool:
     """Whether rows begin at multiples of 16 bytes."""
     chunk = 16 // arg.dtype.itemsize
     return all(stride % chunk == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
