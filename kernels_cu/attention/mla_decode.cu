@@ -66,6 +66,7 @@ constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
 constexpr int LOGITS = WARP_TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS,
               OUT_SUMS = DIM_TILES * PRODUCT_SUMS;  // accumulators per 16 heads
 using entries_t = PitchedTile<product_t, PITCH>;
+using entry_tiles_t = EntryTiles<IS_FP8 ? 1 : 2, 1>;
 using probabilities_t = PitchedTile<product_t, PROBABILITY_PITCH>;
 static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS);
 
@@ -101,15 +102,15 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const int end = splits.end(split);
 
     product_t* const queries = reinterpret_cast<product_t*>(shared);
-    const EntryTiles tiles{shared + QUERY_BYTES, exists, kv_c_and_k_pe_cache};
-    unsigned char* const behind = shared + QUERY_BYTES + EntryTiles::BYTES;
+    const entry_tiles_t tiles{shared + QUERY_BYTES, kv_c_and_k_pe_cache};
+    unsigned char* const behind = shared + QUERY_BYTES + entry_tiles_t::BYTES;
     float* const logit_parts = reinterpret_cast<float*>(behind);
     product_t* const probabilities = reinterpret_cast<product_t*>(behind + LOGIT_BYTES);
 
     // The offset in the cache of the lane's entry of the tile at `start`.
     const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
-        const int token = start + EntryTiles::row_of_lane();
+        const int token = start + entry_tiles_t::row_of_lane();
         return token < end ? table.find(table.at(token), token) : NOWHERE;
     };
     held_entries_t held;
@@ -117,7 +118,8 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     // The copies of the first tile are in flight while the queries are prepared.
     int start = splits.begin(split);
     if (start < end) {
-        tiles.load(0, place_at(start), held);
+        tiles.load(0, place_at(start), exists, held);
+        cp_async_commit();
         tiles.store(0, held);
     }
     int64_t next_place = place_at(start + TOKENS);
@@ -154,10 +156,13 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         cp_async_wait<0>();
         __syncthreads();
         if (IS_FP8) {
-            tiles.convert_codes();
+            tiles.convert_codes(0, 0);
             __syncthreads();
         }
-        if (start + TOKENS < end) tiles.load(stage ^ 1, next_place, held);
+        if (start + TOKENS < end) {
+            tiles.load(stage ^ 1, next_place, exists + (stage ^ 1) * TOKENS, held);
+            cp_async_commit();
+        }
         next_place = place_at(start + 2 * TOKENS);
         product_t* const tile = tiles.at(stage);
 
