@@ -114,8 +114,8 @@ def prefill_on_ampere() -> None:
     varlen._assert_is_attention(varlen._call([65, 70], [290, 330], dtype=torch.float16))
 
 
-def mla_on_ampere() -> None:
-    latent._assert_is_attention(latent._call([330, 300], 20))
+def mla_on_ampere(num_heads: int) -> None:
+    latent._assert_is_attention(latent._call([330, 300], num_heads))
 
 
 # Two prompts; on a device with one SM each is a segment.
@@ -129,7 +129,7 @@ def delta_rule_in_segments(segments: int) -> None:
 
 
 # Stages of kernels that have more than two in every plan.
-STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
+STAGES = {"attention/mla_decode_small_h.cu": 4, "attention/mla_decode_sm80.cu": 3, "mamba/chunk_scan_states.cu": 3}
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
 CASES: dict[str, list[Callable[[], None]]] = {
     "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
@@ -138,7 +138,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(long_prefill, PrefillSm90Config(64, 2), (4, 2), 16, 8),
         partial(long_prefill, PrefillSm90Config(48, 3), (4, 2), 64, 16),
     ],
-    "attention/mla_decode.cu": [partial(on_ampere, mla_on_ampere)],
+    "attention/mla_decode.cu": [partial(on_ampere, partial(mla_on_ampere, 20))],
+    "attention/mla_decode_sm80.cu": [partial(on_ampere, partial(mla_on_ampere, 40))],
     "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
     "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],
@@ -249,6 +250,7 @@ ROUNDS: dict[str, Rounds] = {
     "attention/prefill_sm90_fp8.cu": of_keys(4096),
     "attention/prefill_sm90.cu": of_keys(330),
     "attention/mla_decode.cu": of_keys(330, parts=2),
+    "attention/mla_decode_sm80.cu": of_keys(330),
     "attention/mla_decode_small_h_fp8.cu": of_keys(330, 64),
     "attention/mla_decode_small_h.cu": of_keys(600, 64),
     "attention/mla_decode_sm90.cu": of_keys(330, 64),

@@ -57,7 +57,7 @@ ABOVE = {
 }
 # `import pyops` loads `pyops.fused`: its functions are names of pyops.
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE} - {"fused"}
-# What plans and tools use beside the core.
+# What plans and tools use next to the core.
 BESIDE = ("check", "tuning", "example", "offline", "gpus", "_docstring")
 # What stands on `_core`: a package for each family of ops, and the test harness.
 FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))

@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32
-from . import mla_schedule, mla_sm90, mla_sm100, mla_small_h, mla_small_h_fp8
+from . import mla_schedule, mla_sm80, mla_sm90, mla_sm100, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_choose import PINNED_SPLIT
@@ -25,6 +25,7 @@ from .mla_problem import (
     lengths_of,
     query_strides,
 )
+from .mla_sm80 import MlaSm80Config
 from .mla_sm90 import MlaSm90Config
 from .mla_sm100 import MlaTileConfig
 from .mla_small_h import FewHeadsConfig
@@ -88,7 +89,7 @@ class MlaConfig:
         return found
 
 
-AnyConfig = MlaConfig | MlaTileConfig | MlaSm90Config | CodesConfig | FewHeadsConfig
+AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | MlaSm90Config | CodesConfig | FewHeadsConfig
 
 
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
@@ -103,6 +104,8 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     if mla_sm100.refusal(problem) is None:
         heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
         return MlaTileConfig(heads, tokens, *_choose_splits(problem, device, heads, mla_sm100.HALVES))
+    if mla_sm80.serves(problem, device) and not is_pinned:
+        return mla_sm80.choose(problem, device)
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1

@@ -16,8 +16,8 @@ from pyops._core import config
 from pyops._core.launch.kernel import Launch
 from pyops._core.system import device as devices
 from pyops.example import ArgMaker
-from pyops.ops.attention import mla_plan, mla_problem
-from pyops.testing import assert_matches_reference, same_bits
+from pyops.ops.attention import mla_plan, mla_problem, mla_sm80
+from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
 from tests.support.calls import DEVICES
 from tests.support.profiles import few
@@ -241,6 +241,37 @@ def test_several_query_tokens_equal_single_ones(kind: torch.dtype | None) -> Non
     assert same_bits(call["lse"], single["lse"])
 
 
+# (compute capability, heads, dtype, cache, query tokens)
+MANY = [
+    ("sm_80", 65, BF16, None, 1),  # two blocks
+    ("sm_89", 40, torch.float16, FP8, 1),
+    ("sm_80", 33, BF16, torch.uint8, 2),  # rows of a token in two blocks
+    ("sm_80", 64, FP8, FP8, 1),
+    ("sm_120", 17, torch.float16, None, 2),
+]
+
+
+@pytest.mark.parametrize(("arch", "num_heads", "dtype", "kind", "query_tokens"), few(MANY, 3), ids=str)
+def test_many_heads_without_wgmma(
+    arch: str,
+    num_heads: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+    query_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under every schedule: sequences that are cut, pieces without a tile before, and more tiles than are in flight."""
+    monkeypatch.setitem(devices._HOST, 32, replace(devices.model(arch), num_sms=6, cluster=1))
+    kind = None if kind == dtype else kind
+    for schedule in SCHEDULES:
+        MLA.forget()
+        call = _call([0, 1, 330, 15, 230], num_heads, dtype=dtype, kind=kind, page_size=5)
+        call = _with_tokens(call, query_tokens) if query_tokens > 1 else call
+        with config.cpu("kernels"), scheduled(schedule):
+            _assert_is_attention(call)
+    MLA.forget()
+
+
 def test_refused_query_tokens() -> None:
     call = _with_tokens(_call([9, 9], 4), 3)
     call.pop("plain")
@@ -256,15 +287,17 @@ def test_refused_query_tokens() -> None:
         MLA.wrapper(**call | {"q_nope": by_head})
 
 
-def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None) -> list[Launch]:
-    """The workspaces planned for sequences of up to 4096 tokens."""
+def _launches(
+    num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None, cache: str = "bfloat16"
+) -> list[Launch]:
+    """The workspaces planned for sequences of up to 4096 tokens. A `cache` of uint8 has the format "fp8_ds_mla"."""
     make = ArgMaker(device or devices.model())
     args = (
         make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
         make.empty(num_seqs, num_heads, dtype="float32"),
         make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
         make.empty(num_seqs, num_heads, ROPE, dtype="bfloat16"),
-        make.empty(999, 64, ENTRY, dtype="bfloat16"),
+        make.empty(999, 64, 656 if cache == "uint8" else ENTRY, dtype=cache),
         make.empty(num_seqs, dtype="int32"),
         make.empty(num_seqs, 64, dtype="int32"),
         None,
@@ -294,10 +327,13 @@ def test_shares() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_with_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """99 KiB hold only the smallest block, and for fp8 the next one."""
+    """99 KiB hold 64 heads with tiles of 16 tokens; fewer heads, only the smallest block, and for fp8 the next one."""
     little = replace(devices.model(), shared_memory=99 * 1024)
     (launch,) = _launches(1, num_heads=128, device=little)
-    assert (launch.grid, launch.block) == ((32, 1, 1), (128, 1, 1))
+    assert (launch.grid, launch.block) == ((2, 4, 1), (256, 1, 1))
+    assert launch.shared <= little.shared_memory - mla_sm80.STATIC_SHARED
+    (launch,) = _launches(1, num_heads=32, device=little)
+    assert (launch.grid, launch.block) == ((8, 1, 1), (128, 1, 1))
     assert launch.shared <= little.shared_memory
     (launch,) = _launches(1, num_heads=128, device=replace(little, shared_memory=48 * 1024))
     assert launch.specialisation.kernel.file == "attention/mla_decode_simt.cu"
@@ -311,19 +347,29 @@ def test_blocks_with_little_shared_memory(device: str, monkeypatch: pytest.Monke
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("arch", "num_heads", "little"),
-    [("sm_80", 128, False), ("sm_80", 16, True), ("sm_90", 128, False), ("sm_90", 32, False), ("sm_100", 128, False)],
+    [
+        ("sm_80", 128, False),
+        ("sm_80", 16, True),
+        ("sm_89", 128, True),
+        ("sm_90", 128, False),
+        ("sm_90", 32, False),
+        ("sm_100", 128, False),
+        ("sm_120", 128, True),
+    ],
 )
 def test_blocks_compile_without_local_memory(
     arch: str, num_heads: int, little: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = devices.model(arch)
+    device = replace(device, shared_memory=99 * 1024) if little else device
     monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
-    (launch,) = _launches(1, num_heads=num_heads, device=replace(device, shared_memory=99 * 1024) if little else device)
-    for cache_t in (launch.specialisation.constants["product_t"], pyops._core.tensors.dtypes.float8_e4m3fn):
-        one = launch.specialisation.kernel(**launch.specialisation.constants | {"cache_t": cache_t})
+    monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
+    for cache in ("bfloat16", "float8_e4m3fn", "uint8")[: 2 + (num_heads > 32)]:
+        one = _launches(1, 4, num_heads, device, cache)[0].specialisation
         report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
-        assert report.shared_bytes <= mla_plan.STATIC_SHARED
+        is_many = one.kernel.file.endswith("sm80.cu")
+        assert report.shared_bytes <= (mla_sm80 if is_many else mla_plan).STATIC_SHARED
 
 
 @pytest.mark.parametrize("device", DEVICES)

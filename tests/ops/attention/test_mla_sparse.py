@@ -235,8 +235,8 @@ def test_refused(name: str, value: torch.Tensor) -> None:
         ("sm_90", "bfloat16", 128, "mla_decode_sm90"),
         ("sm_90", "bfloat16", 16, "mla_decode_small_h"),
         ("sm_90", "float8_e4m3fn", 16, "mla_decode_small_h_fp8"),
-        ("sm_80", "fp8_ds_mla", 128, "mla_decode"),
-        ("sm_120", "fp8_ds_mla", 128, "mla_decode"),
+        ("sm_80", "fp8_ds_mla", 128, "mla_decode_sm80"),
+        ("sm_120", "fp8_ds_mla", 128, "mla_decode_sm80"),
     ],
 )
 def test_kernel_of_a_device(arch: str, cache: str, heads: int, kernel: str) -> None:
