@@ -123,10 +123,10 @@ def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
 
 # Families of models that `generate --help` names; importing them for that would double the time of every command.
 _FAMILIES = (
-    "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, DeepseekV32, Ernie4_5, Falcon, FalconH1, Gemma, Gemma2, Gemma3, "
-    "Glm4Moe, GPTNeoX, GptOss, Granite, GraniteMoeHybrid, KimiLinear, Llama, Mamba, Mamba2, MiniMaxM2, Ministral, "
-    "Ministral3, Mistral, Mistral3, Mistral4, Mixtral, NemotronH, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3_5, "
-    "Qwen3_5Moe, Qwen3Moe, Qwen3Next, SeedOss, SmolLM3, StableLm, Starcoder2."
+    "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, DeepseekV32, DeepseekV4, Ernie4_5, Falcon, FalconH1, Gemma, "
+    "Gemma2, Gemma3, Glm4Moe, GlmMoeDsa, GPTNeoX, GptOss, Granite, GraniteMoeHybrid, KimiLinear, Llama, Mamba, "
+    "Mamba2, MiniMaxM2, Ministral, Ministral3, Mistral, Mistral3, Mistral4, Mixtral, NemotronH, Olmo2, Olmo3, Phi3, "
+    "Qwen2, Qwen3, Qwen3_5, Qwen3_5Moe, Qwen3Moe, Qwen3Next, SeedOss, SmolLM3, StableLm, Starcoder2."
 )
 
 

@@ -37,11 +37,11 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 struct Newest {
     int64_t begin, end, start;
 
-    static DEVICE Newest of(int64_t sequence, const start_t* query_start_loc, const length_t* seq_lens,
-                            int64_t length_stride, int64_t num_tokens) {
+    static DEVICE Newest of(int64_t sequence, const start_t* query_start_loc, int64_t start_stride,
+                            const length_t* seq_lens, int64_t length_stride, int64_t num_tokens) {
         Newest newest;
-        newest.begin = max(int64_t(0), min(int64_t(query_start_loc[sequence]), num_tokens));
-        newest.end = max(int64_t(0), min(int64_t(query_start_loc[sequence + 1]), num_tokens));
+        newest.begin = max(int64_t(0), min(int64_t(query_start_loc[sequence * start_stride]), num_tokens));
+        newest.end = max(int64_t(0), min(int64_t(query_start_loc[(sequence + 1) * start_stride]), num_tokens));
         newest.start = int64_t(seq_lens[sequence * length_stride]) - (newest.end - newest.begin);
         return newest;
     }
@@ -62,7 +62,7 @@ compress_kv(scalar_t* out,                   // [num_tokens, HEAD_SIZE]
             const length_t* seq_lens,        // [num_seqs]
             const slot_t* state_slots,       // [num_seqs]
             int64_t num_seqs, int64_t num_slots, int64_t num_tokens, int64_t max_position, int64_t out_stride,
-            int64_t kv_stride, int64_t gate_stride, int64_t slot_stride, int64_t length_stride,
+            int64_t kv_stride, int64_t gate_stride, int64_t slot_stride, int64_t start_stride, int64_t length_stride,
             int64_t state_slots_stride, float eps) {
     await_previous_kernel();
     __shared__ float maxima[GROUPS][HEAD_SIZE];
@@ -70,9 +70,9 @@ compress_kv(scalar_t* out,                   // [num_tokens, HEAD_SIZE]
     __shared__ float weighted[GROUPS][HEAD_SIZE];
     __shared__ float partial[32];
     const int64_t token = blockIdx.x;
-    const int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, token);
+    const int64_t sequence = count_up_to(query_start_loc + start_stride, num_seqs, start_stride, token);
     if (sequence >= num_seqs) return;
-    const Newest newest = Newest::of(sequence, query_start_loc, seq_lens, length_stride, num_tokens);
+    const Newest newest = Newest::of(sequence, query_start_loc, start_stride, seq_lens, length_stride, num_tokens);
     const int64_t last = newest.start + (token - newest.begin), first = last + 1 - RATIO;
     if (token < newest.begin || token >= newest.end || last < 0) return;
     if ((last + 1) % RATIO != 0 || first >= max_position) return;
@@ -172,11 +172,11 @@ compress_kv_states(scalar_t* states,                // [num_slots, LENGTH, 2 * R
                    const length_t* seq_lens,        // [num_seqs]
                    const slot_t* state_slots,       // [num_seqs]
                    int64_t num_slots, int64_t num_tokens, int64_t kv_stride, int64_t gate_stride, int64_t slot_stride,
-                   int64_t length_stride, int64_t state_slots_stride) {
+                   int64_t start_stride, int64_t length_stride, int64_t state_slots_stride) {
     await_previous_kernel();
     const int64_t sequence = blockIdx.x;
     const int row = blockIdx.y;
-    const Newest newest = Newest::of(sequence, query_start_loc, seq_lens, length_stride, num_tokens);
+    const Newest newest = Newest::of(sequence, query_start_loc, start_stride, seq_lens, length_stride, num_tokens);
     const int64_t last = newest.start + (newest.end - newest.begin) - 1;
     const int64_t slot = state_slots[sequence * state_slots_stride];
     if (last < row || newest.end <= newest.begin || slot < 0 || slot >= num_slots) return;

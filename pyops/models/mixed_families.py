@@ -30,6 +30,7 @@ from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_INDEXED = "indexed_attention", "deepseek_sparse_attention"  # the kind of all layers, and its name in older files
 _BAMBA_ROTARY_FACTOR = 0.5  # the default; only `rope_parameters` overrides it
 
 
@@ -82,7 +83,7 @@ def _deepseek_v32(values: _Values, layers: int) -> dict[str, Any]:
     """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer."""
     found = deepseek(parse_deepseek_v3, values, layers)
     mixture: Mixture = found["mixture"]
-    layer_kinds(values, ["indexed_attention"] * layers, ("indexed_attention",))
+    layer_kinds(values, [_INDEXED[0]] * layers, _INDEXED)
     kinds = ["sparse" if has_experts else "dense" for has_experts in mixture.layers]
     kinds = layer_kinds(values, kinds, ("sparse", "dense"), "mlp_layer_types")
     return found | {

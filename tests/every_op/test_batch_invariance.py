@@ -109,7 +109,8 @@ def test_no_choice_depends_on_the_rows(arch: str) -> None:
     for name, op in pyops.registry.items():
         if op.example is None or "num_tokens" not in inspect.signature(op.example).parameters:
             continue
-        for case in ({}, axes.fullest(op)):
+        options = {axis: value for axis, value in axes.fullest(op).items() if value is True}  # rows stay long
+        for case in ({}, options):
             texts = {_texts(op, ArgMaker(device.model(arch)), **case | {"num_tokens": count}) for count in COUNTS}
             differ |= {name} if len(texts) > 1 else set()
     assert differ <= ANY_ORDER

@@ -101,6 +101,14 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         Config.parse(json.loads(json.dumps(values)))
 
 
+def test_older_files_name_the_layers_otherwise() -> None:
+    case = CASES[FAMILIES["DeepseekV32"][0]][1]
+    values = SIZES | case | {"architectures": ["DeepseekV32ForCausalLM"]}
+    layers = Config.parse(values).num_hidden_layers
+    older = {"layer_types": ["deepseek_sparse_attention"] * layers}
+    assert Config.parse(values | older) == Config.parse(values)
+
+
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [

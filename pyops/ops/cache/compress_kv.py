@@ -65,8 +65,8 @@ def compress_kv(
         weight: [head_size] of the dtype of `out`, contiguous.
         cos_sin_cache: [max_position, rope_size] float32, contiguous: cosines, then sines; rope_size is even and at
             most head_size.
-        query_start_loc: [num_seqs + 1] int32 or int64, contiguous, ascending: the first token of each sequence, then
-            the end of the last one. Where it is not ascending, keys of any sequence may be left out.
+        query_start_loc: [num_seqs + 1] int32 or int64, any stride, ascending: the first token of each sequence,
+            then the end of the last one. Where it is not ascending, keys of any sequence may be left out.
         seq_lens: [num_seqs] int32 or int64, any stride: tokens of each sequence, with those of `kv`.
         state_slots: [num_seqs] int32 or int64, any stride; a negative slot stands for none.
         eps: added to the mean of squares.
@@ -150,7 +150,6 @@ def plan_compress_kv(
     check.index(seq_lens, num_seqs=None)
     num_seqs = seq_lens.shape[0]
     check.index(query_start_loc, **{"num_seqs + 1": num_seqs + 1})
-    check.contiguous(query_start_loc)
     check.index(state_slots, num_seqs=num_seqs)
     vec_size = check.vector_width(head_size, kv, gate, states)
     constants: dict[str, Any] = {
@@ -169,6 +168,7 @@ def plan_compress_kv(
         "kv_stride": kv.strides[0],
         "gate_stride": gate.strides[0],
         "slot_stride": states.strides[0],
+        "start_stride": first_stride(query_start_loc),
         "length_stride": first_stride(seq_lens),
         "state_slots_stride": first_stride(state_slots),
     }

@@ -16,7 +16,7 @@ from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops.example import ArgMaker
 from pyops.ops.attention import mla_sm100
-from pyops.ops.attention.mla_plan import MlaConfig, choose
+from pyops.ops.attention.mla_plan import choose
 from pyops.ops.attention.mla_problem import MlaProblem
 from pyops.ops.attention.mla_sm100 import MlaTileConfig
 from tests.ops.attention import test_mla, test_mla_sparse
@@ -149,4 +149,4 @@ def test_choice() -> None:
         ("no numbers", problem(gap=8)),
     ):
         assert words in (mla_sm100.refusal(other) or "")
-        assert isinstance(choose(other, other.cache.device), MlaConfig)
+        assert not isinstance(choose(other, other.cache.device), MlaTileConfig)
