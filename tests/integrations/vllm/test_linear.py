@@ -265,7 +265,7 @@ def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: 
 
     calls: list[int] = []
     linear = pyops.linear
-    monkeypatch.setattr(pyops, "linear", lambda *args: (calls.append(1), linear(*args)))
+    monkeypatch.setattr(pyops, "linear", lambda *args, **options: (calls.append(1), linear(*args, **options)))
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(draw(-4, 5, 24, k).bfloat16(), requires_grad=False)
     x, bias = draw(-4, 5, tokens, k, seed=1).bfloat16(), draw(-4, 5, 24, seed=2).bfloat16()
