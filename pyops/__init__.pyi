@@ -3571,8 +3571,8 @@ class _compress_kv(_Attributes, Protocol):
             weight: [head_size] of the dtype of `out`, contiguous.
             cos_sin_cache: [max_position, rope_size] float32, contiguous: cosines, then sines; rope_size is even and at
                 most head_size.
-            query_start_loc: [num_seqs + 1] int32 or int64, contiguous, ascending: the first token of each sequence, then
-                the end of the last one. Where it is not ascending, keys of any sequence may be left out.
+            query_start_loc: [num_seqs + 1] int32 or int64, any stride, ascending: the first token of each sequence,
+                then the end of the last one. Where it is not ascending, keys of any sequence may be left out.
             seq_lens: [num_seqs] int32 or int64, any stride: tokens of each sequence, with those of `kv`.
             state_slots: [num_seqs] int32 or int64, any stride; a negative slot stands for none.
             eps: added to the mean of squares.
@@ -3616,8 +3616,8 @@ class _compress_kv(_Attributes, Protocol):
             weight: [head_size] of the dtype of `out`, contiguous.
             cos_sin_cache: [max_position, rope_size] float32, contiguous: cosines, then sines; rope_size is even and at
                 most head_size.
-            query_start_loc: [num_seqs + 1] int32 or int64, contiguous, ascending: the first token of each sequence, then
-                the end of the last one. Where it is not ascending, keys of any sequence may be left out.
+            query_start_loc: [num_seqs + 1] int32 or int64, any stride, ascending: the first token of each sequence,
+                then the end of the last one. Where it is not ascending, keys of any sequence may be left out.
             seq_lens: [num_seqs] int32 or int64, any stride: tokens of each sequence, with those of `kv`.
             state_slots: [num_seqs] int32 or int64, any stride; a negative slot stands for none.
             eps: added to the mean of squares.

@@ -181,12 +181,14 @@ def test_few_kernels_serve_a_real_model() -> None:
         "rms_norm",
         "fused_add_rms_norm",
         "silu_and_mul",
+        "skinny_linear",
+        "linear",
         "fused_qk_rope_cache",
         "paged_attention_v1",
         "paged_attention_varlen",
         "top_k_top_p_sampling_from_logits",
     }
-    assert counts.total() < 40, counts
+    assert counts.total() < 50, counts
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 8192])
