@@ -85,6 +85,11 @@ class Kernel:
         parameters = tuple((fmt, self.names.get(name, name)) for fmt, name in found.parameters)
         return found._replace(parameters=parameters)
 
+    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the `arguments` that feed a parameter of the kernel."""
+        names = {name for _, name in self.signature.parameters}
+        return {name: value for name, value in arguments.items() if name in names}
+
 
 class Specialisation:
     """A kernel with values for its constants."""

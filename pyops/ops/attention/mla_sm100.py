@@ -47,13 +47,12 @@ class MlaTileConfig:
     def launch_splits(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each split, group of heads and half of their values."""
         arguments = arguments | arguments_of(problem) | query_strides(problem) | {"num_heads": problem.num_heads}
-        taken = {name for _, name in _mla_decode_sm100.signature.parameters}
         constants = constants_of(problem) | {"scalar_t": problem.product_dtype}
         for name in ("query_t", "cache_t", "out_t", "IS_DS_MLA"):
             del constants[name]
         grid = problem.num_seqs * -(-problem.num_heads // self.heads) * HALVES, self.max_splits
         kernel = _mla_decode_sm100(**constants, ROWS=self.heads, TOKENS=self.tokens)
-        return kernel.launch(grid, 1, **{name: value for name, value in arguments.items() if name in taken})
+        return kernel.launch(grid, 1, **_mla_decode_sm100.taken(arguments))
 
 
 def refusal(problem: MlaProblem) -> str | None:

@@ -74,14 +74,13 @@ class MlaSm80Config:
             QUERY_ACCESS=min(8, check.vector_width(ROPE_SIZE, problem.q_nope, problem.q_pe)),
             OUT_ACCESS=min(2, check.vector_width(LATENT_SIZE, problem.out)),
         )
-        arguments = {name: value for name, value in arguments.items() if name != "nodes"}  # of mla_tree_combine.cuh
         return kernel.launch(
             (self.head_groups(problem), self.num_shares),
             _NUM_WARPS * 32,
             shared_memory(problem, self.step_tokens, self.ahead, self.held),
             **arguments_of(problem),
             **query_strides(problem),
-            **arguments,
+            **_decode.taken(arguments),  # without those of mla_tree_combine.cuh
         )
 
 

@@ -45,7 +45,6 @@ class PrefillTileConfig:
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
         """A block for each tile of rows and key-value head."""
         tiles = problem.count_tiles(self.rows)
-        taken = {name for _, name in _prefill_sm100.signature.parameters}
         arguments |= {"num_tiles": tiles, "num_tokens": problem.query.shape[0]}
         arguments["num_kv_heads"] = problem.layout.num_kv_heads
         kernel = _prefill_sm100(
@@ -56,7 +55,7 @@ class PrefillTileConfig:
             VALUE_TILE=_tile_of(problem.value_size),
         )
         grid = tiles, problem.layout.num_kv_heads
-        return [kernel.launch(grid, 1, **{name: value for name, value in arguments.items() if name in taken})]
+        return [kernel.launch(grid, 1, **_prefill_sm100.taken(arguments))]
 
 
 def refusal(problem: PrefillProblem) -> str | None:

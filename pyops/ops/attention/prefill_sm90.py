@@ -117,7 +117,7 @@ class PrefillSm90Config:
             min(num_items * self.max_splits, self.min_blocks * device.num_sms),
             128 * (self.consumers + 1),
             shared,
-            **taken(kernel, arguments),
+            **kernel.taken(arguments),
             query_map=panels.map_of_queries(query, heads, item_tokens),
             key_map=map_cache(caches[0], box_tokens),
             value_map=map_cache(caches[1], box_tokens),
@@ -131,7 +131,7 @@ class PrefillSm90Config:
         names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
         combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-item_tokens * heads // _JOIN_WARPS))
-        return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken(_combine, arguments))]
+        return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **_combine.taken(arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""
@@ -166,12 +166,6 @@ def stages_of(
     left -= (code_stages - MIN_CODE_STAGES) * code
     query_stages = 2 if query <= left else 1
     return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
-
-
-def taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that the kernel takes."""
-    taken = {name for _, name in kernel.signature.parameters}
-    return {name: value for name, value in arguments.items() if name in taken}
 
 
 def panels_of(problem: PrefillProblem) -> Panels:

@@ -20,7 +20,6 @@ from .prefill_sm90 import (
     packed_heads,
     section_heads,
     stages_of,
-    taken,
     window_of,
 )
 
@@ -107,7 +106,7 @@ class E4m3Config:
                 min(num_items, device.num_sms),
                 128 * (self.consumers + 1),
                 shared,
-                **taken(kernel, arguments),
+                **kernel.taken(arguments),
                 query_map=panels.map_of_queries(codes, heads, item_tokens),
                 key_map=panels.map_of_cache(caches[0], box_tokens),
                 value_map=panels.map_of_cache(caches[1], box_tokens),
@@ -149,8 +148,7 @@ def widened(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
     num_scales = problem.layout.num_kv_heads if problem.layout.head_scales else 1
     found = {"query": Scratch(max(1, problem.query.nbytes)), "k_scale": Scratch(4 * num_scales)}
     for launch in launches:
-        parameters = {name for _, name in launch.specialisation.kernel.signature.parameters}
-        launch.fixed |= {name: scratch for name, scratch in found.items() if name in parameters}
+        launch.fixed |= launch.specialisation.kernel.taken(found)
         launch.fixed |= {
             name: replace(value, tensor=found["query"])
             for name, value in launch.fixed.items()

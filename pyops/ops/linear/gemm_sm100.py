@@ -60,7 +60,6 @@ class TileConfig:
         constants = problem.constants()
         del constants["COLUMN_ORDER"]
         kernel = problem.kernel(_gemm_sm100)
-        taken = {name for _, name in kernel.signature.parameters}
         return kernel(
             **constants,
             sum_t=int32 if problem.dtype is int8 else float32,
@@ -73,7 +72,7 @@ class TileConfig:
             self.blocks(problem.m, problem.n),
             1,
             group_rows=self.group,
-            **{name: value for name, value in problem.arguments().items() if name in taken},
+            **kernel.taken(problem.arguments()),
         )
 
 

@@ -302,5 +302,4 @@ def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:
 
 def _arguments(problem: GemmProblem, kernel: Kernel) -> dict[str, Any]:
     """The arguments of the problem that the kernel takes. Tensor maps replace the pointers to the operands."""
-    taken = {name for _, name in kernel.signature.parameters}
-    return {name: value for name, value in problem.arguments().items() if name in taken}
+    return kernel.taken(problem.arguments())

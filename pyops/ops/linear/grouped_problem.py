@@ -221,8 +221,7 @@ class GroupedProblem:
         }
         tensors = {**self._tensors(), **others}
         pointers = {f"no_{name}": one or 0 for name, one in tensors.items() if not isinstance(one, TensorArg)}
-        taken = {name for _, name in kernel.signature.parameters}
-        return {name: value for name, value in (found | pointers).items() if name in taken}
+        return kernel.taken(found | pointers)
 
     def max_tiles(self, tile_m: int) -> int:
         """Capacity of the lists, in row tiles."""

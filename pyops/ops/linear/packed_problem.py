@@ -187,7 +187,7 @@ class PackedProblem:
 
     def arguments(self, kernel: Kernel) -> dict[str, Any]:
         """The arguments that the kernel takes, except the op's tensors."""
-        w, taken = self.weight, {name for _, name in kernel.signature.parameters}
+        w = self.weight
         sizes = {"m": self.places, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
         sizes |= {"num_rows": self.m, "num_experts": self.num_weights, "block_size": 1, "top_k": 1}
         steps = self.epilogue.arguments()
@@ -196,7 +196,7 @@ class PackedProblem:
             if w.scale_kind != "products":
                 steps |= {"a_scale_step": 0}
         others = {f"no_{name}": one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
-        return {name: one for name, one in {**sizes, **steps, **others}.items() if name in taken}
+        return kernel.taken({**sizes, **steps, **others})
 
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of such a kernel."""

@@ -219,14 +219,13 @@ def _both(
 
     def launch(segment_states: bool) -> Launch:
         kernel, constants, num_threads, shared = geometry(segment_states)
-        taken = {name for _, name in kernel.signature.parameters}
         return kernel(**constants).launch(
             (row_blocks, num_segments - segment_states),
             num_threads,
             shared,
             segment_states=states,
             segment_decays=decays,
-            **{name: value for name, value in arguments.items() if name in taken},
+            **kernel.taken(arguments),
         )
 
     if num_segments == 1:

@@ -219,8 +219,7 @@ def arguments_of(problem: DeltaProblem, kernel: Kernel) -> dict[str, Any]:
         "beta_stride": 0 if beta is None else token_stride(beta),
         **{f"{name}_stride": token_stride(getattr(tokens, name)) for name in ("o", "q", "k", "v", "g")},
     }
-    taken = {name for _, name in kernel.signature.parameters}
-    return {name: value for name, value in arguments.items() if name in taken}
+    return kernel.taken(arguments)
 
 
 def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
