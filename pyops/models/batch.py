@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,13 @@ class Batch:
     state_slots: Tensor
     has_states: Tensor | None
     num_decodes: int
-    shared: dict[Any, Tensor] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns to the first layer of this pass that asks by this name."""
+        if name not in self.shared:
+            self.shared[name] = compute()
+        return self.shared[name]
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:

@@ -132,7 +132,7 @@ class HyperConnections(NamedTuple):
 
     Attributes:
         streams: their number.
-        iterations: of Sinkhorn and Knopp.
+        iterations: Sinkhorn-Knopp iterations.
         epsilon: added to the coefficients and to their divisors.
     """
 

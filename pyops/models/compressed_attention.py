@@ -109,7 +109,7 @@ class CompressedAttention:
         self.q_norm(q_c)
         self.kv_norm(kv)
         query = self.q(q_c).unflatten(-1, (self.num_heads, LATENT_SIZE))
-        zeros = self._zeros(batch, query)
+        zeros = batch.once("zeros", lambda: query.new_zeros(*query.shape[:2], ROPE_SIZE))
         self._insert(query, kv, cache[1], batch, table, zeros[:, 0])
         weights = self._compress(hidden, batch, cache, table, zeros[:, 0])
         slots, lengths = self._attended(q_c, weights, batch, cache, table)
@@ -128,16 +128,8 @@ class CompressedAttention:
         """The output projection of each group of heads: [groups, o_lora_rank, heads of a group * 512]."""
         return plain_weight(self.o_a, self.o_columns, self.q_norm.weight).unflatten(0, (self.sizes.groups, -1))
 
-    @staticmethod
-    def _zeros(batch: Batch, query: Tensor) -> Tensor:
-        """What queries and keys have after their 512 elements: [num_tokens, num_heads, 64] zeros."""
-        if "zeros" not in batch.shared:
-            batch.shared["zeros"] = query.new_zeros(*query.shape[:2], ROPE_SIZE)
-        found: Tensor = batch.shared["zeros"]
-        return found
-
     def _insert(self, query: Tensor, kv: Tensor, tokens: Tensor, batch: Batch, table: Tensor, zeros: Tensor) -> None:
-        """Normalise and rotate the queries, in at; rotate the keys, and write them to the slots of their tokens."""
+        """Normalise and rotate the queries in place; rotate the keys, and write them to the slots of their tokens."""
         if query.element_size() == 2:
             fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
                 *(query, kv, tokens[..., :LATENT_SIZE], batch.slot_mapping, batch.positions, table),
@@ -157,7 +149,8 @@ class CompressedAttention:
         projected = self.projection(hidden)
         sizes = [size for one in self.compressors for size in one.projected.values()]
         parts = projected.split([*sizes, projected.shape[1] - sum(sizes)], -1)
-        ended = self._ended(batch, cache[1].shape[1], cache[2].shape[1])
+        ratio, block_size, block_keys = self.compression.ratio, cache[1].shape[1], cache[2].shape[1]
+        ended = batch.once(("ended", ratio), lambda: _ended(batch, ratio, block_size, block_keys))
         keys = [
             one(parts[2 * i], parts[2 * i + 1], cache[3 + i], batch, table) for i, one in enumerate(self.compressors)
         ]
@@ -166,42 +159,25 @@ class CompressedAttention:
             indexer_k_quant_and_cache(keys[1], cache[-1], ended, keys[1].shape[1], "auto")
         return parts[-1]
 
-    def _ended(self, batch: Batch, block_size: int, block_keys: int) -> Tensor:
-        """The slot of the compressed key that each token ends, among those of compressed keys; -1 for none."""
-        assert self.compression is not None
-        ratio, name = self.compression.ratio, ("ended", self.compression.ratio)
-        if name not in batch.shared:
-            _, lengths = batch.rows
-            last = (lengths - 1).clamp(min=0)
-            slots = batch.blocks_at(last[:, None] // block_size)[:, 0] * block_keys + last % block_size // ratio
-            batch.shared[name] = torch.where((lengths % ratio == 0) & (lengths > 0), slots, -1)
-        found: Tensor = batch.shared[name]
-        return found
-
     def _attended(
         self, q_c: Tensor, weights: Tensor | None, batch: Batch, cache: tuple[Tensor, ...], table: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The slots that each token attends to, [num_tokens, n] int32 with -1 for none, and how many of them count."""
         block_size, page = cache[1].shape[1], cache[0].shape[1]
-        ratio = 0 if self.compression is None else self.compression.ratio
-        if ("window", page) not in batch.shared:
-            batch.shared["window", page] = self._window(batch, block_size, page)
-        window: Tensor = batch.shared["window", page]
+        window: Tensor = batch.once(("window", page), lambda: self._window(batch, block_size, page))
         if self.compression is None:
             return window, torch.full_like(batch.rows[1], window.shape[1])
-        counts, name = batch.rows[1] // ratio, ("attended", ratio)
+        ratio = self.compression.ratio
         if self.index_q is not None and weights is not None:
+            counts = batch.rows[1] // ratio
             at = self._chosen(q_c, weights, counts, batch, cache[-1], table)
             block_keys = page - block_size
             slots = batch.blocks_at(at.clamp(min=0) // block_keys) * page + block_size + at % block_keys
             slots = torch.where(at >= 0, slots, -1).int()
             return torch.cat((window, slots), 1), window.shape[1] + counts.clamp(max=at.shape[1])
-        if name not in batch.shared:
-            most = batch.block_tables.shape[1] * block_size // ratio
-            ends = torch.arange(1, most + 1, dtype=torch.int64, device=window.device) * ratio - 1
-            slots = batch.block_tables[:, ends // block_size] * page + block_size + ends % block_size // ratio
-            batch.shared[name] = torch.cat((window, slots[batch.rows[0]].int()), 1), window.shape[1] + counts
-        found: tuple[Tensor, Tensor] = batch.shared[name]
+        found: tuple[Tensor, Tensor] = batch.once(
+            ("attended", ratio), lambda: _all_attended(batch, ratio, block_size, page, window)
+        )
         return found
 
     def _window(self, batch: Batch, block_size: int, page: int) -> Tensor:
@@ -221,3 +197,20 @@ class CompressedAttention:
         query = self.index_q(q_c).unflatten(-1, (heads, size))
         rotary_embedding(batch.positions, query, None, size, table, False, size - ROPE_SIZE)
         return best_keys(query, weights.float() * (heads * size) ** -0.5, keys, batch, counts, indexer.top_k)
+
+
+def _ended(batch: Batch, ratio: int, block_size: int, block_keys: int) -> Tensor:
+    """The slot of the compressed key that each token ends, among those of compressed keys; -1 for none."""
+    _, lengths = batch.rows
+    last = (lengths - 1).clamp(min=0)
+    slots = batch.blocks_at(last[:, None] // block_size)[:, 0] * block_keys + last % block_size // ratio
+    return torch.where((lengths % ratio == 0) & (lengths > 0), slots, -1)
+
+
+def _all_attended(batch: Batch, ratio: int, block_size: int, page: int, window: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots of the window and of all compressed keys of each token's sequence, and how many of them count."""
+    most = batch.block_tables.shape[1] * block_size // ratio
+    ends = torch.arange(1, most + 1, dtype=torch.int64, device=window.device) * ratio - 1
+    slots = batch.block_tables[:, ends // block_size] * page + block_size + ends % block_size // ratio
+    sequence, lengths = batch.rows
+    return torch.cat((window, slots[sequence].int()), 1), window.shape[1] + lengths // ratio

@@ -62,7 +62,7 @@ class Streams:
     def __init__(self, embedded: Tensor, settings: HyperConnections, epsilon: float) -> None:
         self.settings, self.epsilon = settings, epsilon
         self.residual = embedded.unsqueeze(1).repeat(1, settings.streams, 1)
-        self._changes: tuple[Tensor, ...] = ()  # the coefficients of the part that `add` ends
+        self._changes: tuple[Tensor, ...] = ()  # the coefficients of the part that has begun
 
     def input(self, connection: HyperConnection, norm: Norm | None, output: Tensor | None) -> Tensor:
         """The input of the next part, normalised; `output` is that of the part before, None for the first."""

@@ -101,13 +101,13 @@ def _mixer(config: Config, i: int, place: Place) -> Mixer:
         return MlpAlone(_mlp(config, i, place))
     if kind not in ("attention", BOTH):
         return StateSpaceLayer(config, place)
+    rope = config.rope_of(i)
     if config.latent is not None:
         shares = config.latent.indexer is not None and config.latent.indexer.shares_at(i)
-        return LatentAttention(config, config.latent, config.rope_of(i), place, shares)
-    rope = config.rope_of(i)
+        return LatentAttention(config, config.latent, rope, place, shares)
     if config.compressed is not None and rope is not None:
         return CompressedAttention(config, config.compressed, config.compressed.layers[i], rope, place)
-    attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
+    attention = Attention(config, config.sliding_windows[i], rope, place)
     return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # The largest M at which skinny_linear is faster than cuBLAS (docs/performance/products.md).
 MAX_SKINNY_ROWS = 1
-# The largest M for which Hopper takes `linear` instead of cuBLAS: its kernels start early and have a constant weight.
+# The largest M for which Hopper takes `linear`, which starts early and prefetches a constant weight, and not cuBLAS.
 _MAX_FEW_ROWS = 64
 
 
@@ -46,11 +46,12 @@ class Linear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        gpu = gpu_of(x)
-        if gpu is not None and not batch_invariant() and x.shape[0] <= MAX_SKINNY_ROWS:
-            return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
-        if gpu is not None and (batch_invariant() or self._are_few(x, gpu)):
-            return linear.new(x, self.weight, self.bias, constant_weight=True)
+        if (gpu := gpu_of(x)) is not None:
+            is_pinned = batch_invariant()
+            if x.shape[0] <= MAX_SKINNY_ROWS and not is_pinned:
+                return skinny_linear.new(x, self.weight, self.bias, constant_weight=True)
+            if is_pinned or self._are_few(x, gpu):
+                return linear.new(x, self.weight, self.bias, constant_weight=True)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
