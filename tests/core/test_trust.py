@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 
-import kernels_cu
 import pyops
 from pyops._core import config
 from pyops._core.errors import DeviceFault
@@ -31,8 +30,8 @@ from pyops.ops.linear import gemm_sm100
 from pyops.ops.linear.gemm_engines import choose
 from pyops.ops.linear.gemm_sm100 import TileConfig
 from tests.core.conftest import Driver
+from tests.support.blackwell import BLACKWELL, mistaken
 
-BLACKWELL = replace(device.model("sm_100"), tiles=True)
 OWN, PORTABLE = "linear/gemm_sm100.cu", "linear/gemm_sm80.cu"
 M, N, K = 40, 72, 200
 INDICES = count(100)  # ordinals of devices: each has loaded nothing yet
@@ -59,13 +58,6 @@ def operands(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(rows, K, generator=generator).bfloat16() for rows in (M, N))
     return torch.empty(M, N, dtype=torch.bfloat16), x, weight
-
-
-def broken(old: str, new: str) -> Kernel:
-    """gemm_sm100.cu with a mistake."""
-    text = kernels_cu.read(OWN)
-    assert text.count(old) == 1
-    return Kernel(OWN, text=text.replace(old, new))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -117,7 +109,7 @@ def test_wrong_kernel_is_disabled(
     blackwell: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, old: str, new: str
 ) -> None:
     """The call and all others have the portable kernel's results, and plans that were made before are gone."""
-    monkeypatch.setattr(gemm_sm100, "_gemm_sm100", broken(old, new))
+    monkeypatch.setattr(gemm_sm100, "_gemm_sm100", mistaken(OWN, old, new))
     out, x, weight = operands()
     norm = pyops.registry["relu2"]
     pyops.relu2(torch.empty(2, 8), torch.ones(2, 8))
@@ -156,7 +148,7 @@ def test_proven_kernel_is_trusted(blackwell: None, monkeypatch: pytest.MonkeyPat
 def test_zeros_prove_little(blackwell: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Dummy operands of a warm-up hide mistakes; but a layer of zeros is not compared for ever."""
     monkeypatch.setattr(
-        gemm_sm100, "_gemm_sm100", broken("row, column, cast<out_t>(x)", "row, column, cast<out_t>(x * x)")
+        gemm_sm100, "_gemm_sm100", mistaken(OWN, "row, column, cast<out_t>(x)", "row, column, cast<out_t>(x * x)")
     )
     out, x, weight = operands()
     assert ran(out, x * 0, weight) == {OWN, PORTABLE}

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import kernels_cu
 import pyops
-from pyops._core import config
-from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops.example import ArgMaker
@@ -22,8 +19,8 @@ from pyops.ops.attention.mla_sm100 import MlaTileConfig
 from tests.ops.attention import test_mla, test_mla_sparse
 from tests.ops.attention.test_mla import MLA
 from tests.ops.attention.test_mla_sparse import SPARSE
-from tests.ops.linear.test_gemm_sm100 import BLACKWELL
 from tests.ops.linear.test_products import needs_compiler
+from tests.support.blackwell import BLACKWELL, forget, mistaken, on_blackwell
 
 FILE, COMBINE = "attention/mla_decode_sm100.cu", "attention/decode_combine.cu"
 
@@ -31,20 +28,10 @@ FILE, COMBINE = "attention/mla_decode_sm100.cu", "attention/decode_combine.cu"
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The host backend in place of a Blackwell GPU, with tiles that fit its stack."""
-    monkeypatch.setitem(device._HOST, 32, BLACKWELL)
     monkeypatch.setattr(mla_sm100, "HEADS", 8)
     monkeypatch.setattr(mla_sm100, "TOKENS", 32)
-    monkeypatch.setenv("PYOPS_TRUST", "1")
-    forget()
-    with config.cpu("kernels"):
+    with on_blackwell(monkeypatch, MLA, SPARSE):
         yield
-    forget()
-
-
-def forget() -> None:
-    for op in MLA, SPARSE:
-        op.forget()
-        op.specialisations.clear()
 
 
 def kernels_of(op: Any) -> set[str]:
@@ -85,7 +72,7 @@ def test_hostile_indices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_use_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYOPS_TRUST")
     for others in {"attention/mla_decode.cu"}, set():
-        forget()
+        forget(MLA, SPARSE)
         test_mla._assert_is_attention(test_mla._call([90, 33], 20, num_kv_splits=1))
         assert kernels_of(MLA) == {FILE, *others}
 
@@ -110,17 +97,14 @@ def attend() -> None:
     """Calls that take every branch of the kernel together, until one is wrong."""
     for heads, page, splits, tokens in ((20, 16, 1, 1), (17, 5, 2, 1), (20, 64, 1, 2)):
         call = test_mla._call([90, 3, 330], heads, page, num_kv_splits=splits)
-        forget()
+        forget(MLA, SPARSE)
         test_mla._assert_is_attention(test_mla._with_tokens(call, tokens) if tokens > 1 else call)
 
 
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    old, new = MISTAKES[mistake]
-    text = kernels_cu.read(FILE)
-    assert text.count(old) == 1
-    monkeypatch.setattr(mla_sm100, "_mla_decode_sm100", Kernel(FILE, text=text.replace(old, new)))
+    monkeypatch.setattr(mla_sm100, "_mla_decode_sm100", mistaken(FILE, *MISTAKES[mistake]))
     with pytest.raises((AssertionError, pyops.KernelFault)):
         attend()
 

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import kernels_cu
 import pyops
 from pyops import tuning
-from pyops._core import config
-from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops.example import ArgMaker
@@ -25,8 +22,8 @@ from pyops.testing import assert_matches_reference
 from tests.ops.attention.test_ragged import RAGGED
 from tests.ops.attention.test_ragged import _call as ragged_call
 from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_call, reference
-from tests.ops.linear.test_gemm_sm100 import BLACKWELL
 from tests.ops.linear.test_products import needs_compiler
+from tests.support.blackwell import BLACKWELL, forget, mistaken, on_blackwell
 
 FILE = "attention/prefill_sm100.cu"
 COUNTS, LENGTHS = [41, 0, 1, 30, 5], [75, 9, 40, 90, 5]
@@ -36,18 +33,9 @@ SMALL = PrefillTileConfig(16, 16)
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The host backend in place of a Blackwell GPU."""
-    monkeypatch.setitem(device._HOST, 32, BLACKWELL)
     monkeypatch.setattr(prefill_sm100, "_MIN_TILE", 16)
-    monkeypatch.setenv("PYOPS_TRUST", "1")
-    forget()
-    with config.cpu("kernels"):
+    with on_blackwell(monkeypatch, VARLEN, RAGGED):
         yield
-    forget()
-
-
-def forget() -> None:
-    for op in VARLEN, RAGGED:
-        op.forget()
 
 
 def assert_is_attention(op: Any, one: PrefillTileConfig, call: dict[str, Any], plain: list[Any]) -> None:
@@ -150,8 +138,7 @@ def test_first_use_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_sm100, "choose", lambda _: SMALL)
     call, _ = paged(head_size=16)
     for others in {"attention/prefill_mma.cu"}, set():
-        VARLEN.forget()
-        VARLEN.specialisations.clear()
+        forget(VARLEN)
         VARLEN.wrapper(**call)
         assert {one.kernel.file for one in VARLEN.specialisations.values()} == {FILE, *others}
 
@@ -195,17 +182,14 @@ def attend() -> None:
     """Calls that take every branch of the kernel together, until one is wrong."""
     for one, heads, head_size, value_size, page, more in (CASES[0], CASES[3], CASES[4]):
         call, plain = paged(heads, head_size=head_size, value_size=value_size, block_size=page)
-        forget()
+        forget(VARLEN, RAGGED)
         assert_is_attention(VARLEN, one, call | more, plain)
 
 
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    old, new = MISTAKES[mistake]
-    text = kernels_cu.read(FILE)
-    assert text.count(old) == 1
-    monkeypatch.setattr(prefill_sm100, "_prefill_sm100", Kernel(FILE, text=text.replace(old, new)))
+    monkeypatch.setattr(prefill_sm100, "_prefill_sm100", mistaken(FILE, *MISTAKES[mistake]))
     with pytest.raises((AssertionError, pyops.KernelFault)):
         attend()
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.ops.linear.gemm_engines import choose
 from pyops.ops.linear.gemm_sm100 import TileConfig
 from tests.ops.linear.test_products import assert_rounded_once, columns, draw, forced, needs_compiler, positive, problem
+from tests.support.blackwell import BLACKWELL
 
-BLACKWELL = replace(device.model("sm_100"), tiles=True)
 # Partial tiles in M, N and K; two groups of row tiles.
 TILES = [
     (TileConfig(64, 16, group=1), 70, 40, 136),

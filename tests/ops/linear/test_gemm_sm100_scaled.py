@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import kernels_cu
 import pyops
-from pyops._core import config
-from pyops._core.launch.kernel import Kernel
-from pyops._core.system import device
 from pyops.ops._shared.fp4_tiles import TILE_ROWS, rounded_up
 from pyops.ops.linear import gemm_sm100_scaled
-from tests.ops.linear.test_gemm_sm100 import BLACKWELL
 from tests.ops.linear.test_grouped_mx import FORMATS, FP4, MX8, call, case, draw_codes, draw_scales, exact
 from tests.ops.linear.test_products import assert_rounded_once, needs_compiler
+from tests.support.blackwell import mistaken, on_blackwell
 
 FILE = "linear/gemm_sm100_scaled.cu"
 OPS = "cutlass_scaled_fp4_mm", *FORMATS
@@ -25,19 +21,10 @@ OPS = "cutlass_scaled_fp4_mm", *FORMATS
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host backend in place of a Blackwell GPU, with tiles that fit its stack."""
-    monkeypatch.setitem(device._HOST, 32, BLACKWELL)
     monkeypatch.setattr(gemm_sm100_scaled, "TILE_M", 32)
     monkeypatch.setattr(gemm_sm100_scaled, "_TILES_N", (16,))
-    monkeypatch.setenv("PYOPS_TRUST", "1")
-    forget()
-    with config.cpu("kernels"):
+    with on_blackwell(monkeypatch, *(pyops.registry[name] for name in OPS)):
         yield
-    forget()
-
-
-def forget() -> None:
-    for name in OPS:
-        pyops.registry[name].forget()
 
 
 def dense(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,10 +102,7 @@ MISTAKES = {
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    old, new = MISTAKES[mistake]
-    text = kernels_cu.read(FILE)
-    assert text.count(old) == 1
-    monkeypatch.setattr(gemm_sm100_scaled, "_gemm_sm100_scaled", Kernel(FILE, text=text.replace(old, new)))
+    monkeypatch.setattr(gemm_sm100_scaled, "_gemm_sm100_scaled", mistaken(FILE, *MISTAKES[mistake]))
     with pytest.raises((AssertionError, pyops.KernelFault)):
         assert_rounded_once(*grouped(FP4, [5, 0, 131], 40, 576))
 

@@ -9,20 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import kernels_cu
 import pyops
 from pyops._core import config
-from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.ops.linear import grouped_sm100
 from pyops.ops.linear.grouped_engines import choose
 from pyops.ops.linear.grouped_sm100 import GroupedTileConfig
 from pyops.testing import canaries
-from tests.ops.linear.test_gemm_sm100 import BLACKWELL
 from tests.ops.linear.test_grouped import BF16, FP8, INT8, Case, forced
 from tests.ops.linear.test_grouped_choice import deepseek, mixtral, problem
 from tests.ops.linear.test_products import assert_rounded_once, draw, needs_compiler, positive
+from tests.support.blackwell import BLACKWELL, mistaken
 
 FILE = "linear/grouped_gemm_sm100.cu"
 SWAPPED, PLAIN = GroupedTileConfig(16, 32), GroupedTileConfig(64, 16)
@@ -131,10 +129,7 @@ MISTAKES = {
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    old, new = MISTAKES[mistake]
-    text = kernels_cu.read(FILE)
-    assert text.count(old) == 1
-    monkeypatch.setattr(grouped_sm100, "_grouped_gemm_sm100", Kernel(FILE, text=text.replace(old, new)))
+    monkeypatch.setattr(grouped_sm100, "_grouped_gemm_sm100", mistaken(FILE, *MISTAKES[mistake]))
     made = Case(20, 256, 144, "silu", FP8, "block", 32, with_bias=True)
     used = int(made.lists[2])  # of slots after them nothing may be written
     made.lists[0][used:], made.lists[1][used // 32 :] = 0, (made.ids[0, 0] + 1) % 3
