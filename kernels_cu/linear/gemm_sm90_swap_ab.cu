@@ -32,7 +32,6 @@
 //     TILE_N        rows of b of a tile: a multiple of 8, GATED of 16, at most 256
 //     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
 //     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
-//     CONSTANT_WEIGHT    the previous kernel does not write b: the first k-tiles of b are loaded while it runs
 // If accumulators are reduced across CTAs or warpgroups, there are as many clusters as tiles.
 
 #include "cluster.cuh"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
-from ..._core.op.planner import Result
-from ..._core.system.lazy import torch
 from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
-from .gemm_problem import check_linear
+from .gemm_problem import activated, check_linear, linear_result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,19 +42,10 @@ def linear(
     x = input.double() @ weight.double().T
     if bias is not None:
         x = x + bias.reshape(-1).double()
-    if activation == "gelu":
-        x = torch.nn.functional.gelu(x)
-    elif activation == "silu_and_mul":
-        gate, up = x.chunk(2, -1)
-        x = torch.nn.functional.silu(gate) * up
-    out.copy_(x)
+    out.copy_(activated(x, activation))
 
 
-@linear.result
-def result_linear(input: TensorArg, weight: TensorArg, activation: str) -> Result:
-    check.sizes(weight, output_size=None, hidden_size=check.row_size(input))
-    output_size = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
-    return Result((*input.shape[:-1], output_size), input.dtype)
+linear.result(linear_result)
 
 
 @linear.plan

@@ -167,7 +167,7 @@ def _simt_us(config: GemmSimtConfig, shape: GemmShape, device: Device, rates: Ge
 
 def _gemv_refusal(shape: GemmShape, device: Device) -> str | None:
     if not shape.is_plain or shape.dtype is not shape.out_dtype or shape.dtype not in FLOATS:
-        return "it has no epilogue but a bias, and one float dtype"
+        return "its epilogue has at most a bias and an activation, and there is one float dtype"
     if not shape.rows_are_dense or shape.k == 0:
         return "elements of a row are apart, or there are none"
     return None if shape.m <= skinny_linear.MAX_ROWS else f"it is for at most {skinny_linear.MAX_ROWS} rows"

@@ -7,16 +7,21 @@ the epilogue (`gemm_epilogue.cuh` has the formula), `GemmProblem` the whole GEMM
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import check, tuning
 from ..._core.launch.kernel import Kernel
 from ..._core.launch.scratch import Scratch
+from ..._core.op.planner import Result
 from ..._core.system.device import Device
+from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import DType, float32, int8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import products
 from .._shared.packed_layouts import ColumnOrder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCALE_BLOCK = 128  # block-scaled GEMM: elements of K, and rows of b, under one scale
 # Stages in shared memory where registers hold loads: one is multiplied while the next is loaded to registers.
@@ -118,10 +123,9 @@ class Epilogue:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the epilogue only converts accumulators, and adds at most a per-column bias."""
+        """Whether the epilogue adds at most a per-column bias to accumulators, activates and converts them."""
         tensors = (self.a_scales, self.b_scales, self.azp_adj)
-        natural = self._bias in (0, 1) and self.column_order == "natural"
-        return tensors == (None, None, None) and natural and self.activation == "none"
+        return tensors == (None, None, None) and self._bias in (0, 1) and self.column_order == "natural"
 
     @property
     def is_gated(self) -> bool:
@@ -296,6 +300,23 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
     """A bias with one element per column, given in any shape, as [columns]."""
     check.elements(bias, dtype, columns)
     return None if bias is None else replace(bias, shape=(columns,), strides=(1,))
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """One of `ACTIVATIONS` of the rows of `x`, as references compute it."""
+    if activation == "gelu":
+        return torch.nn.functional.gelu(x)
+    if activation == "silu_and_mul":
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    return x
+
+
+def linear_result(input: TensorArg, weight: TensorArg, activation: str) -> Result:
+    """The result of a linear layer and its activation."""
+    check.sizes(weight, output_size=None, hidden_size=check.row_size(input))
+    output_size = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
+    return Result((*input.shape[:-1], output_size), input.dtype)
 
 
 def check_linear(

@@ -13,7 +13,8 @@ from ..._core.tensors.dtypes import E4M3, float32, int8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning, RowVectors
-from ._common import example_weight, rms
+from .._shared.norms import rms
+from ._common import example_weight
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from ..._core.tensors.dtypes import float16, float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from .._shared.geometry import RowTuning
-from ._common import example_weight, rms
+from .._shared.norms import rms
+from ._common import example_weight
 
 if TYPE_CHECKING:
     from torch import Tensor

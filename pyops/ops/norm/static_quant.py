@@ -12,7 +12,8 @@ from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
-from ._common import example_weight, rms
+from .._shared.norms import rms
+from ._common import example_weight
 from .rms import FUSED_ADD_RMS_NORM, RMS_NORM
 
 if TYPE_CHECKING:

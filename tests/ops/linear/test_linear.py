@@ -68,6 +68,32 @@ def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("hidden_size", [8, 776, 8200])
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu_and_mul"])
+def test_norm_and_activation(activation: str, hidden_size: int, device: str) -> None:
+    """The norm is that of `rms_norm`; gates and ups are not rounded. Rows that registers hold, and longer ones."""
+    rows, dtype = 30, torch.bfloat16
+    x, weight = (draw(n, hidden_size, dtype=dtype, device=device, seed=n) for n in (3, rows))
+    weight *= hidden_size**-0.5
+    scale, bias = (draw(n, dtype=dtype, device=device, seed=9) for n in (hidden_size, rows))
+    normalised = torch.empty_like(x)
+    pyops.rms_norm(normalised, x, scale, 1e-3)
+    exact = torch.nn.functional.linear(normalised.double(), weight.double(), bias.double())
+    if activation == "gelu":
+        exact = torch.nn.functional.gelu(exact)
+    elif activation == "silu_and_mul":
+        exact = torch.nn.functional.silu(exact[:, : rows // 2]) * exact[:, rows // 2 :]
+    out = x.new_full(exact.shape, torch.nan)
+    options = {"activation": activation, "norm_weight": scale, "epsilon": 1e-3}
+    pyops.skinny_linear(out, x, weight, bias, constant_weight=True, **options)
+    # A sum of squares in another order may round an element of the norm to its neighbour.
+    torch.testing.assert_close(out.double(), exact, rtol=2.0**-8, atol=2.0**-9)
+    plain = torch.empty_like(out)
+    pyops.skinny_linear(plain, normalised, weight, bias, activation=activation)
+    torch.testing.assert_close(plain.double(), exact, rtol=2.0**-8, atol=2.0**-14)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_larger_tensors(device: str) -> None:
     """Gaps after rows hold NaN and stay as they are; leading dimensions are tokens."""
     whole = draw(2, 3, 136, dtype=torch.bfloat16, device=device)
@@ -99,6 +125,8 @@ def test_refused() -> None:
         ((out, x, torch.ones(3, 9)), "weight: expected shape (output_size=3, hidden_size=8), got (3, 9)"),
         ((torch.empty(3, 3), x, weight), "out: expected the leading dimensions of input, (2,), got shape (3, 3)"),
         ((out, x, weight.half()), "weight: expected dtype float32, got float16"),
+        ((out, x, weight, None, False, "tanh"), "activation: expected none or gelu or silu_and_mul, got tanh"),
+        ((out, x, weight, None, False, "none", x[0, :7]), "norm_weight: expected 8 elements, got shape (7,)"),
         ((out, x, weight, torch.ones(2)), "bias: expected 3 elements, got shape (2,)"),
         ((out, x[:, :0], torch.ones(3, 0)), "input: expected rows of at least one element, got shape (2, 0)"),
         ((out, x, torch.ones(8, 3).T), "weight: expected a last dimension of stride 1, got strides (1, 3)"),

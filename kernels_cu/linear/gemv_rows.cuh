@@ -1,0 +1,91 @@
+// gemv_rows.cuh: dot products of rows of a weight with rows of the input, for gemv.cu and gemv_experts.cu.
+//
+// SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
+// BATCH vectors per lane, adjacent lanes take adjacent vectors. A warp issues the loads of its next chunk before it
+// multiplies the current one; the input stays in the L1 cache.
+//
+// Constants:
+//     HIDDEN_SIZE   K, the length of each dot product
+//     TOKENS        rows of the input that a block multiplies
+//     SPLIT         warps that share a row of the weight; divides the warps of a block
+//     BATCH         vectors per lane in a chunk
+
+#pragma once
+#include "reduce.cuh"
+#include "vec.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE, BLOCK_ROWS = NUM_WARPS / SPLIT;
+constexpr int VECS = HIDDEN_SIZE / VEC_SIZE, CHUNK = SPLIT * BATCH * WARP_SIZE, CHUNKS = ceil_div(VECS, CHUNK);
+
+// The index within the row of the thread's vector `b` of chunk `chunk`.
+DEVICE int vector_of(int chunk, int b) {
+    return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE +
+           int(threadIdx.x) % WARP_SIZE;
+}
+DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
+
+// Loads the thread's vectors of a chunk of a row. Vectors out of range are replaced by the first one, so that the loads
+// need no branch; their results are not used.
+DEVICE void load_chunk(vec_t (&w)[BATCH], const scalar_t* row, int chunk) {
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+        w[b] = vec_t::load_once(row + int64_t(exists(chunk, b) ? vector_of(chunk, b) : 0) * VEC_SIZE);
+    }
+}
+
+// Multiplies rows 0 to num_rows - 1 of the warp, one after the other. All warps of a block have the same number.
+//
+//     row(i)          the address of row i of the weight, which can be read for every i >= 0
+//     input(i, t)     the address of row t of the input of row i
+//     done(i, sums)   is called by all threads with the TOKENS dot products of row i
+//
+// `next` holds chunk 0 of row 0.
+template <typename Row, typename Input, typename Done>
+DEVICE void multiply_rows(vec_t (&next)[BATCH], int num_rows, Row row, Input input, Done done) {
+    __shared__ float partial[2][NUM_WARPS][TOKENS];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    float sums[TOKENS] = {};
+#pragma unroll 1
+    for (int step = 0; step < num_rows * CHUNKS; ++step) {
+        const int i = step / CHUNKS, chunk = step % CHUNKS;
+        vec_t w[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) w[b] = next[b];
+        if (step + 1 < num_rows * CHUNKS) load_chunk(next, row((step + 1) / CHUNKS), (step + 1) % CHUNKS);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (!exists(chunk, b)) continue;
+            float v[VEC_SIZE];
+            w[b].to_floats(v);
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                float x[VEC_SIZE];
+                Vec<input_t, VEC_SIZE>::load(input(i, t) + int64_t(vector_of(chunk, b)) * VEC_SIZE).to_floats(x);
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) sums[t] = fmaf(v[j], x[j], sums[t]);
+            }
+        }
+        if (CHUNKS > 1 && chunk < CHUNKS - 1) continue;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) sums[t] = lane_reduce<Sum, WARP_SIZE>(sums[t]);
+        if constexpr (SPLIT > 1) {
+            // `partial` is double-buffered: other warps may still read the partial sums of the previous row.
+            float (&warp_sums)[NUM_WARPS][TOKENS] = partial[i % 2];
+            if (lane == 0) {
+#pragma unroll
+                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = sums[t];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                sums[t] = 0.0f;
+#pragma unroll
+                for (int w = 0; w < SPLIT; ++w) sums[t] += warp_sums[warp / SPLIT * SPLIT + w][t];
+            }
+        }
+        done(i, sums);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) sums[t] = 0.0f;
+    }
+}
