@@ -5231,8 +5231,11 @@ class _skinny_linear(_Attributes, Protocol):
         weight: Tensor,
         bias: Tensor | None = None,
         constant_weight: bool = False,
+        activation: str = 'none',
+        norm_weight: Tensor | None = None,
+        epsilon: float = 1e-06,
     ) -> None:
-        """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
+        """A linear layer for small M: ``out = f(norm(input) @ weight.T + bias)``, accumulated in float32 and rounded once.
 
         It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
         faster. The weight is read once for every four rows of `input`. Each lane of a warp accumulates a part of a dot
@@ -5243,14 +5246,26 @@ class _skinny_linear(_Attributes, Protocol):
             out: [..., output_size], written; constant row stride.
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype; constant row stride.
-            bias: of the same dtype, contiguous, output_size elements; or None.
-            constant_weight: a promise that no kernel which may still run when this one starts writes `weight`, as is so for
-                the weights of a model. The kernel then loads it while the previous kernel runs. If that kernel does write
-                `weight`, the result may be that of the old values.
+            bias: of the same dtype, contiguous, an element for each row of weight; or None.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `weight` or
+                `norm_weight`, as is so for the weights of a model. The kernel then loads them while the previous kernel
+                runs. If that kernel does write them, the result may be that of the old values.
+            activation: "none", "gelu" or "silu_and_mul", as of `linear`; with the last, weight has 2 * output_size rows.
+            norm_weight: [hidden_size] of the same dtype, contiguous: input is normalised and rounded as by `rms_norm`; or
+                None for no norm. Rows have at most 32 KB then.
+            epsilon: of the norm.
         """
     @staticmethod
-    def new(input: Tensor, weight: Tensor, bias: Tensor | None = None, constant_weight: bool = False) -> Tensor:
-        """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
+    def new(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        constant_weight: bool = False,
+        activation: str = 'none',
+        norm_weight: Tensor | None = None,
+        epsilon: float = 1e-06,
+    ) -> Tensor:
+        """A linear layer for small M: ``out = f(norm(input) @ weight.T + bias)``, accumulated in float32 and rounded once.
 
         It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
         faster. The weight is read once for every four rows of `input`. Each lane of a warp accumulates a part of a dot
@@ -5260,10 +5275,14 @@ class _skinny_linear(_Attributes, Protocol):
         Args:
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype; constant row stride.
-            bias: of the same dtype, contiguous, output_size elements; or None.
-            constant_weight: a promise that no kernel which may still run when this one starts writes `weight`, as is so for
-                the weights of a model. The kernel then loads it while the previous kernel runs. If that kernel does write
-                `weight`, the result may be that of the old values.
+            bias: of the same dtype, contiguous, an element for each row of weight; or None.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `weight` or
+                `norm_weight`, as is so for the weights of a model. The kernel then loads them while the previous kernel
+                runs. If that kernel does write them, the result may be that of the old values.
+            activation: "none", "gelu" or "silu_and_mul", as of `linear`; with the last, weight has 2 * output_size rows.
+            norm_weight: [hidden_size] of the same dtype, contiguous: input is normalised and rounded as by `rms_norm`; or
+                None for no norm. Rows have at most 32 KB then.
+            epsilon: of the norm.
 
         Returns:
             out: [..., output_size].
@@ -7988,6 +8007,116 @@ class _awq_marlin_moe_repack(_Attributes, Protocol):
         """
 
 awq_marlin_moe_repack: _awq_marlin_moe_repack
+
+class _skinny_experts(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        topk_ids: Tensor,
+        bias: Tensor | None = None,
+        activation: str = 'none',
+    ) -> None:
+        """The first GEMM of a layer of experts for few tokens.
+
+        ``out[t * top_k + j] = f(input[t] @ weight[e].T + bias[e])`` with e ``topk_ids[t, j]``. It is meant for the decode
+        step of one sequence: choices need not be sorted, and each reads the weight of its expert; with more tokens, which
+        share experts, `grouped_gemm` is faster. Sums are in float32 and rounded once. Rows of experts that do not exist are
+        zeros.
+
+        Args:
+            out: [num_tokens * top_k, N], written; constant row stride.
+            input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
+            weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+            bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
+            activation: one of those of `grouped_gemm`.
+        """
+    @staticmethod
+    def new(
+        input: Tensor,
+        weight: Tensor,
+        topk_ids: Tensor,
+        bias: Tensor | None = None,
+        activation: str = 'none',
+    ) -> Tensor:
+        """The first GEMM of a layer of experts for few tokens.
+
+        ``out[t * top_k + j] = f(input[t] @ weight[e].T + bias[e])`` with e ``topk_ids[t, j]``. It is meant for the decode
+        step of one sequence: choices need not be sorted, and each reads the weight of its expert; with more tokens, which
+        share experts, `grouped_gemm` is faster. Sums are in float32 and rounded once. Rows of experts that do not exist are
+        zeros.
+
+        Args:
+            input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
+            weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+            bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
+            activation: one of those of `grouped_gemm`.
+
+        Returns:
+            out: [num_tokens * top_k, N].
+        """
+
+skinny_experts: _skinny_experts
+
+class _skinny_experts_sum(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+    ) -> None:
+        """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
+
+        ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
+        ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
+        rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
+        write them. It is meant to be `skinny_experts`, which does not.
+
+        Args:
+            out: [num_tokens, N], written; constant row stride. It may be `addend`.
+            input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+            weight: [num_experts, N, K] of the same dtype.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+            topk_weights: [num_tokens, top_k] float32, contiguous.
+            bias: [num_experts, N] of the same dtype, contiguous; or None.
+            addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+        """
+    @staticmethod
+    def new(
+        input: Tensor,
+        weight: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+    ) -> Tensor:
+        """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
+
+        ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
+        ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
+        rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
+        write them. It is meant to be `skinny_experts`, which does not.
+
+        Args:
+            input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+            weight: [num_experts, N, K] of the same dtype.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+            topk_weights: [num_tokens, top_k] float32, contiguous.
+            bias: [num_experts, N] of the same dtype, contiguous; or None.
+            addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+
+        Returns:
+            out: [num_tokens, N]. It may be `addend`.
+        """
+
+skinny_experts_sum: _skinny_experts_sum
 
 class _cutlass_sparse_compress(_Attributes, Protocol):
     def __call__(

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from .._core.errors import OpError
 from .._core.tensors.tensor import new
 from ..ops.linear.grouped_problem import ACTIVATIONS
+from ..ops.linear.skinny_experts import skinny_experts, skinny_experts_sum
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from ..ops.moe.rows import moe_sum_experts
+from ..tuning import batch_invariant
 from .expert_products import clamp_limit_of, codes_of, multiply_experts
 
 if TYPE_CHECKING:
@@ -136,10 +138,12 @@ def experts_into(
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """`fused_experts` into `out`, which may share the memory of `hidden_states`.
 
     Args:
+        addend: [num_tokens, hidden_size] of the dtype of `out`, added to the result; None for none. Not `out`.
         out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
         hidden_states, a1_scale: of the dtype of `out`, and None; or quantized, and its scales, as in
             `multiply_experts`.
@@ -159,12 +163,43 @@ def experts_into(
         return
     num_rows, intermediate_size = num_tokens * topk, w2.shape[2] * per_byte
     between = new(out, (num_rows, intermediate_size))
+    is_plain = config.quant_dtype is None and codes_of(config) is None and not limited and a1_scale is None
+    if num_tokens == 1 and is_plain and expert_map is None and not (apply_router_weight_on_input or batch_invariant()):
+        _of_one_token(out, between, hidden_states, w1, w2, topk_weights, topk_ids, activation, config, addend)
+        return
     first = new(out, (num_rows, 2 * intermediate_size)) if limited else between
     of_choices = new(out, (num_rows, hidden_size))
     weights = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
     options = activation, global_num_experts, expert_map, config, a1_scale
     multiply_experts(of_choices, between, first, hidden_states, w1, w2, topk_ids, weights, *options)
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
+    if addend is not None:
+        out += addend
+
+
+def _of_one_token(
+    out: Tensor,
+    between: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    config: FusedMoEQuantConfig,
+    addend: Tensor | None,
+) -> None:
+    """`experts_into` for one token, whose experts share no rows: two launches without a sort."""
+    try:
+        skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation)
+    except OpError as error:
+        names = {"input": "hidden_states", "weight": "w1", "bias": "w1_bias", "out": "hidden_states"}
+        raise error.within("fused_experts", names) from None
+    try:
+        skinny_experts_sum(out, between, w2, topk_ids, topk_weights, config.w2_bias, addend)
+    except OpError as error:
+        names = {"input": "hidden_states", "weight": "w2", "bias": "w2_bias", "out": "hidden_states"}
+        raise error.within("fused_experts", names) from None
 
 
 def _check(

@@ -1,0 +1,141 @@
+// gemv_experts: one of the two GEMMs of a layer of experts for decode (few tokens), bound by reading the weights.
+//
+//     SUMS false: out[t, j, n] = T(f(x[n]))
+//                 x[n] = sum_k input[t, k] * weight[e, n, k] + bias[e, n]
+//                 with GATED 1 T(f(x[n], x[output_size + n])), with GATED 2 T(f(x[2 n], x[2 n + 1]))
+//     SUMS true:  out[t, n] = T(addend[t, n] + sum_j topk_weights[t, j] * x[j, n])
+//                 x[j, n] = sum_k input[t, j, k] * weight[e, n, k] + bias[e, n]
+//
+// e is topk_ids[t, j]. All sums are in float32; T is the dtype of all tensors but ids and topk_weights. A choice j with
+// an expert that does not exist has a row of zeros, or adds nothing. Unlike in a grouped GEMM, tokens with the same
+// expert read its weights once each.
+//
+// Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
+// choices of all tokens (SUMS false) or the tokens (SUMS true), for which a warp multiplies row n of one expert after
+// the other. Whoever launches this kernel promises that no kernel which may still run writes the weights; with SUMS,
+// nor topk_ids: the first chunk is then loaded while the previous kernel runs.
+//
+// Constants:
+//     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
+//     input_t       element type of input: scalar_t
+//     id_t          element type of topk_ids
+//     TOP_K         choices of a token
+//     SUMS          whether the choices of a token are added
+//     HAS_BIAS, HAS_ADDEND    false when they are null
+//     ACTIVATION    f, a function expert_* of gemm_activation.cuh
+//     GATED         order of gates and ups in the rows of a weight: 0 no gates, 1 gates first, 2 alternating
+
+#include "gemm_activation.cuh"
+#include "gemv_rows.cuh"
+
+// Rows of the weights for each column of out.
+constexpr int OUT_ROWS = SUMS ? TOP_K : GATED ? 2 : 1;
+constexpr int CHOICES = SUMS ? TOP_K : 1;  // choices of the block
+
+// The column of out that row i of the warp contributes to.
+DEVICE int64_t column_of(int i) {
+    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
+}
+
+// The row of an expert's weight, or the element of its bias, for row i of the warp.
+DEVICE int64_t expert_row(int i, int64_t column, int64_t output_size) {
+    if constexpr (SUMS || GATED == 0) return column;
+    return GATED == 2 ? 2 * column + i % OUT_ROWS : column + i % OUT_ROWS * output_size;
+}
+
+// Finds the experts of the block's choices.
+DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_experts) {
+    for (int j = threadIdx.x; j < CHOICES; j += NUM_THREADS) {
+        const int64_t id = load_fresh(topk_ids + int64_t(blockIdx.y) * CHOICES + j);
+        experts[j] = id < 0 || id >= num_experts ? -1 : id;
+    }
+    __syncthreads();
+}
+
+// The rows of the weights that the warp multiplies.
+struct WeightRows {
+    const int64_t* experts;
+    int64_t output_size, weight_stride, expert_stride;
+
+    // The offset of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
+    DEVICE int64_t offset(int i) const {
+        const int64_t column = column_of(i) < output_size ? column_of(i) : output_size - 1;
+        const int64_t expert = experts[SUMS ? i % OUT_ROWS : 0];
+        return (expert < 0 ? 0 : expert) * expert_stride + expert_row(i, column, output_size) * weight_stride;
+    }
+};
+
+// Loads the first chunk to registers before the previous kernel has ended.
+DEVICE void prefetch_row(vec_t (&next)[BATCH], int64_t* experts, const WeightRows& weights, const scalar_t* weight,
+                         const id_t* topk_ids, int64_t num_experts) {
+    find_experts(experts, topk_ids, num_experts);
+    load_chunk(next, weight + weights.offset(0), 0);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or [num_tokens, output_size]
+             const scalar_t* input,      // [num_tokens, HIDDEN_SIZE], or [num_tokens, TOP_K, HIDDEN_SIZE]
+             const scalar_t* weight,     // [num_experts, rows, HIDDEN_SIZE]
+             const id_t* topk_ids,       // [num_tokens, TOP_K]
+             const float* topk_weights,  // [num_tokens, TOP_K]
+             const scalar_t* bias,       // [num_experts, rows]
+             const scalar_t* addend,     // [num_tokens, output_size]
+             int64_t num_experts, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t addend_stride,
+             int64_t weight_stride, int64_t expert_stride, int64_t bias_stride) {
+    __shared__ int64_t experts[CHOICES];  // -1 where there is none
+    __shared__ float factors[CHOICES];
+    const WeightRows weights{experts, output_size, weight_stride, expert_stride};
+    vec_t next[BATCH];
+    if constexpr (SUMS) prefetch_row(next, experts, weights, weight, topk_ids, num_experts);
+    await_previous_kernel();
+    const auto row = [&](int i) { return weight + weights.offset(i); };
+    if constexpr (SUMS) {
+        for (int j = threadIdx.x; j < CHOICES; j += NUM_THREADS) {
+            factors[j] = topk_weights[int64_t(blockIdx.y) * CHOICES + j];
+        }
+        __syncthreads();
+    } else {
+        find_experts(experts, topk_ids, num_experts);
+        if (experts[0] < 0) {
+            for (int64_t n = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x; n < output_size;
+                 n += int64_t(gridDim.x) * NUM_THREADS) {
+                out[blockIdx.y * out_stride + n] = from_float<scalar_t>(0.0f);
+            }
+            return;
+        }
+        load_chunk(next, row(0), 0);
+    }
+    const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
+    const int num_rows = blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
+    const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
+    const auto token = [&](int i, int) {
+        if constexpr (SUMS) return input + (int64_t(blockIdx.y) * TOP_K + i % OUT_ROWS) * input_stride;
+        return input + int64_t(blockIdx.y / TOP_K) * input_stride;
+    };
+    const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
+        if (!HAS_ADDEND || !stores || column_of(i) >= output_size) return 0.0f;
+        return to_float(addend[blockIdx.y * addend_stride + column_of(i)]);
+    };
+    float kept = start(0);  // the gate, or the sum of the choices so far
+    const auto done = [&](int i, const float (&sums)[TOKENS]) {
+        const int64_t column = column_of(i), expert = experts[SUMS ? i % OUT_ROWS : 0];
+        if (!stores || column >= output_size) return;
+        float x = sums[0];
+        if (HAS_BIAS && expert >= 0) x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
+        const bool is_last = i % OUT_ROWS == OUT_ROWS - 1;
+        if constexpr (SUMS) {
+            if (expert >= 0) kept = fmaf(factors[i % OUT_ROWS], x, kept);
+            if (is_last) {
+                out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
+                kept = start(i + 1);
+            }
+        } else {
+            if (is_last) {
+                out[blockIdx.y * out_stride + column] =
+                    from_float<scalar_t>(GATED ? ACTIVATION<scalar_t>(kept, x) : ACTIVATION<scalar_t>(x, x));
+            }
+            kept = x;
+        }
+    };
+    multiply_rows(next, num_rows, row, token, done);
+}

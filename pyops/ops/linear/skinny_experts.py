@@ -1,0 +1,304 @@
+"""The two GEMMs of a layer of experts for few tokens, without tensor cores (GEMV)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32
+from ..._core.tensors.tensor import TensorArg
+from .grouped import activated
+from .grouped_problem import ACTIVATIONS
+from .skinny_linear import SkinnyConfig, config_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..._core.system.device import Device
+
+__all__ = ["skinny_experts", "skinny_experts_sum"]
+
+_gemv_experts = Kernel("linear/gemv_experts.cu")
+_MAX_CHOICES = 65535  # most choices of all tokens: blockIdx.y counts them
+_MAX_TOP_K = 1024  # most choices of a token, kept in shared memory
+_EXAMPLE_EXPERTS = 5
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """A GEMM of gemv_experts.cu: rows of the input times the weights of their experts.
+
+    Attributes:
+        out: [num_tokens * top_k, N], or [num_tokens, N] for a sum.
+        input: [num_tokens, K], or [num_tokens * top_k, K] for a sum.
+        weight: [num_experts, rows, K].
+        ids: [num_tokens, top_k].
+        bias: [num_experts, rows] or None.
+        activation: one of `ACTIVATIONS`.
+        is_sum: whether the choices of a token are added.
+    """
+
+    out: TensorArg
+    input: TensorArg
+    weight: TensorArg
+    ids: TensorArg
+    bias: TensorArg | None
+    activation: str = "none"
+    is_sum: bool = False
+
+    def __post_init__(self) -> None:
+        out, input, weight = self.out, self.input, self.weight
+        check.floating(input)
+        if self.activation not in ACTIVATIONS:
+            raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {self.activation}")
+        check.index(self.ids, num_tokens=None, top_k=None)
+        check.contiguous(self.ids)
+        num_tokens, top_k = self.ids.shape
+        choices = num_tokens * top_k
+        if not 1 <= top_k <= _MAX_TOP_K:
+            raise self.ids.error(f"expected 1 to {_MAX_TOP_K} choices of a token, got shape {self.ids.shape}")
+        check.sizes(input, rows=choices if self.is_sum else num_tokens, hidden_size=None)
+        check.sizes(out, rows=num_tokens if self.is_sum else choices, output_size=None)
+        columns, hidden_size = check.row_size(out), check.row_size(input)
+        if not hidden_size:
+            raise input.error(f"expected rows of at least one element, got shape {input.shape}")
+        rows = columns * 2 if ACTIVATIONS[self.activation] else columns
+        check.sizes(weight, num_experts=None, rows=rows, hidden_size=hidden_size)
+        if not weight.shape[0]:
+            raise weight.error(f"expected at least one expert, got shape {weight.shape}")
+        for one in (out, weight):
+            check.dtype(one, input.dtype)
+            check.row_size(one)
+        if self.bias is not None:
+            check.shape(self.bias, input.dtype, num_experts=weight.shape[0], rows=rows)
+            check.contiguous(self.bias)
+        if choices > _MAX_CHOICES:
+            raise self.ids.error(f"expected at most {_MAX_CHOICES} choices, got shape {self.ids.shape}")
+
+    def bucket(self) -> str:
+        num_experts, rows, hidden_size = self.weight.shape
+        return f"choices={tuning.power_of_two(self.ids.numel)} weight={num_experts}x{rows}x{hidden_size}"
+
+    def launch(self, topk_weights: TensorArg | None = None, addend: TensorArg | None = None) -> Launch:
+        """The launch; with `topk_weights` for a sum."""
+        device, columns = self.out.device, self.out.shape[1]
+        config = tuning.config(self.out.op, self, device, choose)
+        rows = self.out.shape[0]
+        absent = {} if self.is_sum else {"topk_weights": 0, "addend": 0}
+        return _gemv_experts(
+            scalar_t=self.input.dtype,
+            input_t=self.input.dtype,
+            id_t=self.ids.dtype,
+            HIDDEN_SIZE=self.input.shape[1],
+            VEC_SIZE=config.vec_size,
+            TOKENS=1,
+            SPLIT=config.split,
+            BATCH=config.batch,
+            TOP_K=self.ids.shape[1],
+            SUMS=self.is_sum,
+            HAS_BIAS=self.bias is not None,
+            HAS_ADDEND=addend is not None,
+            ACTIVATION=f"expert_{self.activation}",
+            GATED=ACTIVATIONS[self.activation],
+            NUM_THREADS=config.num_threads,
+            MIN_BLOCKS=config.min_blocks,
+        ).launch(
+            grid=(config.num_blocks(columns, device, rows), rows),
+            block=config.num_threads,
+            num_experts=self.weight.shape[0],
+            output_size=columns,
+            out_stride=check.row_stride(self.out),
+            input_stride=check.row_stride(self.input),
+            addend_stride=0 if addend is None else check.row_stride(addend),
+            weight_stride=self.weight.strides[1],
+            expert_stride=self.weight.strides[0],
+            bias_stride=0 if self.bias is None else self.bias.shape[1],
+            **absent,
+        )
+
+
+def choose(problem: ExpertRows, device: Device) -> SkinnyConfig:
+    hidden_size = problem.input.shape[1]
+    vec_size = check.vector_width(hidden_size, problem.input, problem.weight)
+    return config_of(hidden_size, vec_size, several=False, warp_size=device.warp_size)
+
+
+@op(out="out", atol=2.0**-18)
+def skinny_experts(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+) -> None:
+    """The first GEMM of a layer of experts for few tokens.
+
+    ``out[t * top_k + j] = f(input[t] @ weight[e].T + bias[e])`` with e ``topk_ids[t, j]``. It is meant for the decode
+    step of one sequence: choices need not be sorted, and each reads the weight of its expert; with more tokens, which
+    share experts, `grouped_gemm` is faster. Sums are in float32 and rounded once. Rows of experts that do not exist are
+    zeros.
+
+    Args:
+        out: [num_tokens * top_k, N], written; constant row stride.
+        input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
+        weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
+        topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+        bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
+        activation: one of those of `grouped_gemm`.
+    """
+    for row, expert in enumerate(topk_ids.reshape(-1).tolist()):
+        if 0 <= expert < len(weight):
+            x = _product(input[row // topk_ids.shape[1]], weight, bias, expert)
+            out[row] = activated(x[None], activation)[0]
+        else:
+            out[row] = 0
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    """``weight[expert] @ x + bias[expert]`` in float64."""
+    product = weight[expert].double() @ x.double()
+    return product if bias is None else product + bias[expert].double()
+
+
+@skinny_experts.result
+def result_skinny_experts(input: TensorArg, weight: TensorArg, topk_ids: TensorArg, activation: str) -> Result:
+    check.sizes(weight, num_experts=None, rows=None, hidden_size=check.row_size(input))
+    columns = weight.shape[1] // (2 if ACTIVATIONS.get(activation) else 1)
+    return Result((topk_ids.numel, columns), input.dtype)
+
+
+@skinny_experts.plan
+def plan_skinny_experts(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    topk_ids: TensorArg,
+    bias: TensorArg | None,
+    activation: str,
+) -> Launch:
+    return ExpertRows(out, input, weight, topk_ids, bias, activation).launch()
+
+
+@op(out="out", atol=2.0**-18, in_place={"out": "addend"})
+def skinny_experts_sum(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> None:
+    """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
+
+    ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
+    ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
+    rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
+    write them. It is meant to be `skinny_experts`, which does not.
+
+    Args:
+        out: [num_tokens, N], written; constant row stride. It may be `addend`.
+        input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+        weight: [num_experts, N, K] of the same dtype.
+        topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
+        topk_weights: [num_tokens, top_k] float32, contiguous.
+        bias: [num_experts, N] of the same dtype, contiguous; or None.
+        addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+    """
+    for t, experts in enumerate(topk_ids.tolist()):
+        total = torch.zeros_like(out[t], dtype=torch.float64) if addend is None else addend[t].double()
+        for j, expert in enumerate(experts):
+            if 0 <= expert < len(weight):
+                product = _product(input[t * len(experts) + j], weight, bias, expert)
+                total = total + topk_weights[t, j].double() * product
+        out[t] = total
+
+
+@skinny_experts_sum.result
+def result_skinny_experts_sum(input: TensorArg, weight: TensorArg, topk_ids: TensorArg) -> Result:
+    check.sizes(weight, num_experts=None, rows=None, hidden_size=check.row_size(input))
+    check.index(topk_ids, num_tokens=None, top_k=None)
+    return Result((topk_ids.shape[0], weight.shape[1]), input.dtype)
+
+
+@skinny_experts_sum.plan
+def plan_skinny_experts_sum(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    topk_ids: TensorArg,
+    topk_weights: TensorArg,
+    bias: TensorArg | None,
+    addend: TensorArg | None,
+) -> Launch:
+    problem = ExpertRows(out, input, weight, topk_ids, bias, is_sum=True)
+    check.shape(topk_weights, float32, num_tokens=topk_ids.shape[0], top_k=topk_ids.shape[1])
+    check.contiguous(topk_weights)
+    if addend is not None:
+        check.shape(addend, input.dtype, num_tokens=out.shape[0], output_size=out.shape[1])
+        check.row_stride(addend)
+    return problem.launch(topk_weights, addend)
+
+
+@skinny_experts.bad_indices
+def bad_indices_skinny_experts(weight: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
+    return {"topk_ids": (topk_ids < 0) | (topk_ids >= len(weight))}
+
+
+@skinny_experts.example
+def example_skinny_experts(
+    make: Any,
+    *,
+    num_tokens: int = 1,
+    top_k: Literal[2, 3] = 2,
+    hidden_size: Literal[160, 51] = 160,
+    output_size: int = 24,
+    dtype: str = "bfloat16",
+    id_dtype: Literal["int32", "int64"] = "int32",
+    activation: Literal["none", "silu", "gelu", "swigluoai", "swiglustep", "silu_no_mul"] = "silu",
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    rows = output_size * (2 if ACTIVATIONS[activation] else 1)
+    return (
+        make.empty(num_tokens * top_k, output_size, dtype=dtype),
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.randn(_EXAMPLE_EXPERTS, rows, hidden_size, dtype=dtype, scale=hidden_size**-0.5),
+        make.randint(0, _EXAMPLE_EXPERTS, num_tokens, top_k, dtype=id_dtype),
+        make.randn(_EXAMPLE_EXPERTS, rows, dtype=dtype) if with_bias else None,
+        activation,
+    )
+
+
+@skinny_experts_sum.bad_indices
+def bad_indices_skinny_experts_sum(weight: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
+    return bad_indices_skinny_experts(weight, topk_ids)
+
+
+@skinny_experts_sum.example
+def example_skinny_experts_sum(
+    make: Any,
+    *,
+    num_tokens: int = 1,
+    top_k: Literal[2, 3] = 2,
+    hidden_size: Literal[160, 51] = 160,
+    output_size: int = 24,
+    dtype: str = "bfloat16",
+    id_dtype: Literal["int32", "int64"] = "int32",
+    with_bias: bool = False,
+    with_addend: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, output_size, dtype=dtype),
+        make.randn(num_tokens * top_k, hidden_size, dtype=dtype),
+        make.randn(_EXAMPLE_EXPERTS, output_size, hidden_size, dtype=dtype, scale=hidden_size**-0.5),
+        make.randint(0, _EXAMPLE_EXPERTS, num_tokens, top_k, dtype=id_dtype),
+        make.randn(num_tokens, top_k, dtype="float32"),
+        make.randn(_EXAMPLE_EXPERTS, output_size, dtype=dtype) if with_bias else None,
+        make.randn(num_tokens, output_size, dtype=dtype) if with_addend else None,
+    )
