@@ -18,6 +18,7 @@ from ..ops.activation import (
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import fused_qk_rope_cache, reshape_and_cache_flash
 from ..ops.linear.dense import linear
+from ..ops.linear.skinny_linear import skinny_linear
 from ..ops.norm import fused_qk_norm_rope
 from ..ops.rotary import rotary_embedding
 from ..tuning import batch_invariant
@@ -85,8 +86,30 @@ class Attention:
         return tuple(torch.empty(shape, dtype=dtype, device=self.place.device))
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        return self.o(self._attended(self.qkv(hidden), batch, cache, tables))
+
+    @property
+    def adds(self) -> bool:
+        """Whether `add_to` serves these weights."""
+        return isinstance(self.qkv, Linear) and isinstance(self.o, Linear) and self.o.bias is None
+
+    def add_to(
+        self, residual: Tensor, norm: Norm, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]
+    ) -> Tensor:
+        """``residual + self(norm.of(residual), ...)`` for one token: see `one_token`."""
+        assert isinstance(self.qkv, Linear)
+        assert isinstance(self.o, Linear)
+        return self.o.add_to(residual, self._attended(self.qkv.of_norm(residual, *norm.terms), batch, cache, tables))
+
+    def _attended(
+        self, projected: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]
+    ) -> Tensor:
+        """The heads of the tokens after attention, [num_tokens, heads * head_dim]. Writes `cache`.
+
+        Args:
+            projected: queries, keys and values of the tokens, side by side.
+        """
         config, head_dim = self.config, self.config.head_dim
-        projected = self.qkv(hidden)
         query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected.split(list(self.sizes), -1))
         gate = None
         if config.gates_attention:
@@ -124,7 +147,7 @@ class Attention:
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
-        return self.o((out if gate is None else out.mul_(gate.sigmoid_())).flatten(1))
+        return (out if gate is None else out.mul_(gate.sigmoid_())).flatten(1)
 
     def _is_fused(self, projected: Tensor) -> bool:
         """Whether one kernel normalises heads, where they have norms, and rotates queries and keys of these sizes."""
@@ -225,9 +248,24 @@ class MLP:
             return self.down.add_to(total, self._activated(hidden))
         return total.add_(self(hidden))
 
+    @property
+    def adds(self) -> bool:
+        """Whether `add_norm_to` serves these weights."""
+        return isinstance(self.gate_up, Linear) and isinstance(self.down, Linear) and self.down.bias is None
+
+    def add_norm_to(self, residual: Tensor, norm: Norm) -> Tensor:
+        """``residual + self(norm.of(residual))`` for one token: see `one_token`."""
+        assert isinstance(self.gate_up, Linear)
+        assert isinstance(self.down, Linear)
+        if self._is_plain_silu:
+            return self.down.add_to(residual, self.gate_up.of_norm(residual, *norm.terms, "silu_and_mul"))
+        return self.down.add_to(residual, self._activated(norm.of(residual)))
+
     def _activated(self, hidden: Tensor) -> Tensor:
         """The activations, [num_tokens, intermediate_size]."""
         if (weight := self._of_fused_gate(hidden)) is not None:
+            if hidden.shape[0] <= MAX_SKINNY_ROWS and not batch_invariant():
+                return skinny_linear.new(hidden, weight, constant_weight=True, activation="silu_and_mul")
             activated = hidden.new_empty(hidden.shape[0], self.intermediate_size)
             linear(activated, hidden, weight, None, "silu_and_mul", constant_weight=True)
             return activated
@@ -242,14 +280,11 @@ class MLP:
         return activated
 
     def _of_fused_gate(self, hidden: Tensor) -> Tensor | None:
-        """The weight of gate and up if one kernel multiplies by it and activates: plain, of 16 bits, on a GPU, for more
-        than one token or, to be batch-invariant, for any number.
+        """The weight of gate and up if one kernel multiplies by it and activates: plain, of 16 bits, on a GPU.
 
         docs/performance/products.md, kind gated, compares it with cuBLAS and an activation.
         """
         matrix = self.gate_up
         if not isinstance(matrix, Linear) or matrix.bias is not None or not self._is_plain_silu:
             return None
-        is_many = hidden.shape[0] > MAX_SKINNY_ROWS or batch_invariant()
-        fits = gpu_of(hidden) is not None and hidden.element_size() == 2
-        return matrix.weight if is_many and fits else None
+        return matrix.weight if gpu_of(hidden) is not None and hidden.element_size() == 2 else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.system.lazy import torch
 from ..errors import ModelError
+from . import one_token
 from .batch import Batch
 from .config import Config
 from .experts import Experts
@@ -40,10 +41,13 @@ class Decoder:
 
     Attributes:
         slot_bytes: bytes of a slot, which holds the states of one sequence: all of its cache that is not in blocks.
+        adds_at_once: whether outputs of projections are whole, so that they may be added to the residual at once.
 
     Examples:
         >>> model = Decoder(config, dtype="bfloat16").randomise(seed=0)  # or load(folder)
     """
+
+    adds_at_once = True
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config
@@ -170,6 +174,8 @@ class Decoder:
         """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""
         if self.config.streams is not None:
             return self._through_streams(batch, cache, tables)
+        if one_token.serves(self, batch):
+            return self.norm.of(one_token.residual(self.layers, self._embedded(batch.tokens), batch, cache, tables))
         residual, first = self._embedded(batch.tokens), self.layers[0].input_norm
         hidden = residual.clone() if first is None else first.of(residual)
         if self.config.residual_in_float32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.system.lazy import torch
-from ..fused.experts import FusedMoEQuantConfig, fused_experts
+from ..fused.experts import FusedMoEQuantConfig, experts_into, fused_experts
 from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import refuse
@@ -130,6 +130,12 @@ class PlainExperts:
         """Apply the chosen experts to hidden [num_tokens, hidden_size]; weights and ids are [num_tokens, top_k]."""
         experts = hidden, self.gate_up.weight, self.down.weight
         return fused_experts(*experts, weights, ids, activation=self.mixture.activation, quant_config=self.terms)
+
+    def add_to(self, total: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The sum of `total`, [num_tokens, hidden_size], and of the result of a call; new memory."""
+        out, experts = torch.empty_like(hidden), (self.gate_up.weight, self.down.weight, weights, ids)
+        experts_into(out, hidden, None, *experts, self.mixture.activation, quant_config=self.terms, addend=total)
+        return out
 
     def _terms(self) -> FusedMoEQuantConfig:
         """The scales and biases, as `fused_experts` takes them."""

@@ -16,6 +16,7 @@ from .gguf_experts import GgufExperts
 from .linear import Linear, Place, gpu_of
 from .marlin_experts import MarlinExperts, serves
 from .mixture import STACKED, Mixture
+from .norm import Norm
 from .packed_format import PackedQuantization
 from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantization
 
@@ -99,6 +100,16 @@ class Experts:
         if self.shared_gate is not None:
             found |= self.shared_gate.tensors()
         return found
+
+    adds = True  # `add_norm_to` serves all weights
+
+    def add_norm_to(self, residual: Tensor, norm: Norm) -> Tensor:
+        """``residual + self(norm.of(residual))``, in the memory of `residual` or in new memory."""
+        hidden = norm.of(residual)
+        if self.shared_gate is not None or not isinstance(self.weights, PlainExperts):
+            return residual.add_(self(hidden))
+        out = self.weights.add_to(residual, hidden, *self._choice(hidden))
+        return out if self.shared is None else self.shared.add_to(out, hidden)
 
     def __call__(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The sum; `tokens` are the ids of the tokens, for a layer in which a table names their experts."""

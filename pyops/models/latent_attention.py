@@ -13,7 +13,8 @@ from .config import Config
 from .indexer import SparseIndexer
 from .kv_cache import KvScales
 from .latent import Latent
-from .linear import Place, plain_weight
+from .linear import Linear, Place, plain_weight
+from .norm import Norm
 from .rope import Rope
 
 if TYPE_CHECKING:
@@ -77,11 +78,52 @@ class LatentAttention:
         return (entries,) if self.indexer is None else (entries, self.indexer.new_cache(num_blocks, block_size))
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        compressed = self.a(hidden)
+        query = None if self.q_norm is not None else self.q(hidden)
+        return self.o(self._attended(compressed, query, hidden, batch, cache, tables))
+
+    @property
+    def adds(self) -> bool:
+        """Whether `add_to` serves these weights."""
+        is_plain = isinstance(self.a, Linear) and isinstance(self.q, Linear) and self.latent.indexer is None
+        return is_plain and isinstance(self.o, Linear) and self.o.bias is None
+
+    def add_to(
+        self, residual: Tensor, norm: Norm, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]
+    ) -> Tensor:
+        """``residual + self(norm.of(residual), ...)`` for one token: see `one_token`."""
+        assert isinstance(self.a, Linear)
+        assert isinstance(self.q, Linear)
+        assert isinstance(self.o, Linear)
+        compressed = self.a.of_norm(residual, *norm.terms)
+        query = None if self.q_norm is not None else self.q.of_norm(residual, *norm.terms)
+        return self.o.add_to(residual, self._attended(compressed, query, residual, batch, cache, tables))
+
+    def _attended(
+        self,
+        compressed: Tensor,
+        query: Tensor | None,
+        hidden: Tensor,
+        batch: Batch,
+        cache: tuple[Tensor, ...],
+        tables: dict[Rope, Tensor],
+    ) -> Tensor:
+        """The heads of the tokens after attention, [num_tokens, heads * v_head_dim]. Writes `cache`.
+
+        Args:
+            compressed: latent vectors of queries, of keys and values, and the key with RoPE, side by side.
+            query: the queries; None to project them from their latent vectors.
+            hidden: the hidden states, which the indexer needs.
+        """
         from ..nn.latent import absorbed_attention, latent_attention  # imported late: pyops.nn needs torch at import
 
         latent, entries = self.latent, cache[0]
-        q_c, kv_c, k_pe = self.a(hidden).split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        query = self._query(hidden if self.q_norm is None else q_c)
+        q_c, kv_c, k_pe = compressed.split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        if self.q_norm is not None:
+            rms_norm(q_c, q_c, self.q_norm, _EPSILON)
+            query = self.q(q_c)
+        assert query is not None
+        query = query.unflatten(-1, (self.num_heads, -1))
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
         if self.rope is None:
@@ -98,18 +140,10 @@ class LatentAttention:
         if self.indexer is not None and self.rope is not None:
             batch.shared["slots"] = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
         if latent.indexer is not None:
-            return self.o(absorbed_attention(query, up, entries, *texts, *scales, batch.shared["slots"]))
-        return self.o(latent_attention(query, up, entries, *texts, batch.cu_seqlens_q, batch.num_decodes, *scales))
+            return absorbed_attention(query, up, entries, *texts, *scales, batch.shared["slots"])
+        return latent_attention(query, up, entries, *texts, batch.cu_seqlens_q, batch.num_decodes, *scales)
 
     @cached_property
     def _up(self) -> Tensor:
         """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
         return plain_weight(self.kv_b, self.latent.kv_lora_rank, self.kv_norm)
-
-    def _query(self, x: Tensor) -> Tensor:
-        """The queries of hidden states or latent vectors, [num_tokens, num_heads, qk_head_dim], before the rotary
-        embedding. Latent vectors are normalised in place."""
-        if self.q_norm is not None:
-            rms_norm(x, x, self.q_norm, _EPSILON)
-        query: Tensor = self.q(x).unflatten(-1, (self.num_heads, -1))
-        return query

@@ -54,6 +54,11 @@ class Linear(NamedTuple):
                 return linear.new(x, self.weight, self.bias, constant_weight=True)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
+    def of_norm(self, x: Tensor, norm_weight: Tensor, epsilon: float, activation: str = "none") -> Tensor:
+        """The activation of the projection of the RMS norm of `x`, one row on a GPU: one kernel."""
+        normalised = {"norm_weight": norm_weight, "epsilon": epsilon}
+        return skinny_linear.new(x, self.weight, self.bias, constant_weight=True, activation=activation, **normalised)
+
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """``total + x @ weight.T``, in the memory of `total` or in new memory. In the epilogue of the GEMM, which is
         cuBLAS for several rows and thus not batch-invariant."""

@@ -34,6 +34,11 @@ class Norm:
         """{name in a checkpoint, within the norm: the weights}."""
         return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
 
+    @property
+    def terms(self) -> tuple[Tensor, float]:
+        """The weights and epsilon."""
+        return self.weight, self.epsilon
+
     def __call__(self, x: Tensor) -> None:
         """Normalise the rows of `x` in place."""
         self._write(x, x)

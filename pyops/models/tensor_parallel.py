@@ -206,6 +206,8 @@ class ParallelDecoder(Decoder):
         >>> torch.distributed.destroy_process_group()
     """
 
+    adds_at_once = False  # outputs are all-reduced before they are added
+
     def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:
         self.group, self.whole = group, config
         super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)

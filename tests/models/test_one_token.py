@@ -1,0 +1,61 @@
+"""Decode steps of one token as a GPU takes them: projections normalise their input and add to the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyops._core.system import device
+from pyops.models import Engine, SamplingParams, attention, experts, linear, load, one_token
+from tests.support.small_models import PROMPTS, folders, texts
+
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return folders(tmp_path_factory)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decoders take the CPU for a GPU; references of ops compute the steps. The list gets an entry for each of them."""
+    for module in (attention, experts, linear, one_token):
+        monkeypatch.setattr(module, "gpu_of", lambda x: device.model())
+    found: list[int] = []
+    inner = one_token.residual
+
+    def counted(*args: Any) -> Any:
+        found.append(1)
+        return inner(*args)
+
+    monkeypatch.setattr(one_token, "residual", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "qwen2, tied", "qwen3 moe in every second layer", "deepseek v2 with entries of the op", "deepseek v3"],
+)
+def test_the_same_tokens(case: str, folder: Callable[[str], Path], steps: list[int]) -> None:
+    """As transformers', for each prompt alone; prompts of several tokens take the other path."""
+    model, params = load(folder(case)), SamplingParams(max_tokens=COUNT)
+    found = [Engine(model, max_num_seqs=1).generate([prompt], params)[0] for prompt in PROMPTS]
+    assert found == texts(case, COUNT)
+    assert len(steps) >= (COUNT - 1) * len(PROMPTS)
+
+
+def test_biases_of_outputs(folder: Callable[[str], Path], steps: list[int]) -> None:
+    """A projection adds one vector, so these decoders take the other path."""
+    case, params = "deepseek v2, no rank of queries, the best experts, biases", SamplingParams(max_tokens=COUNT)
+    assert Engine(load(folder(case)), max_num_seqs=1).generate(PROMPTS[:1], params) == texts(case, COUNT)[:1]
+    assert not steps
+
+
+def test_batch_invariance(folder: Callable[[str], Path], steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_BATCH_INVARIANT", "1")
+    assert Engine(load(folder("llama")), max_num_seqs=1).generate(PROMPTS[1:2], SamplingParams(max_tokens=3))
+    assert not steps
