@@ -89,23 +89,23 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
     if constexpr (!CONSTANT_WEIGHT) load_chunk(next, row(0), 0);
     float next_term = term(0);  // loaded a row ahead, as the weight is
     float gates[TOKENS];
-    const auto done = [&](int i, float (&sums)[TOKENS]) {
+    const auto done = [&](int i, float (&acc)[TOKENS]) {
         if constexpr (HAS_BIAS) {
 #pragma unroll
-            for (int t = 0; t < TOKENS; ++t) sums[t] += next_term;
+            for (int t = 0; t < TOKENS; ++t) acc[t] += next_term;
             next_term = term(i + 1);
         }
         if (GATED && i % OUT_ROWS == 0) {
 #pragma unroll
-            for (int t = 0; t < TOKENS; ++t) gates[t] = sums[t];
+            for (int t = 0; t < TOKENS; ++t) gates[t] = acc[t];
             return;
         }
         const int64_t column = column_of(i);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             if (lane == t && warp % SPLIT == 0 && column < output_size && first_token + t < num_tokens) {
-                float x = ACTIVATION<scalar_t>(GATED ? gates[t] : sums[t]);
-                if constexpr (GATED) x *= sums[t];
+                float x = ACTIVATION<scalar_t>(GATED ? gates[t] : acc[t]);
+                if constexpr (GATED) x *= acc[t];
                 out[(first_token + t) * out_stride + column] = from_float<scalar_t>(x);
             }
         }

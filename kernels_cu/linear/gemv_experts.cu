@@ -1,18 +1,18 @@
 // gemv_experts: one of the two GEMMs of a layer of experts for decode (few tokens), bound by reading the weights.
 //
-//     SUMS false: out[t, j, n] = T(f(x[n]))
+//     COMBINES false: out[t, j, n] = T(f(x[n]))
 //                 x[n] = sum_k input[t, k] * weight[e, n, k] + bias[e, n]
 //                 with GATED 1 T(f(x[n], x[output_size + n])), with GATED 2 T(f(x[2 n], x[2 n + 1]))
-//     SUMS true:  out[t, n] = T(addend[t, n] + sum_j topk_weights[t, j] * x[j, n])
+//     COMBINES true:  out[t, n] = T(addend[t, n] + sum_j topk_weights[t, j] * x[j, n])
 //                 x[j, n] = sum_k input[t, j, k] * weight[e, n, k] + bias[e, n]
 //
-// e is topk_ids[t, j]. All sums are in float32; T is the dtype of all tensors but ids and topk_weights. A choice j with
+// e is topk_ids[t, j]. Accumulation is in float32; T is the dtype of all tensors but ids and topk_weights. A choice j with
 // an expert that does not exist has a row of zeros, or adds nothing. Unlike in a grouped GEMM, tokens with the same
 // expert read its weights once each.
 //
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
-// choices of all tokens (SUMS false) or the tokens (SUMS true), for which a warp multiplies row n of one expert after
-// the other. Whoever launches this kernel promises that no kernel which may still run writes the weights; with SUMS,
+// choices of all tokens (COMBINES false) or the tokens (COMBINES true), for which a warp multiplies row n of one expert after
+// the other. Whoever launches this kernel promises that no kernel which may still run writes the weights; with COMBINES,
 // nor topk_ids: the first chunk is then loaded while the previous kernel runs.
 //
 // Constants:
@@ -20,7 +20,7 @@
 //     input_t       element type of input: scalar_t
 //     id_t          element type of topk_ids
 //     TOP_K         choices of a token
-//     SUMS          whether the choices of a token are added
+//     COMBINES          whether the choices of a token are added
 //     HAS_BIAS, HAS_ADDEND    false when they are null
 //     ACTIVATION    f, a function expert_* of gemm_activation.cuh
 //     GATED         order of gates and ups in the rows of a weight: 0 no gates, 1 gates first, 2 alternating
@@ -29,8 +29,8 @@
 #include "gemv_rows.cuh"
 
 // Rows of the weights for each column of out.
-constexpr int OUT_ROWS = SUMS ? TOP_K : GATED ? 2 : 1;
-constexpr int CHOICES = SUMS ? TOP_K : 1;  // choices of the block
+constexpr int OUT_ROWS = COMBINES ? TOP_K : GATED ? 2 : 1;
+constexpr int CHOICES = COMBINES ? TOP_K : 1;  // choices of the block
 
 // The column of out that row i of the warp contributes to.
 DEVICE int64_t column_of(int i) {
@@ -39,7 +39,7 @@ DEVICE int64_t column_of(int i) {
 
 // The row of an expert's weight, or the element of its bias, for row i of the warp.
 DEVICE int64_t expert_row(int i, int64_t column, int64_t output_size) {
-    if constexpr (SUMS || GATED == 0) return column;
+    if constexpr (COMBINES || GATED == 0) return column;
     return GATED == 2 ? 2 * column + i % OUT_ROWS : column + i % OUT_ROWS * output_size;
 }
 
@@ -60,7 +60,7 @@ struct WeightRows {
     // The offset of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
     DEVICE int64_t offset(int i) const {
         const int64_t column = column_of(i) < output_size ? column_of(i) : output_size - 1;
-        const int64_t expert = experts[SUMS ? i % OUT_ROWS : 0];
+        const int64_t expert = experts[COMBINES ? i % OUT_ROWS : 0];
         return (expert < 0 ? 0 : expert) * expert_stride + expert_row(i, column, output_size) * weight_stride;
     }
 };
@@ -86,10 +86,10 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
     __shared__ float factors[CHOICES];
     const WeightRows weights{experts, output_size, weight_stride, expert_stride};
     vec_t next[BATCH];
-    if constexpr (SUMS) prefetch_row(next, experts, weights, weight, topk_ids, num_experts);
+    if constexpr (COMBINES) prefetch_row(next, experts, weights, weight, topk_ids, num_experts);
     await_previous_kernel();
     const auto row = [&](int i) { return weight + weights.offset(i); };
-    if constexpr (SUMS) {
+    if constexpr (COMBINES) {
         for (int j = threadIdx.x; j < CHOICES; j += NUM_THREADS) {
             factors[j] = topk_weights[int64_t(blockIdx.y) * CHOICES + j];
         }
@@ -109,7 +109,7 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
     const int num_rows = blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
     const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
     const auto token = [&](int i, int) {
-        if constexpr (SUMS) return input + (int64_t(blockIdx.y) * TOP_K + i % OUT_ROWS) * input_stride;
+        if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * TOP_K + i % OUT_ROWS) * input_stride;
         return input + int64_t(blockIdx.y / TOP_K) * input_stride;
     };
     const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
@@ -117,13 +117,13 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
         return to_float(addend[blockIdx.y * addend_stride + column_of(i)]);
     };
     float kept = start(0);  // the gate, or the sum of the choices so far
-    const auto done = [&](int i, const float (&sums)[TOKENS]) {
-        const int64_t column = column_of(i), expert = experts[SUMS ? i % OUT_ROWS : 0];
+    const auto done = [&](int i, const float (&acc)[TOKENS]) {
+        const int64_t column = column_of(i), expert = experts[COMBINES ? i % OUT_ROWS : 0];
         if (!stores || column >= output_size) return;
-        float x = sums[0];
+        float x = acc[0];
         if (HAS_BIAS && expert >= 0) x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
         const bool is_last = i % OUT_ROWS == OUT_ROWS - 1;
-        if constexpr (SUMS) {
+        if constexpr (COMBINES) {
             if (expert >= 0) kept = fmaf(factors[i % OUT_ROWS], x, kept);
             if (is_last) {
                 out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);

@@ -38,14 +38,14 @@ DEVICE void load_chunk(vec_t (&w)[BATCH], const scalar_t* row, int chunk) {
 //
 //     row(i)          the address of row i of the weight, which can be read for every i >= 0
 //     input(i, t)     the address of row t of the input of row i
-//     done(i, sums)   is called by all threads with the TOKENS dot products of row i
+//     done(i, acc)   is called by all threads with the TOKENS dot products of row i
 //
 // `next` holds chunk 0 of row 0.
 template <typename Row, typename Input, typename Done>
 DEVICE void multiply_rows(vec_t (&next)[BATCH], int num_rows, Row row, Input input, Done done) {
     __shared__ float partial[2][NUM_WARPS][TOKENS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    float sums[TOKENS] = {};
+    float acc[TOKENS] = {};
 #pragma unroll 1
     for (int step = 0; step < num_rows * CHUNKS; ++step) {
         const int i = step / CHUNKS, chunk = step % CHUNKS;
@@ -63,29 +63,29 @@ DEVICE void multiply_rows(vec_t (&next)[BATCH], int num_rows, Row row, Input inp
                 float x[VEC_SIZE];
                 Vec<input_t, VEC_SIZE>::load(input(i, t) + int64_t(vector_of(chunk, b)) * VEC_SIZE).to_floats(x);
 #pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) sums[t] = fmaf(v[j], x[j], sums[t]);
+                for (int j = 0; j < VEC_SIZE; ++j) acc[t] = fmaf(v[j], x[j], acc[t]);
             }
         }
         if (CHUNKS > 1 && chunk < CHUNKS - 1) continue;
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) sums[t] = lane_reduce<Sum, WARP_SIZE>(sums[t]);
+        for (int t = 0; t < TOKENS; ++t) acc[t] = lane_reduce<Sum, WARP_SIZE>(acc[t]);
         if constexpr (SPLIT > 1) {
-            // `partial` is double-buffered: other warps may still read the partial sums of the previous row.
+            // `partial` is double-buffered: other warps may still read the values of the previous row.
             float (&warp_sums)[NUM_WARPS][TOKENS] = partial[i % 2];
             if (lane == 0) {
 #pragma unroll
-                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = sums[t];
+                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = acc[t];
             }
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; ++t) {
-                sums[t] = 0.0f;
+                acc[t] = 0.0f;
 #pragma unroll
-                for (int w = 0; w < SPLIT; ++w) sums[t] += warp_sums[warp / SPLIT * SPLIT + w][t];
+                for (int w = 0; w < SPLIT; ++w) acc[t] += warp_sums[warp / SPLIT * SPLIT + w][t];
             }
         }
-        done(i, sums);
+        done(i, acc);
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) sums[t] = 0.0f;
+        for (int t = 0; t < TOKENS; ++t) acc[t] = 0.0f;
     }
 }

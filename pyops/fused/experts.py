@@ -189,7 +189,7 @@ def _of_one_token(
     config: FusedMoEQuantConfig,
     addend: Tensor | None,
 ) -> None:
-    """`experts_into` for one token, whose experts share no rows: two launches without a sort."""
+    """`experts_into` for one token: its experts share no rows, so two launches do without a sort."""
     try:
         skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation)
     except OpError as error:

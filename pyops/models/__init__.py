@@ -39,6 +39,7 @@ compressed_attention   attention over a window and compressed keys, in a paged c
 mamba                 state-space layers, with states in slots
 hyper_connections     a residual of several streams
 layers                a layer: attention or another mixer, an MLP or experts, norms
+one_token             the layers of a decode step of one token, with fewer kernels
 decoder               the model
 tensor_parallel       the model divided among processes
 kv_scales             scales of fp8 caches, from a checkpoint or a caller

@@ -14,6 +14,7 @@ from .batch import Batch
 from .latent_attention import LatentAttention
 from .layers import Layer
 from .linear import gpu_of
+from .parts import Norms
 from .rope import Rope
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ def serves(decoder: Any, batch: Batch) -> bool:
     config = decoder.config
     if len(batch.tokens) > 1 or gpu_of(batch.tokens) is None or batch_invariant() or not decoder.adds_at_once:
         return False
-    is_plain = (config.norms.kind, config.norms.place, config.multipliers.residual) == ("rms", "before", 1)
-    if not is_plain or config.parallel_residual or config.residual_in_float32:
+    if (
+        config.norms != Norms()
+        or config.multipliers.residual != 1
+        or config.parallel_residual
+        or config.residual_in_float32
+    ):
         return False
     return all(_adds(layer) for layer in decoder.layers)
 

@@ -100,7 +100,7 @@ class ExpertRows:
             SPLIT=config.split,
             BATCH=config.batch,
             TOP_K=self.ids.shape[1],
-            SUMS=self.is_sum,
+            COMBINES=self.is_sum,
             HAS_BIAS=self.bias is not None,
             HAS_ADDEND=addend is not None,
             ACTIVATION=f"expert_{self.activation}",

@@ -1,4 +1,4 @@
-"""The GEMMs of experts for few tokens against float64, exact where sums are exact, and in `fused_experts`."""
+"""The GEMMs of experts for few tokens against float64, exact for integers, and in `fused_experts`."""
 
 from __future__ import annotations
 
