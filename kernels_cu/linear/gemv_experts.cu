@@ -1,26 +1,26 @@
 // gemv_experts: one of the two GEMMs of a layer of experts for decode (few tokens), bound by reading the weights.
 //
 //     COMBINES false: out[t, j, n] = T(f(x[n]))
-//                 x[n] = sum_k input[t, k] * weight[e, n, k] + bias[e, n]
-//                 with GATED 1 T(f(x[n], x[output_size + n])), with GATED 2 T(f(x[2 n], x[2 n + 1]))
+//                     x[n] = sum_k input[t, k] * weight[e, n, k] + bias[e, n]
+//                     with GATED 1 T(f(x[n], x[output_size + n])), with GATED 2 T(f(x[2 n], x[2 n + 1]))
 //     COMBINES true:  out[t, n] = T(addend[t, n] + sum_j topk_weights[t, j] * x[j, n])
-//                 x[j, n] = sum_k input[t, j, k] * weight[e, n, k] + bias[e, n]
+//                     x[j, n] = sum_k input[t, j, k] * weight[e, n, k] + bias[e, n]
 //
-// e is topk_ids[t, j]. Accumulation is in float32; T is the dtype of all tensors but ids and topk_weights. A choice j with
-// an expert that does not exist has a row of zeros, or adds nothing. Unlike in a grouped GEMM, tokens with the same
-// expert read its weights once each.
+// e is topk_ids[t, j]. Accumulation is in float32; T is the dtype of all tensors but ids and topk_weights. A choice j
+// with an expert that does not exist has a row of zeros, or adds nothing. Unlike in a grouped GEMM, tokens with the
+// same expert read its weights once each.
 //
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
-// choices of all tokens (COMBINES false) or the tokens (COMBINES true), for which a warp multiplies row n of one expert after
-// the other. Whoever launches this kernel promises that no kernel which may still run writes the weights; with COMBINES,
-// nor topk_ids: the first chunk is then loaded while the previous kernel runs.
+// choices of all tokens, or, with COMBINES, the tokens, for which a warp multiplies row n of one expert after the
+// other. The plan promises that no kernel which may still run writes the weights; with COMBINES, nor topk_ids: the
+// first chunk is then loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
 //     input_t       element type of input: scalar_t
 //     id_t          element type of topk_ids
 //     TOP_K         choices of a token
-//     COMBINES          whether the choices of a token are added
+//     COMBINES      whether the choices of a token are added
 //     HAS_BIAS, HAS_ADDEND    false when they are null
 //     ACTIVATION    f, a function expert_* of gemm_activation.cuh
 //     GATED         order of gates and ups in the rows of a weight: 0 no gates, 1 gates first, 2 alternating
