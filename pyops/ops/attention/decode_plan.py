@@ -82,7 +82,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    slots = config.min_blocks * device.num_sms * decode_choose.NUM_WARPS // config.num_warps
+    slots = config.min_blocks * decode_choose.NUM_WARPS // config.num_warps * device.num_sms
     seq_bytes = nbytes / problem.num_seqs
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:
