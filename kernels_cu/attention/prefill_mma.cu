@@ -90,6 +90,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
     const int64_t seq = find_sequence(tile_number, int(num_seqs), first_tile);
     if (seq < 0) return;
+    // A short call waits mostly for loads that depend on each other, so those of the sequence are issued together.
+    const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
+    if (!RAGGED && threadIdx.x == 0 && max_tokens > 0) prefetch_line(blocks);
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const int length =
+        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t first_token = start_of(seq), end_token = start_of(seq + 1);
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
     if (end_token - first_token < min_tokens) return;
@@ -97,9 +103,6 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
     if (tile_row < 0 || tile_row >= num_rows) return;
 
-    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
-    const int length =
-        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
@@ -131,20 +134,18 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
 
-    // Copies the queries to shared memory.
+    // Copies the queries to shared memory. All copies of a thread are in flight together, and with those of the first
+    // keys.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
-        const int row = i / CHUNKS, dim = i % CHUNKS * 8;
-        Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (row < tile_rows && (ALL_KEY_CHUNKS || dim < HEAD_SIZE)) {
-            const int64_t token = tile_token + token_of(row);
-            chunk = Vec<scalar_t, 8>::load(query + token * query_stride + int64_t(head_of(row)) * HEAD_SIZE + dim);
-        }
-        *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const scalar_t* const from =
+            query + (tile_token + token_of(row)) * query_stride + int64_t(head_of(row)) * HEAD_SIZE + chunk * 8;
+        cp_async<16>(queries.at(row, chunk), from, row < tile_rows && (ALL_KEY_CHUNKS || chunk * 8 < HEAD_SIZE));
     }
+    cp_async_commit();
 
     // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
     // the memory is free.
-    const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;

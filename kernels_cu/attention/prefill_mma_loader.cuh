@@ -55,14 +55,15 @@ DEVICE void each_item(F f) {
     }
 }
 
-// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Where swizzles repeat,
-// a thread's addresses have a constant stride, which the instructions take as immediates.
+// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Swizzles repeat after 8
+// rows, so every PERIOD-th of a thread's addresses has a constant stride, which the instructions take as immediates.
 template <int COLUMNS, typename Tile>
 DEVICE scalar_t* item_at(const Tile& tile, int row, int column, int n) {
-    constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS;
-    if constexpr (NUM_THREADS % COLUMNS != 0 || ITEM_STRIDE % 8 != 0) return tile.at(row, column);
+    constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS, PERIOD = ITEM_STRIDE % 8 == 0 ? 1 : 2;
+    if constexpr (NUM_THREADS % COLUMNS != 0 || ITEM_STRIDE * PERIOD % 8 != 0) return tile.at(row, column);
     const int thread = threadIdx.x;
-    return tile.at(thread / COLUMNS, thread % COLUMNS) + n * (Tile::bytes(ITEM_STRIDE) / int(sizeof(scalar_t)));
+    return tile.at(thread / COLUMNS + n % PERIOD * ITEM_STRIDE, thread % COLUMNS) +
+           n / PERIOD * (Tile::bytes(ITEM_STRIDE * PERIOD) / int(sizeof(scalar_t)));
 }
 
 // Copies in registers: 8 elements of the cache each, not converted.
