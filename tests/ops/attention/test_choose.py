@@ -182,8 +182,8 @@ def test_k_and_v_load_in_turn_where_both_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """Decode loads keys and values in pieces. Prefill has CTAs for slices of the values: the accumulators of 16 such
-    rows are all registers of a warp.
+    """Decode loads keys and values in pieces. In prefill warps share rows: the accumulators of 16 such rows are all
+    registers of a warp.
     """
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
