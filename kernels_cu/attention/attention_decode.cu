@@ -330,28 +330,56 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     constexpr int HEAD_WARPS = WARPS_EACH < 1 ? 1 : WARPS_EACH < MOST_WARPS ? WARPS_EACH : MOST_WARPS;
     constexpr int WRITERS = CLUSTER == 1 ? WARP_SIZE : 32 * HEAD_WARPS;
     struct RowState { float max_logit, exp_sum; };
-    const auto write = [&](int head, const auto& combine, auto total) {
-        const int64_t query_head = first_head + head_of_column(head), row = find_row() + token_of_column(head);
+    // Writes the heads first + k * num_warps with the states rows[k] and the accumulators total(k, element, e).
+    const auto write = [&](int first, const auto& rows, auto total) {
+        constexpr int COUNT = sizeof(rows) / sizeof(rows[0]);
+        const auto head_of = [&](int k) { return first + k * num_warps; };
+        const auto query_head_of = [&](int k) { return int64_t(first_head + head_of_column(head_of(k))); };
+        const auto row_of = [&](int k) { return find_row() + token_of_column(head_of(k)); };
         if constexpr (MAY_BALANCE) {
             if (!direct && arrived) {
                 constexpr int STRIDE = ALL_COLUMNS * RESULT_PAIRS;
                 const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
-                const int64_t column = HAS_TOKENS ? int64_t(kv_head * GROUP * QUERY_TOKENS + head) : query_head;
-                SplitCombine all(results + first_split * STRIDE + column * RESULT_PAIRS, STRIDE, splits.count);
-                all.leave(split, total, combine.max_logit, combine.exp_sum, value_unit);
-                if (!all.arrive(arrived + int64_t(seq) * ALL_COLUMNS + column)) return;
-                write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
-                    [&](int, int e) { return all.sum[e]; }, all.max_logit, all.exp_sum, 1.0f, true, sinks + query_head,
-                    out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row, tmp_out,
-                    max_logits, exp_sums);
+                SplitCombine all[COUNT];
+                const auto column_of = [&](int k) {
+                    return HAS_TOKENS ? int64_t(kv_head * GROUP * QUERY_TOKENS + head_of(k)) : query_head_of(k);
+                };
+                const auto counter_of = [&](int k) { return arrived + int64_t(seq) * ALL_COLUMNS + column_of(k); };
+#pragma unroll
+                for (int k = 0; k < COUNT; ++k) {
+                    if (head_of(k) >= num_heads) continue;
+                    all[k].results = results + first_split * STRIDE + column_of(k) * RESULT_PAIRS;
+                    all[k].stride = STRIDE;
+                    all[k].count = splits.count;
+                    const auto own = [&](int i, int e) { return total(k, i, e); };
+                    all[k].leave(split, own, rows[k].max_logit, rows[k].exp_sum, value_unit);
+                }
+                sync_warp();
+#pragma unroll
+                for (int k = 0; k < COUNT; ++k) {
+                    if (head_of(k) < num_heads) all[k].arrive(counter_of(k));
+                }
+#pragma unroll
+                for (int k = 0; k < COUNT; ++k) {
+                    if (head_of(k) >= num_heads || !all[k].combines(counter_of(k))) continue;
+                    write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
+                        [&](int, int e) { return all[k].sum[e]; }, all[k].max_logit, all[k].exp_sum, 1.0f, true,
+                        sinks + query_head_of(k), out + row_of(k) * out_stride + query_head_of(k) * HEAD_SIZE,
+                        lse + query_head_of(k) * num_rows + row_of(k), tmp_out, max_logits, exp_sums);
+                }
                 return;
             }
         }
-        const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
-        write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, combine.max_logit, combine.exp_sum, value_unit, direct, sinks + query_head,
-            out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
-            tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            if (head_of(k) >= num_heads) continue;
+            const int64_t query_head = query_head_of(k), row = row_of(k);
+            const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
+            write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+                [&](int i, int e) { return total(k, i, e); }, rows[k].max_logit, rows[k].exp_sum, value_unit, direct,
+                sinks + query_head, out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
+                tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);
+        }
     };
     __shared__ float block_max[HEADS];
     __shared__ float block_sum[HEADS];
@@ -362,9 +390,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         if (CLUSTER > 1 && blockIdx.y > 0) return;
         const int writers = CLUSTER == 1 ? num_warps : AT_ONCE;
         for (int head = writer < writers ? writer : num_heads; head < num_heads; head += writers) {
-            const RowState row{warp_max[head], warp_sum[head]};
-            const bool attends = row.max_logit > minus_infinity();
-            write(head, row, [&](int i, int) { return attends ? output_of(0, head)[i] : 0.0f; });
+            const RowState row[1] = {{warp_max[head], warp_sum[head]}};
+            const bool attends = row[0].max_logit > minus_infinity();
+            write(head, row, [&](int, int i, int) { return attends ? output_of(0, head)[i] : 0.0f; });
         }
         return;
     }
@@ -386,21 +414,21 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                     [&](int w) { return combine.factor[w] > 0.0f && i < HEAD_SIZE ? output_of(w, head)[i] : 0.0f; });
             }
         }
+        if constexpr (CLUSTER == 1) {
+            write(first, rows, [&](int k, int, int e) { return totals[k][e]; });
+            continue;
+        }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int head = first + k * num_warps;
             if (head >= num_heads) continue;
-            if constexpr (CLUSTER == 1) {
-                write(head, rows[k], [&](int, int e) { return totals[k][e]; });
-            } else {
 #pragma unroll
-                for (int e = 0; e < LANE_ELEMENTS; ++e) {
-                    if (lane + e * WARP_SIZE < HEAD_SIZE) output_of(0, head)[lane + e * WARP_SIZE] = totals[k][e];
-                }
-                if (lane == 0) {
-                    block_max[head] = rows[k].max_logit;
-                    block_sum[head] = rows[k].exp_sum;
-                }
+            for (int e = 0; e < LANE_ELEMENTS; ++e) {
+                if (lane + e * WARP_SIZE < HEAD_SIZE) output_of(0, head)[lane + e * WARP_SIZE] = totals[k][e];
+            }
+            if (lane == 0) {
+                block_max[head] = rows[k].max_logit;
+                block_sum[head] = rows[k].exp_sum;
             }
         }
     }
@@ -420,8 +448,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 if (i < HEAD_SIZE) outputs[e][rank] = load_of_block<CLUSTER>(output_of(0, head) + i, rank);
             }
             const Combine<CLUSTER> combine(of_block(block_max + head), of_block(block_sum + head));
-            write(head, combine,
-                  [&](int, int e) { return combine.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
+            const RowState row[1] = {{combine.max_logit, combine.exp_sum}};
+            write(head, row,
+                  [&](int, int, int e) { return combine.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
     }

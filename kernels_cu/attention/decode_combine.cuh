@@ -24,15 +24,15 @@ constexpr int LANE_PAIRS = ceil_div(LANE_ELEMENTS, 2), RESULT_PAIRS = LANE_PAIRS
 // so the result does not depend on which CTA is last. `results` points to the RESULT_PAIRS pairs of the first split;
 // the stride between splits is `stride` pairs. All results and `counter` are zero before the first split arrives, and
 // again after the combine.
+//
+// A warp calls leave, arrive and combines for one head after the other, so that what it waits for under `combines` is
+// in flight for all heads.
 struct SplitCombine {
-    PassedPair* results;
-    int64_t stride;
-    int count;
+    PassedPair* results = nullptr;
+    int64_t stride = 0;
+    int count = 0;
     // The arguments of write_result, after all splits are combined.
     float max_logit = minus_infinity(), exp_sum = 0.0f, sum[LANE_ELEMENTS] = {};
-
-    DEVICE SplitCombine(PassedPair* results, int64_t stride, int count)
-        : results(results), stride(stride), count(count) {}
 
     // Stores the result of a split. The arguments are those of write_result.
     template <typename F>
@@ -51,53 +51,60 @@ struct SplitCombine {
         if (lane == 0) to[RESULT_PAIRS - 1].store(max_logit, exp_sum);
     }
 
-    // Counts a split as finished. Returns whether it was the last; this warp has then combined all splits.
-    DEVICE bool arrive(uint32_t* counter) {
-        const int lane = threadIdx.x % WARP_SIZE;
-        sync_warp();
-        uint32_t before = 0;
-        if (lane == 0) before = atomicAdd(counter, 1u);
-        Batch batch;
-        bool complete =
-            speculates(results, 1) && load(batch, 0);  // speculative: before the count says which warp combines
+    // Counts a split as finished. Every lane must have left its part of the result.
+    DEVICE void arrive(uint32_t* counter) {
+        if (threadIdx.x % WARP_SIZE == 0) before = atomicAdd(counter, 1u);
+        if (speculates(results, 1)) load(0);  // speculative: before the count says which warp combines
+    }
+
+    // Whether the split was the last; this warp has then combined all splits.
+    DEVICE bool combines(uint32_t* counter) {
         if (shfl<WARP_SIZE>(before, 0) != uint32_t(count - 1)) return false;
-        if (lane == 0) atomicExch(counter, 0u);
+        if (threadIdx.x % WARP_SIZE == 0) atomicExch(counter, 0u);
         for (int first = 0; first < count; first += JOIN_BATCH) {
-            while (!complete) complete = load(batch, first) || PASSES_AT_ONCE;
+            if (first > 0 || !speculates(results, 1)) load(first);
+            while (any_lane(!has_arrived()) && !PASSES_AT_ONCE) load(first);
             sync_warp();  // lane 0 clears what all lanes have loaded
-            combine(batch, first);
-            complete = false;
+            combine(first);
         }
         return true;
     }
 
-private:
-    struct Batch { float logit[JOIN_BATCH], weight[JOIN_BATCH], x[JOIN_BATCH][2 * LANE_PAIRS]; };
+    // The lane's words of JOIN_BATCH splits: those of its elements, of the row max and of the row sum. Lane 0: the
+    // arrivals before this one.
+    uint32_t words[JOIN_BATCH][2 * LANE_PAIRS + 2], before = 0;
 
     // Split first + i, or the last split: a conditional load would be issued late.
     DEVICE PassedPair* result(int first, int i) const { return results + min(first + i, count - 1) * stride; }
 
-    // Whether all lanes have read nonzero results of all splits of the batch.
-    DEVICE bool load(Batch& batch, int first) const {
+    // Loads JOIN_BATCH splits. The words are not looked at here, so that all loads are in flight together.
+    DEVICE void load(int first) {
         const int lane = threadIdx.x % WARP_SIZE;
-        bool found = true;
 #pragma unroll
-        for (int i = 0; i < JOIN_BATCH; ++i) {
-            const PassedPair* from = result(first, i);
-            found &= from[RESULT_PAIRS - 1].load(batch.logit[i], batch.weight[i]);
-#pragma unroll
-            for (int p = 0; p < LANE_PAIRS; ++p) {
-                found &= from[p * WARP_SIZE + lane].load(batch.x[i][2 * p], batch.x[i][2 * p + 1]);
-            }
+        for (int i = 0; i < JOIN_BATCH * (LANE_PAIRS + 1); ++i) {
+            const int split = i / (LANE_PAIRS + 1), p = i % (LANE_PAIRS + 1);
+            const PassedPair* const from = result(first, split);
+            from[p < LANE_PAIRS ? p * WARP_SIZE + lane : RESULT_PAIRS - 1].load(words[split][2 * p],
+                                                                                words[split][2 * p + 1]);
         }
-        return !any_lane(!found);
     }
 
-    DEVICE void combine(const Batch& batch, int first) {
+    // Whether all words of the lane are nonzero.
+    DEVICE bool has_arrived() const {
+        uint32_t least = ~0u;
+#pragma unroll
+        for (int i = 0; i < JOIN_BATCH * (2 * LANE_PAIRS + 2); ++i) {
+            least = min(least, words[i / (2 * LANE_PAIRS + 2)][i % (2 * LANE_PAIRS + 2)]);
+        }
+        return least > 0;
+    }
+
+    DEVICE void combine(int first) {
         const int lane = threadIdx.x % WARP_SIZE;
+        const auto float_at = [&](int split, int i) { return PassedPair::float_of(words[split][i]); };
         float larger = max_logit;
 #pragma unroll
-        for (int i = 0; i < JOIN_BATCH; ++i) larger = fmaxf(larger, batch.logit[i]);
+        for (int i = 0; i < JOIN_BATCH; ++i) larger = fmaxf(larger, float_at(i, 2 * LANE_PAIRS));
         const float correction = relative_exp2(max_logit, larger);
         max_logit = larger;
         exp_sum *= correction;
@@ -106,10 +113,11 @@ private:
 #pragma unroll
         for (int i = 0; i < JOIN_BATCH; ++i) {
             if (first + i >= count) continue;
-            const float factor = batch.weight[i] * (1.0f / FULL_SCALE<float>)*relative_exp2(batch.logit[i], larger);
+            const float factor = float_at(i, 2 * LANE_PAIRS + 1) * (1.0f / FULL_SCALE<float>)*relative_exp2(
+                                     float_at(i, 2 * LANE_PAIRS), larger);
             exp_sum += factor;
 #pragma unroll
-            for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, batch.x[i][e], sum[e]);
+            for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, float_at(i, e), sum[e]);
             PassedPair* const from = result(first, i);
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; ++p) from[p * WARP_SIZE + lane] = {};

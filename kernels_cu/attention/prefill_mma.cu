@@ -16,8 +16,10 @@
 // accumulators of whole values exceed the registers, a CTA has the columns of one slice, and all CTAs of a tile compute
 // its scores.
 //
-// Thread mapping: a warp takes ROW_TILES tiles of 16 rows. The CTA goes through KV tiles of TOKENS keys. It computes
-// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes the current one.
+// Thread mapping: COLUMN_WARPS warps take ROW_TILES tiles of 16 rows. They split the keys of Q K^T and the columns of
+// P V, and exchange row max and P through shared memory (prefill_mma_exchange.cuh). The CTA goes through KV tiles of
+// TOKENS keys. It computes the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it
+// computes the current one.
 // With one stage, it copies the values of a tile during Q K^T, and the next keys during P V, as FlashAttention-2 does.
 // Where copies are held (async.cuh), and to convert an fp8 cache, it copies the next tile to registers, stores keys
 // after the scores are computed, and values after P V of the previous tile. MMAs are those of product.cuh;
@@ -40,9 +42,10 @@
 //     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
 //     GROUP          query heads per KV head
-//     TOKENS         keys of a KV tile; a multiple of 16
+//     TOKENS         keys of a KV tile; a multiple of 16 * COLUMN_WARPS
 //     NUM_WARPS      warps of a CTA
 //     ROW_TILES      tiles of 16 rows per warp
+//     COLUMN_WARPS   warps that share rows; 1 on matrix cores, if PACKED and with P_HI_LO
 //     STAGES         tiles of keys, and of values, in shared memory: 1 or 2
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
@@ -50,6 +53,7 @@
 //     P_HI_LO        probabilities are split into hi + lo of T, as in attention_decode.cu
 
 #include "prefill_mma_epilogue.cuh"
+#include "prefill_mma_exchange.cuh"
 #include "ragged.cuh"
 #include "sequence_search.cuh"
 
@@ -82,6 +86,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
+    // The first row of the warp, and its part of the keys of a KV tile and of the columns of values.
+    const int warp_row = warp / COLUMN_WARPS * WARP_ROWS, part = warp % COLUMN_WARPS;
 
     // Tiles are taken from the last to the first: under CAUSAL the later tiles of a sequence take longer and should not
     // be the tail.
@@ -90,6 +96,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
     const int64_t seq = find_sequence(tile_number, int(num_seqs), first_tile);
     if (seq < 0) return;
+    // A short call waits mostly for loads that depend on each other, so those of the sequence are issued together.
+    const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
+    if (!RAGGED && threadIdx.x == 0 && max_tokens > 0) prefetch_line(blocks);
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const int length =
+        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t first_token = start_of(seq), end_token = start_of(seq + 1);
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
     if (end_token - first_token < min_tokens) return;
@@ -97,9 +109,6 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
     if (tile_row < 0 || tile_row >= num_rows) return;
 
-    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
-    const int length =
-        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
@@ -130,21 +139,20 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     }
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
+    const Exchange exchange{shared + QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES), warp_row + g, part};
 
-    // Copies the queries to shared memory.
+    // Copies the queries to shared memory. All copies of a thread are in flight together, and with those of the first
+    // keys.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
-        const int row = i / CHUNKS, dim = i % CHUNKS * 8;
-        Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (row < tile_rows && (ALL_KEY_CHUNKS || dim < HEAD_SIZE)) {
-            const int64_t token = tile_token + token_of(row);
-            chunk = Vec<scalar_t, 8>::load(query + token * query_stride + int64_t(head_of(row)) * HEAD_SIZE + dim);
-        }
-        *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const scalar_t* const from =
+            query + (tile_token + token_of(row)) * query_stride + int64_t(head_of(row)) * HEAD_SIZE + chunk * 8;
+        cp_async<16>(queries.at(row, chunk), from, row < tile_rows && (ALL_KEY_CHUNKS || chunk * 8 < HEAD_SIZE));
     }
+    cp_async_commit();
 
     // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
     // the memory is free.
-    const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
@@ -190,23 +198,23 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         else if (more) tiles.load_keys(stage ^ 1, held_keys);
         else cp_async_commit();
 
-        // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
+        // S = Q K^T: ROW_TILES tiles of 16 rows, WARP_TOKENS columns.
         const rows_tile keys = tiles.keys_at(stage);
-        constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // scores of a thread per 16 rows
-        float s[ROW_TILES][TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
+        constexpr int LOGITS = WARP_TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // scores of a thread per 16 rows
+        float s[ROW_TILES][WARP_TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
-            s[i / LOGITS][i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] = 0.0f;
+            s[i / LOGITS][i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] = 0.0f;
         }
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             uint32_t a[ROW_TILES][SHORT_WORDS];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) load_rows(a[r], queries, warp * WARP_ROWS + r * 16, step, lane);
+            for (int r = 0; r < ROW_TILES; ++r) load_rows(a[r], queries, warp_row + r * 16, step, lane);
 #pragma unroll
-            for (int n = 0; n < TOKENS / 16; ++n) {
+            for (int n = 0; n < WARP_TOKENS / 16; ++n) {
                 uint32_t b[SHORT_WORDS];
-                load_columns(b, keys, n * 16, step, lane);
+                load_columns(b, keys, part * WARP_TOKENS + n * 16, step, lane);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     product<scalar_t>(s[r][COLUMN_TILES * n], a[r], b, 0);
@@ -226,16 +234,16 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             float slopes[ROW_TILES][LANE_ROWS];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-                const int row = warp * WARP_ROWS + i * ROW_STEP + g, r = i / LANE_ROWS, half = i % LANE_ROWS;
+                const int row = warp_row + i * ROW_STEP + g, r = i / LANE_ROWS, half = i % LANE_ROWS;
                 limits[r][half] = limit_of(row);
                 before[r][half] = before_window(limits[r][half]);
                 slopes[r][half] = HAS_ALIBI ? alibi_slopes[head_of(row)] * LOG2_E : 0.0f;
             }
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
-                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS),
+                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS),
                           half = i / ROW_SUMS % LANE_ROWS;
-                const int column = n * PRODUCT_COLUMNS + t + i % ROW_SUMS, token = start + column,
+                const int column = part * WARP_TOKENS + n * PRODUCT_COLUMNS + t + i % ROW_SUMS, token = start + column,
                           limit = limits[r][half];
                 float& logit = s[r][n][i % PRODUCT_SUMS];
                 logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
@@ -244,8 +252,24 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 if (!seen) logit = minus_infinity();
             }
         }
-        uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
+        uint32_t probabilities[ROW_TILES][WARP_TOKENS / 16][SHORT_WORDS];
         uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
+        float row_max[ROW_TILES][LANE_ROWS];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+            const int r = i / LANE_ROWS, half = i % LANE_ROWS;
+            float larger = s[r][0][ROW_SUMS * half];
+#pragma unroll
+            for (int j = 1; j < LOGITS / LANE_ROWS; ++j) {
+                larger = fmaxf(larger, s[r][j / ROW_SUMS][ROW_SUMS * half + j % ROW_SUMS]);
+            }
+#pragma unroll
+            for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
+                larger = fmaxf(larger, shfl_xor(larger, mask));
+            }
+            row_max[r][half] = larger * factor;
+        }
+        exchange.reduce<Max>(row_max, t);
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             float base[LANE_ROWS], correction[LANE_ROWS];
@@ -253,16 +277,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             float largest_base = 0.0f;
 #pragma unroll
             for (int half = 0; half < LANE_ROWS; ++half) {
-                float larger = s[r][0][ROW_SUMS * half];
-#pragma unroll
-                for (int i = 1; i < LOGITS / LANE_ROWS; ++i) {
-                    larger = fmaxf(larger, s[r][i / ROW_SUMS][ROW_SUMS * half + i % ROW_SUMS]);
-                }
-#pragma unroll
-                for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
-                    larger = fmaxf(larger, shfl_xor(larger, mask));
-                }
-                larger = fmaxf(max_logit[r][half], larger * factor);
+                const float larger = fmaxf(max_logit[r][half], row_max[r][half]);
                 base[half] = probability_base<scalar_t>(larger);
                 correction[half] = relative_exp2(max_logit[r][half], larger);
                 exp_sum[r][half] *= correction[half];
@@ -300,11 +315,12 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
             }
 #pragma unroll
-            for (int k = 0; k < TOKENS / 16; ++k) {
+            for (int k = 0; k < WARP_TOKENS / 16; ++k) {
                 finish_operand(probabilities[r][k]);
                 if constexpr (P_HI_LO) finish_operand(p_lo[r][k]);
             }
         }
+        exchange.store(probabilities, t);
 
         cp_async_wait<STAGES - 1>();
         __syncthreads();
@@ -318,17 +334,20 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         scalar_t* const values = tiles.values_at(stage);
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
+            uint32_t p[ROW_TILES][SHORT_WORDS];
 #pragma unroll
-            for (int step = 0; step < VALUE_STEPS; ++step) {
+            for (int r = 0; r < ROW_TILES; ++r) exchange.load(p[r], probabilities[r], warp_row + r * 16, k, lane);
+#pragma unroll
+            for (int step = 0; step < WARP_STEPS; ++step) {
                 uint32_t b[SHORT_WORDS];
-                load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
+                load_values_of<VALUES_BY_DIM>(b, values, k, part * WARP_STEPS + step, lane);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    const auto multiply = [&](const uint32_t (&p)[SHORT_WORDS]) {
-                        product<scalar_t>(o[r][COLUMN_TILES * step], p, b, 0);
-                        if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], p, b, 1);
+                    const auto multiply = [&](const uint32_t (&a)[SHORT_WORDS]) {
+                        product<scalar_t>(o[r][COLUMN_TILES * step], a, b, 0);
+                        if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], a, b, 1);
                     };
-                    multiply(probabilities[r][k]);
+                    multiply(p[r]);
                     if constexpr (P_HI_LO) multiply(p_lo[r][k]);
                 }
             }
@@ -342,14 +361,18 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                           FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f)};
 #pragma unroll
     for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-        const int r = i / LANE_ROWS, half = i % LANE_ROWS;
-        float row_max = max_logit[r][half], row_sum = exp_sum[r][half];
+        float& row_sum = exp_sum[i / LANE_ROWS][i % LANE_ROWS];
 #pragma unroll
         for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) row_sum += shfl_xor(row_sum, mask);
-        row_sum *= FULL_SCALE<scalar_t>;
-        const int row = warp * WARP_ROWS + i * ROW_STEP + g;
+    }
+    exchange.reduce<Sum>(exp_sum, t);
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        const int r = i / LANE_ROWS, half = i % LANE_ROWS, row = warp_row + i * ROW_STEP + g;
+        const float row_sum = exp_sum[r][half] * FULL_SCALE<scalar_t>;
         if (row >= tile_rows) continue;
-        results.store(o[r], half, t, row_max, row_sum, tile_token + token_of(row), slice_of(row), splits);
+        results.store(o[r], half, part * WARP_STEPS * 16 + t, max_logit[r][half], row_sum, tile_token + token_of(row),
+                      slice_of(row), splits);
     }
     if constexpr (HAS_SPLITS) {
         __shared__ uint32_t is_last;

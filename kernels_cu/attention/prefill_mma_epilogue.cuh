@@ -4,7 +4,7 @@
 #include "combine_splits.cuh"
 #include "prefill_mma_loader.cuh"
 
-constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
+constexpr int OUT_TILES = WARP_STEPS * COLUMN_TILES;
 constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // accumulators of a thread per 16 rows
 
 struct Results {

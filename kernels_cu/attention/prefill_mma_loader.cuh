@@ -10,12 +10,15 @@
 #include "product.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
-constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
+constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS / COLUMN_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-// MMAs take 16 elements of K. If HEAD_SIZE % 16 == 8, the last 8 elements of a row are padded with zeros.
-constexpr int STEPS = ceil_div(HEAD_SIZE, 16), VALUE_STEPS = ceil_div(VALUE_SIZE, 16);
+// MMAs take 16 elements of K. If HEAD_SIZE % 16 == 8, the last 8 elements of a row are padded with zeros. So are values,
+// to 16 columns of each warp.
+constexpr int STEPS = ceil_div(HEAD_SIZE, 16);
+constexpr int WARP_STEPS = ceil_div(VALUE_SIZE, 16 * COLUMN_WARPS), VALUE_STEPS = WARP_STEPS * COLUMN_WARPS;
+constexpr int WARP_TOKENS = TOKENS / COLUMN_WARPS;                 // keys of a KV tile with scores of one warp
 constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // chunks of 8 elements
-constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE % 16 == 0;
+constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE == 16 * VALUE_STEPS;
 constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
 // Whether tiles pass through registers: where copies are held (async.cuh), and to convert an fp8 cache.
 constexpr bool IN_REGISTERS = HOLDS_COPIES || IS_FP8;
@@ -38,7 +41,7 @@ constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
 constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(VALUE_CHUNKS * 8) : values_tile::bytes(TOKENS);
 static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && VALUE_SIZE <= HEAD_SIZE);
 static_assert(!PACKED || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
-static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
+static_assert(WARP_TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
 // Calls f(row, column, n) for the n-th item of a thread, of ROWS * COLUMNS items. n is a compile-time constant, and so
 // is the distance between the items of a thread if COLUMNS divides NUM_THREADS.
@@ -55,14 +58,15 @@ DEVICE void each_item(F f) {
     }
 }
 
-// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Where swizzles repeat,
-// a thread's addresses have a constant stride, which the instructions take as immediates.
+// The address of row `row` and chunk `column` of a tile, for item n of each_item<..., COLUMNS>. Swizzles repeat after 8
+// rows, so every PERIOD-th of a thread's addresses has a constant stride, which the instructions take as immediates.
 template <int COLUMNS, typename Tile>
 DEVICE scalar_t* item_at(const Tile& tile, int row, int column, int n) {
-    constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS;
-    if constexpr (NUM_THREADS % COLUMNS != 0 || ITEM_STRIDE % 8 != 0) return tile.at(row, column);
+    constexpr int ITEM_STRIDE = NUM_THREADS / COLUMNS, PERIOD = ITEM_STRIDE % 8 == 0 ? 1 : 2;
+    if constexpr (NUM_THREADS % COLUMNS != 0 || ITEM_STRIDE * PERIOD % 8 != 0) return tile.at(row, column);
     const int thread = threadIdx.x;
-    return tile.at(thread / COLUMNS, thread % COLUMNS) + n * (Tile::bytes(ITEM_STRIDE) / int(sizeof(scalar_t)));
+    return tile.at(thread / COLUMNS + n % PERIOD * ITEM_STRIDE, thread % COLUMNS) +
+           n / PERIOD * (Tile::bytes(ITEM_STRIDE * PERIOD) / int(sizeof(scalar_t)));
 }
 
 // Copies in registers: 8 elements of the cache each, not converted.

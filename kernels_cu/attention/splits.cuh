@@ -42,14 +42,19 @@ constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are 
 // splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
 constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are faster
+// With more sequences than splits in a wave, the last sequences of the batch, one of LATE_PART, have LATE_WEIGHT times
+// the splits per token: their CTAs start last, and are to end together. docs/performance/decode.md, "Short splits last"
+constexpr int LATE_PART = 3;
+constexpr float LATE_WEIGHT = 3.0f;
 
 template <typename L>
 struct Balance {
     const L* seq_lens;
     int64_t step, num_seqs, max_attended;
     float max_splits;
-    float splits_per_token;  // for mixed lengths; splits_of multiplies by the length and rounds up
+    float splits_per_token;  // for mixed lengths; splits_of multiplies by the weighted length and rounds up
     int equal_splits;        // splits of every sequence if all have about one length, else 0
+    int64_t first_late;      // the first sequence with LATE_WEIGHT
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
                    float wave_splits, int64_t max_splits, int head_size)
@@ -59,44 +64,50 @@ struct Balance {
           max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
           max_splits(float(max_splits)) {
         const float seqs = float(num_seqs);
-        float total = 0.0f, longest = 0.0f;
+        first_late = seqs > wave_splits ? num_seqs - num_seqs / LATE_PART : num_seqs;
+        float total = 0.0f, weighted = 0.0f, longest = 0.0f;
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
             const float tokens = tokens_of(seq);
             total += tokens;
+            weighted += tokens * weight_of(seq);
             longest = fmaxf(longest, tokens);
         }
 #pragma unroll
         for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
             total += shfl_xor(total, mask);
+            weighted += shfl_xor(weighted, mask);
             longest = fmaxf(longest, shfl_xor(longest, mask));
         }
         const bool alike = longest * seqs <= 1.25f * total;
         const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
         equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
-        splits_per_token = 2.0f * wave_splits / fmaxf(total, 1.0f);
-        if (!alike && head_size >= MIN_WHOLE_HEAD && seqs <= 2.0f * wave_splits) fill_waves(wave_splits, total);
+        splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
+        if (!alike && head_size >= MIN_WHOLE_HEAD && seqs <= 2.0f * wave_splits) {
+            fill_waves(wave_splits, total, weighted);
+        }
     }
+    DEVICE float weight_of(int64_t seq) const { return seq < first_late ? 1.0f : LATE_WEIGHT; }
     DEVICE float tokens_of(int64_t seq) const {
         return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
     }
     DEVICE int splits_of(int64_t seq) const {
-        return equal_splits ? equal_splits : mixed_splits(tokens_of(seq), splits_per_token);
+        return equal_splits ? equal_splits : mixed_splits(tokens_of(seq) * weight_of(seq), splits_per_token);
     }
-    DEVICE int mixed_splits(float tokens, float per_token) const {
-        return int(fminf(fmaxf(ceilf(tokens * per_token), 1.0f), max_splits));
+    DEVICE int mixed_splits(float weighted_tokens, float per_token) const {
+        return int(fminf(fmaxf(ceilf(weighted_tokens * per_token), 1.0f), max_splits));
     }
     // Sets splits_per_token for whole waves. Rounding up adds less than one split per sequence, so TRIES values are
     // tested; the first one with a total that fits in the waves is taken.
-    DEVICE void fill_waves(float wave_splits, float total) {
+    DEVICE void fill_waves(float wave_splits, float total, float weighted) {
         constexpr int TRIES = 4;
         const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
         const bool is_short = wave_tokens < SHORT_SPLIT && 2.0f * seqs <= wave_splits;
         const bool is_long = wave_tokens >= LONG_SPLIT || seqs > wave_splits;
         const float most = (is_short ? 1.0f : is_long ? 3.0f : 2.0f) * wave_splits;
-        const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / total; };
+        const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / weighted; };
         int counts[TRIES] = {};
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
-            const float tokens = tokens_of(seq);
+            const float tokens = tokens_of(seq) * weight_of(seq);
 #pragma unroll
             for (int i = 0; i < TRIES - 1; ++i) counts[i] += mixed_splits(tokens, per_token(i));
         }

@@ -222,9 +222,8 @@ struct alignas(8) PassedPair {
         words[1] = second;
 #endif
     }
-    // Returns whether both floats have arrived.
-    DEVICE bool load(float& x, float& y) const {
-        uint32_t first, second;
+    // The words as they are now; 0: that float has not arrived.
+    DEVICE void load(uint32_t& first, uint32_t& second) const {
 #if PYOPS_CUDA
         asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
                      : "=r"(first), "=r"(second)
@@ -237,10 +236,8 @@ struct alignas(8) PassedPair {
         first = words[0];
         second = words[1];
 #endif
-        x = __uint_as_float(~first);
-        y = __uint_as_float(~second);
-        return first && second;
     }
+    static DEVICE float float_of(uint32_t word) { return __uint_as_float(~word); }
 
 private:
     static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // 0 -> 1: NaN remains NaN

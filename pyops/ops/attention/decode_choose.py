@@ -162,7 +162,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         if not is_pinned:
-            num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
+            num_warps = choose_num_warps(blocks, min_blocks, device.num_sms)
         if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
@@ -291,27 +291,30 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
     """Splits, over all sequences, that are resident on the device at once."""
-    wave_blocks = min_blocks * device.num_sms * NUM_WARPS // num_warps
+    wave_blocks = min_blocks * NUM_WARPS // num_warps * device.num_sms
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_num_warps(blocks: int, wave_blocks: int) -> int:
-    """Warps per block with the least idle time in the last wave.
+def choose_num_warps(blocks: int, min_blocks: int, num_sms: int) -> int:
+    """Warps per block with the least time, where the last wave may be partly idle.
 
-    A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
-    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
+    An SM holds `min_blocks` blocks of four warps, and so two of three warps where it has registers for eight. If all
+    blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round of
+    blocks is spread unevenly where a kernel starts early".
     """
-    wave_warps = NUM_WARPS * wave_blocks
-    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if blocks * num_warps <= wave_warps]
+
+    def waves(num_warps: int) -> float:
+        return blocks / (min_blocks * NUM_WARPS // num_warps * num_sms)
+
+    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if waves(num_warps) <= 1]
     if of_one_wave:
         return of_one_wave[0]
 
-    def waste(num_warps: int) -> float:
-        waves = blocks * num_warps / wave_warps
-        tail = waves % 1.0
-        return (waves - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / waves
+    def time(num_warps: int) -> float:
+        tail = waves(num_warps) % 1.0
+        return (waves(num_warps) - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / num_warps
 
-    return min(_WARPS_OF_MANY_WAVES, key=waste)
+    return min(_WARPS_OF_MANY_WAVES, key=time)
 
 
 def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:

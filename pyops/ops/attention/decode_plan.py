@@ -82,7 +82,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    slots = config.min_blocks * device.num_sms * decode_choose.NUM_WARPS // config.num_warps
+    slots = config.min_blocks * decode_choose.NUM_WARPS // config.num_warps * device.num_sms
     seq_bytes = nbytes / problem.num_seqs
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:
@@ -102,8 +102,9 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
     # With an fp8 cache, prefill_sm90.cu rounds probabilities to float16, as attention_decode.cu does.
     if layout.dtype is query.dtype or not rows.uses_wgmma:
         rows = replace(rows, p_hi_lo=True)
-    # The rate of the prefill kernels is that of reading keys once, not once per slice of the values.
-    return rows if rows.uses_mma and rows.slices == 1 and rows.has_aligned_out and rows.few_rows else None
+    # The rate of the prefill kernels is that of heads with which a warp has all accumulators of 16 rows.
+    is_served = rows.uses_mma and rows.slices == 1 and not rows.shares_rows
+    return rows if is_served and rows.has_aligned_out and rows.few_rows else None
 
 
 def _is_faster(problem: DecodeProblem) -> bool:

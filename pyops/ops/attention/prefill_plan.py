@@ -28,6 +28,11 @@ _TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads t
 _STATIC_SHARED_MEMORY = 2176
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp".
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
+# The model of CTAs with rows that warps share ("Warps that share rows"). In a cycle: bytes that an SM reads from shared
+# memory, multiplications of its mma.sync, bytes that all SMs and one copy from L2. Cycles of the latency of a copy, and
+# half of those of a CTA outside KV tiles.
+_SHARED_BYTES_PER_CYCLE, _MULTIPLICATIONS_PER_CYCLE, _L2_BYTES_PER_CYCLE, _SM_BYTES_PER_CYCLE = 128, 1024, 3300, 64
+_COPY_CYCLES, _ITEM_CYCLES = 800, 2700
 _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 
 
@@ -42,6 +47,7 @@ class PrefillMmaConfig:
         min_blocks: blocks per SM; bounds the registers.
         max_splits: split-KV: most splits of a tile of rows; a block takes one split.
         stages: KV tiles in shared memory, where asynchronous copies bring them there.
+        column_warps: warps that share rows, and split the keys of Q K^T and the columns of P V.
     """
 
     num_warps: int
@@ -50,11 +56,12 @@ class PrefillMmaConfig:
     min_blocks: int
     max_splits: int = 1
     stages: int = 2
+    column_warps: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of a block."""
-        return self.num_warps * _TILE_ROWS * self.row_tiles
+        return self.num_warps // self.column_warps * _TILE_ROWS * self.row_tiles
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillMmaConfig]:
         """Other warps, tiles, steps and registers."""
@@ -64,13 +71,21 @@ class PrefillMmaConfig:
             self,
             num_warps=tuning.beside(self.num_warps, self.step_tokens // 16, 8),
             row_tiles=(1, 2),
-            step_tokens=tuning.beside(self.step_tokens, 16, 16 * self.num_warps),
+            step_tokens=tuning.beside(self.step_tokens, 16 * self.column_warps, 16 * self.num_warps),
             min_blocks=(1, 2, 3),
             stages=(1, 2) if device.supports("async_copies") and not problem.is_fp8 else (),
         )
+        found += [replace(one, stages=1) for one in _SHARED_ROWS] if problem.shares_rows else []
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
+# Geometries of warps that share rows.
+_SHARED_ROWS = (
+    PrefillMmaConfig(num_warps=8, row_tiles=2, step_tokens=64, min_blocks=1, column_warps=4),
+    PrefillMmaConfig(num_warps=8, row_tiles=1, step_tokens=64, min_blocks=1, column_warps=4),
+    PrefillMmaConfig(num_warps=4, row_tiles=1, step_tokens=64, min_blocks=1, column_warps=4),
+    PrefillMmaConfig(num_warps=8, row_tiles=1, step_tokens=32, min_blocks=1, column_warps=2),
+)
 AnyConfig = PrefillMmaConfig | PrefillSm90Config | E4m3Config | PrefillTileConfig
 
 
@@ -107,12 +122,42 @@ def _choose_mma(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
         step_tokens=_step_tokens(problem, device, row_tiles),
         min_blocks=2,
     )
-    if problem.uses_mma and problem.query.shape[2] > 256:
+    if problem.uses_mma and problem.shares_rows:
+        config = _choose_shared_rows(problem, device)
+    elif problem.uses_mma and problem.query.shape[2] > 256:
         config = _choose_wide(problem, config, device)
     config = replace(config, stages=_choose_stages(problem, config, device))
     fits = not problem.uses_mma or _ctas(problem, config, device)
     config = config if fits else replace(config, num_warps=_NUM_WARPS // 2)
     return replace(config, max_splits=_choose_splits(problem, config, device))
+
+
+def _choose_shared_rows(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
+    """The geometry of warps that share rows with the least time, by the model of "Warps that share rows"."""
+
+    def cycles(config: PrefillMmaConfig) -> float:
+        work = _work_of(problem, config, device)
+        return work.time(1, _kv_tile_cycles(problem, config, min(work.items, work.slots)), _ITEM_CYCLES)
+
+    fitting = [one for one in _SHARED_ROWS if _ctas(problem, replace(one, stages=1), device)]
+    if problem.is_fp8:  # registers hold the next keys or values, too
+        fitting = [one for one in fitting if one.row_tiles == 1 and one.num_warps > _NUM_WARPS]
+    return fitting[0] if tuning.batch_invariant() else min(fitting, key=cycles)
+
+
+def _kv_tile_cycles(problem: PrefillProblem, config: PrefillMmaConfig, ctas: int) -> float:
+    """Cycles of a KV tile if so many CTAs run at once: those of MMAs and of what they read from shared memory, or those
+    of the copies of keys and of values, one after the other, if these take longer.
+
+    Each warp reads the queries and P of its rows, a part of the keys, and columns of the values.
+    """
+    head_size, rows, tokens = problem.query.shape[2], config.rows, config.step_tokens
+    width, warp_groups = head_size + problem.value_size, config.num_warps // config.column_warps
+    nbytes = 2 * (config.column_warps * rows * (head_size + tokens) + warp_groups * tokens * width)
+    multiplied = rows * tokens * width / _MULTIPLICATIONS_PER_CYCLE
+    rate = min(_L2_BYTES_PER_CYCLE / max(1, ctas), _SM_BYTES_PER_CYCLE)
+    copied = tokens * width * problem.layout.dtype.itemsize / rate + 2 * _COPY_CYCLES
+    return max(nbytes / _SHARED_BYTES_PER_CYCLE + multiplied, copied)
 
 
 def _choose_wide(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> PrefillMmaConfig:
@@ -175,8 +220,8 @@ def _work_of(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) 
     empty_tiles = max(0, problem.count_tiles(config.rows) - tiles)
     item_tokens = tokens or -(-config.rows // problem.group)
     kv_tiles = count_kv_tiles(problem, item_tokens, config.step_tokens)
-    slices, slots = problem.layout.num_kv_heads * problem.slices, config.min_blocks * device.num_sms
-    return Work(tiles * slices, empty_tiles * slices, kv_tiles, slots)
+    slices = problem.layout.num_kv_heads * problem.count_slices(config.column_warps)
+    return Work(tiles * slices, empty_tiles * slices, kv_tiles, config.min_blocks * device.num_sms)
 
 
 def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int:
@@ -205,15 +250,18 @@ def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     """Bytes of dynamic shared memory of a block, as prefill_mma.cu counts them.
 
     Queries, and two stages of keys and values; one stage where registers hold the next KV tile. Rows are padded to 128
-    bytes.
+    bytes. Warps that share rows exchange P and row max.
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
     head_bytes, step_bytes = _row_bytes(head_size), tokens * 2
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = -(-problem.slice_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.slice_size)
-    return config.rows * head_bytes + _stages(problem, config) * (tokens * head_bytes + value_bytes)
+    slice_size, column_warps = problem.value_size // problem.count_slices(config.column_warps), config.column_warps
+    slice_size = -(-slice_size // (16 * column_warps)) * 16 * column_warps  # a warp has a multiple of 16 columns
+    value_bytes = slice_size * dim_bytes if by_dim else tokens * _row_bytes(slice_size)
+    row_bytes = head_bytes + (_row_bytes(tokens) + 4 * column_warps if column_warps > 1 else 0)  # Q; P and row max
+    return config.rows * row_bytes + _stages(problem, config) * (tokens * head_bytes + value_bytes)
 
 
 def _stages(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
@@ -276,12 +324,15 @@ def _launch_mma(
     problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> Launch:
     (num_tokens, num_heads, _), out, splits = problem.query.shape, problem.out, config.max_splits
+    slices = problem.count_slices(config.column_warps)
+    slice_size = problem.value_size // slices
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
     kernel = _prefill_mma(
-        **constants | {"VALUE_SIZE": problem.slice_size},
-        SLICES=problem.slices,
+        **constants | {"VALUE_SIZE": slice_size},
+        SLICES=slices,
         TOKENS=config.step_tokens,
         ROW_TILES=config.row_tiles,
+        COLUMN_WARPS=config.column_warps,
         STAGES=_stages(problem, config),
         MIN_BLOCKS=config.min_blocks,
         OUT_ACCESS=2 if pairs else 1,
@@ -289,15 +340,15 @@ def _launch_mma(
         HAS_STARTS=problem.cu_seqlens_q is not None,
         P_HI_LO=problem.p_hi_lo,
     )
-    tiles, slices = problem.count_tiles(config.rows) if num_tokens else 0, problem.layout.num_kv_heads * problem.slices
+    tiles, grid_y = problem.count_tiles(config.rows) if num_tokens else 0, problem.layout.num_kv_heads * slices
     return kernel.launch(
-        (tiles, slices, splits),
+        (tiles, grid_y, splits),
         config.num_warps * out.device.warp_size,
         shared_memory(problem, config),
         num_tokens=num_tokens,
         max_splits=splits,
-        arrived=Scratch(4 * tiles * slices, zeroed=True) if splits > 1 else 0,
-        **workspace(num_tokens * num_heads * problem.slices * splits if splits > 1 else 0, problem.slice_size),
+        arrived=Scratch(4 * tiles * grid_y, zeroed=True) if splits > 1 else 0,
+        **workspace(num_tokens * num_heads * slices * splits if splits > 1 else 0, slice_size),
         **arguments,
     )
 

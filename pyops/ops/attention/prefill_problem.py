@@ -19,7 +19,10 @@ from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 MAX_FEW_TOKENS = 16  # most query tokens of a sequence that count as few: those of speculative decoding
+MAX_COLUMN_WARPS = 4  # most warps that share rows in prefill_mma.cu
 _MAX_WGMMA_HEAD_SIZE = 256  # largest head size of prefill_sm90.cu
+# Bytes of 64 rows of queries of 512 elements, 32 keys and 32 values, with P: of sm_80, sm_9x and sm_10x, not of others.
+_SHARED_MEMORY_OF_SHARED_ROWS = 140 * 1024
 _MAX_FEW_ROWS = 128  # most query rows of a sequence and key-value head that count as few: those of one CTA
 
 
@@ -32,7 +35,7 @@ def _max_head_size(device: Device, packed: bool) -> int:
 
 
 def _max_slice(device: Device) -> int:
-    """Most columns of values of a CTA of prefill_mma.cu: more spill. The accumulators of 16 rows of 512 are 256
+    """Most columns of values of a warp of prefill_mma.cu: more spill. The accumulators of 16 rows of 512 are 256
     registers of a lane."""
     return 256 if device.supports("async_copies") or device.warp_size == 64 else 128
 
@@ -123,15 +126,25 @@ class PrefillProblem:
         return self.layout.value_size
 
     @property
-    def slices(self) -> int:
-        """Slices of a value in prefill_mma.cu, each with its own CTAs. All of them compute the scores, so that keys are
-        read once per slice."""
-        return -(-self.value_size // _max_slice(self.query.device))
+    def shares_rows(self) -> bool:
+        """Whether warps of prefill_mma.cu share rows of values with more columns than a warp has accumulators."""
+        device = self.query.device
+        return (
+            self.value_size > _max_slice(device)
+            and not self.layout.packed
+            and device.supports("async_copies")
+            and device.shared_memory >= _SHARED_MEMORY_OF_SHARED_ROWS
+        )
 
     @property
-    def slice_size(self) -> int:
-        """Elements of a slice of a value."""
-        return self.value_size // self.slices
+    def slices(self) -> int:
+        """The fewest slices of a value in prefill_mma.cu."""
+        return self.count_slices(MAX_COLUMN_WARPS if self.shares_rows else 1)
+
+    def count_slices(self, column_warps: int) -> int:
+        """Slices of a value in prefill_mma.cu, each with its own CTAs, if so many warps share rows. All CTAs of a tile
+        compute its scores, so that keys are read once per slice."""
+        return -(-self.value_size // (column_warps * _max_slice(self.query.device)))
 
     @property
     def is_fp8(self) -> bool:

@@ -678,14 +678,26 @@ def test_idle_blocks_touch_nothing(lengths: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_splits_of_mixed_lengths_fit_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
-    """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64."""
+@pytest.mark.parametrize(
+    ("heads", "head_size", "lengths"),
+    [
+        ((2, 1), 64, [1, 286, 571, 857, 1143, 1429, 1714, 2000]),
+        ((2, 1), 128, [1, 286, 571, 857, 1143, 1429, 1714, 2000]),
+        ((2, 1), 128, [20] * 8 + [500, 520, 540, 560]),
+        ((12, 1), 128, [700, 3, 130]),
+    ],
+    ids=["64", "128", "late", "three heads of a warp"],
+)
+def test_splits_of_mixed_lengths_fit_the_grid(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], head_size: int, lengths: list[int]
+) -> None:
+    """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64. Twelve
+    sequences are more than a wave of six splits, and the last four have most of the 18 splits of three waves.
+    """
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     V1.forget()
     with config.cpu("kernels"):
-        lengths = [1, 286, 571, 857, 1143, 1429, 1714, 2000]
-        _assert_is_attention(paged_call(lengths, (2, 1), head_size, dtype=torch.bfloat16))
+        _assert_is_attention(paged_call(lengths, heads, head_size, dtype=torch.bfloat16))
     V1.forget()
 
 

@@ -182,8 +182,8 @@ def test_k_and_v_load_in_turn_where_both_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """Decode loads keys and values in pieces. Prefill has CTAs for slices of the values: the accumulators of 16 such
-    rows are all registers of a warp.
+    """Decode loads keys and values in pieces. In prefill warps share rows: the accumulators of 16 such rows are all
+    registers of a warp.
     """
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
@@ -248,7 +248,13 @@ def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tupl
 @pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
 def test_choose_num_warps(blocks: int, warps: int) -> None:
     """All blocks in one wave, if blocks of three warps fit; else whole waves."""
-    assert choose_num_warps(blocks, 396) == warps
+    assert choose_num_warps(blocks, 3, 132) == warps
+
+
+@pytest.mark.parametrize(("blocks", "warps"), [(264, 4), (265, 2), (350, 2), (600, 1), (828, 2)])
+def test_three_of_eight_warps(blocks: int, warps: int) -> None:
+    """An SM with registers for eight warps has two blocks of three, as many as of four."""
+    assert choose_num_warps(blocks, 2, 132) == warps
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Prefill attention with heads of 257 to 512 elements: prefill_mma.cu, with a CTA for each slice of the values."""
+"""Prefill attention with heads of 257 to 512 elements: warps of prefill_mma.cu share rows, or CTAs have slices."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +27,15 @@ COUNTS, LENGTHS = [9, 0, 1, 6], [140, 9, 33, 6]  # two splits of the first seque
 SHORT = PrefillMmaConfig(num_warps=2, row_tiles=1, step_tokens=16, min_blocks=2, stages=1)
 EIGHT = PrefillMmaConfig(num_warps=8, row_tiles=1, step_tokens=32, min_blocks=1)
 SPLITS = PrefillMmaConfig(num_warps=4, row_tiles=1, step_tokens=16, min_blocks=1, max_splits=3)
+SHARED = PrefillMmaConfig(num_warps=8, row_tiles=2, step_tokens=64, min_blocks=1, stages=1, column_warps=4)
+SHARED_SPLITS = PrefillMmaConfig(8, row_tiles=1, step_tokens=32, min_blocks=1, max_splits=3, stages=1, column_warps=2)
+FOUR = replace(SHARED, num_warps=4, row_tiles=1)
 SLOPES = torch.tensor([0.5, 0.25, 0.0, -0.125])
 # (config, architecture, heads, arguments, cache: "", "fp8", "fp8 heads" or "packed")
 CASES: list[tuple[PrefillMmaConfig, str, tuple[int, int], dict[str, Any], str]] = [
+    (SHARED, "sm_90", (16, 1), {"sliding_window": 25}, ""),
+    (SHARED_SPLITS, "sm_80", (4, 2), {"logits_soft_cap": 1.5, "alibi_slopes": SLOPES}, "fp8 heads"),
+    (FOUR, "sm_90", (4, 1), {"causal": False}, ""),
     (EIGHT, "sm_90", (16, 1), {"sliding_window": 25}, ""),
     (SPLITS, "sm_90", (4, 1), {}, ""),
     (SPLITS, "sm_80", (4, 2), {"logits_soft_cap": 1.5, "alibi_slopes": SLOPES}, "fp8 heads"),
@@ -163,14 +170,16 @@ MMA, SIMT, DECODE = "prefill_mma", "attention_decode_simt", "attention_decode"
 @pytest.mark.parametrize(
     ("kernel", "slices", "call"),
     [
-        (MMA, 2, {"arch": "sm_90"}),
+        (MMA, 1, {"arch": "sm_90"}),
         (MMA, 2, {"arch": "sm_80", "cache": "packed"}),
-        (MMA, 2, {"arch": "sm_100", "sizes": (384, 320)}),
+        (MMA, 1, {"arch": "sm_100", "sizes": (384, 320)}),
+        (MMA, 2, {"arch": "sm_89", "sizes": (384, 320)}),
         (MMA, 1, {"arch": "sm_90", "sizes": (512, 256)}),
         (MMA, 4, {"arch": "sm_75"}),
         (MMA, 2, {"arch": "sm_75", "sizes": (256, 256)}),
         (SIMT, 0, {"arch": "sm_75", "cache": "packed"}),  # no shared memory
-        (SIMT, 0, {"arch": "sm_80", "sizes": (264, 264)}),  # not two slices of whole chunks
+        (MMA, 1, {"arch": "sm_80", "sizes": (264, 264)}),
+        (SIMT, 0, {"arch": "sm_89", "sizes": (264, 264)}),  # not two slices of whole chunks
         (SIMT, 0, {"arch": "sm_80", "sizes": (520, 520)}),
         (SIMT, 0, {"arch": "gfx942"}),
         (DECODE, 0, {"arch": "sm_90", "counts": (128, 64), "heads": (2, 1)}),  # two tokens of two heads
@@ -189,22 +198,24 @@ def test_kernels(kernel: str, slices: int, call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arch", "call", "expected"),
     [
-        ("sm_90", {}, (8, 32, 1, 2)),
-        ("sm_90", {"cache": "fp8"}, (8, 16, 1, 2)),
-        ("sm_90", {"counts": (450, 10), "heads": (4, 1), "tokens": 176}, (4, 32, 1, 2)),
-        ("sm_90", {"counts": (2400, 80), "heads": (2, 1)}, (4, 16, 2, 1)),  # sequences of 60 rows
-        ("sm_80", {}, (8, 16, 1, 1)),
-        ("sm_89", {}, (4, 16, 1, 1)),
-        ("sm_89", {"cache": "packed"}, (2, 16, 1, 1)),
-        ("sm_75", {}, (2, 16, 1, 2)),
+        ("sm_90", {}, (64, 64, 8, 4, 1)),
+        ("sm_90", {"cache": "fp8"}, (64, 32, 8, 2, 1)),
+        ("sm_90", {"counts": (900, 10), "heads": (4, 1), "tokens": 192}, (32, 64, 8, 4, 1)),
+        ("sm_90", {"counts": (99, 10), "heads": (4, 1), "tokens": 192}, (16, 64, 4, 4, 1)),
+        ("sm_90", {"counts": (49, 7), "heads": (4, 1), "tokens": 128, "cache": "fp8"}, (32, 64, 8, 4, 1)),
+        ("sm_90", {"cache": "packed"}, (128, 32, 8, 1, 1)),
+        ("sm_80", {}, (64, 32, 8, 2, 1)),
+        ("sm_89", {}, (64, 16, 4, 1, 1)),
+        ("sm_89", {"cache": "packed"}, (32, 16, 2, 1, 1)),
+        ("sm_75", {}, (32, 16, 2, 1, 1)),
     ],
     ids=str,
 )
 def test_geometries(arch: str, call: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Eight warps to an SM where the grid has more CTAs of four than SMs, as far as shared memory allows."""
+    """Few rows to a CTA where it is one of few. Without warps that share rows, CTAs have as many warps as fit."""
     _launched(arch, **call)
     one = tuning.last[VARLEN.name]
-    assert (one.num_warps, one.step_tokens, one.min_blocks, one.stages) == expected
+    assert (one.rows, one.step_tokens, one.num_warps, one.column_warps, one.min_blocks) == expected
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -215,8 +226,10 @@ def test_geometries(arch: str, call: dict[str, Any], expected: tuple[int, ...]) 
             ("sm_75", {}),
             ("sm_75", {"sizes": (256, 256), "cache": "packed"}),
             ("sm_80", {"cache": "fp8"}),
-            ("sm_90", {"counts": (450, 10), "tokens": 176}),
-            ("sm_90", {"cache": "fp8"}),
+            ("sm_90", {"counts": (99, 10), "heads": (4, 1), "tokens": 192}),
+            ("sm_90", {}),
+            ("sm_90", {"counts": (49, 7), "heads": (4, 1), "tokens": 128, "cache": "fp8"}),
+            ("sm_89", {}),
             ("sm_100", {"cache": "packed"}),
             ("sm_100", {}),
         ],
