@@ -35,8 +35,9 @@ _MAX_WIDE_ELEMENTS = 1024
 # and 23.1 us without.
 _MAX_BLOCKS_PER_SM = 2
 # Fewest and most KV steps of a warp in a cluster: for one sequence of 4096 tokens clusters are as fast as split-KV, for
-# 8192 they are slower.
-_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
+# 8192 they are slower. The most is that of steps of _STEP_ELEMENTS accumulators and of one head that a warp of the last
+# block combines: a warp combines its heads one after the other, a step's time each ("A chain for each head").
+_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS, _STEP_ELEMENTS = 2, 4, 1024
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 # Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
@@ -59,6 +60,9 @@ _WAVES_WITHOUT_SPLITS = 4
 # combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
 # for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
+# Splits that the last block combines in the time of a step: a load of four takes 0.35 us ("A chain for each head"), and
+# a step 1.1 us.
+_SPLITS_OF_A_STEP = 12
 
 # Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
 # ptxas counts them for sm_90.
@@ -123,8 +127,7 @@ class DecodeConfig:
         num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
         found = tuning.varied(self, num_warps=num_warps)
         if self.cluster_size == 1 and not problem.partials:  # the caller's workspace fixes the number of partitions
-            most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
-            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, most))
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
             if self.max_splits > 1:
                 min_splits = tuning.beside(self.min_split, TILE_TOKENS, _MAX_CANDIDATE_SPLIT)
                 found += tuning.varied(self, min_split=min_splits)
@@ -170,13 +173,15 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps * TILE_TOKENS * tiles)  # steps of a warp without splits
     is_short = problem.uses_mma and rounds <= _STEPS_OF_SPLITTING and not is_pinned
-    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave))
+    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds))
+    combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
         may_be_wide = min(heads, problem.columns) * problem.head_size <= _MAX_WIDE_ELEMENTS
         step = TILE_TOKENS * tiles
-        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
+        steps = _MAX_CLUSTER_STEPS if combine else _most_cluster_steps(min(heads, problem.columns), problem.head_size)
+        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device, steps)
         if cluster_size > 1:
-            num_warps, max_splits = cluster_warps, 1
+            num_warps, max_splits, combine = cluster_warps, 1, None
     pieces = _choose_pieces(problem, device)
     return DecodeConfig(
         num_warps,
@@ -187,7 +192,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         cluster_size,
         max_splits,
         PINNED_SPLIT if is_pinned else _MIN_SPLIT,
-        _choose_combine(problem, max_splits, device),
+        combine,
         pieces,
         _is_ahead(problem, device, heads, tiles, min_blocks),
     )
@@ -314,13 +319,21 @@ def choose_num_warps(blocks: int, wave_blocks: int) -> int:
     return min(_WARPS_OF_MANY_WAVES, key=waste)
 
 
-def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
+def _most_cluster_steps(heads: int, head_size: int) -> int:
+    """The most KV steps of a warp in a cluster, if otherwise the last block combines the splits of so many heads."""
+    heads_of_warp = -(-heads // NUM_WARPS)
+    return _MAX_CLUSTER_STEPS * heads_of_warp * _STEP_ELEMENTS // max(_STEP_ELEMENTS, heads * head_size)
+
+
+def choose_cluster(
+    blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device, most_steps: int = _MAX_CLUSTER_STEPS
+) -> tuple[int, int]:
     """(CTAs of a cluster, warps of a CTA) for a grid of `blocks` clusters; 1 CTA means no cluster.
 
     A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
-    would leave half of the SMs idle with one CTA per sequence, and for sequences with few steps of `step` tokens per
-    warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters leave half of the SMs
-    free for the next kernel, which may start early.
+    would leave half of the SMs idle with one CTA per sequence, and for sequences with at most `most_steps` steps of
+    `step` tokens per warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters
+    leave half of the SMs free for the next kernel, which may start early.
     """
     largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
     if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:
@@ -330,12 +343,16 @@ def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, d
     room = _MAX_BLOCKS_PER_SM * device.num_sms // max(1, blocks)
     useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
     cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
-    steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory
+    steps = min(most_steps, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory
     return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps
 
 
-def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
-    """The most splits of a sequence, where `wave` splits of all sequences run at once."""
+def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float) -> int:
+    """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
+    of an unsplit sequence.
+
+    Several query tokens have no combine kernel: n splits take rounds / n + n / _SPLITS_OF_A_STEP steps.
+    """
     num_seqs = problem.num_seqs
     if tuning.batch_invariant():
         return max(1, min(-(-problem.max_tokens // PINNED_SPLIT), _MAX_SPLITS))
@@ -346,5 +363,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
     else:
         max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
-    most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
+    most = _MAX_SPLITS
+    if problem.query_tokens > 1:
+        most = min(most, max(_MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

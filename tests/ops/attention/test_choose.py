@@ -245,6 +245,13 @@ def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tupl
     assert choose_cluster(blocks, max_tokens, 16, wide, device.model("sm_80"))[0] == 1
 
 
+def test_clusters_of_many_heads() -> None:
+    """A warp of the last block would combine four heads one after the other, so that a cluster may have more steps."""
+    axes = {"num_tokens": 16, "num_kv_heads": 1, "head_size": 64, "block_size": 64}
+    for num_heads, tokens, expected in ((35, 1071, 4), (12, 3072, 8), (4, 3072, 1), (12, 16384, 1)):
+        assert chosen(V1, num_heads=num_heads, max_seq_len=tokens, **axes).cluster_size == expected
+
+
 @pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
 def test_choose_num_warps(blocks: int, warps: int) -> None:
     """All blocks in one wave, if blocks of three warps fit; else whole waves."""
