@@ -165,7 +165,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         if not is_pinned:
-            num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
+            num_warps = choose_num_warps(blocks, min_blocks, device)
         if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
@@ -296,23 +296,30 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
     """Splits, over all sequences, that are resident on the device at once."""
-    wave_blocks = min_blocks * device.num_sms * NUM_WARPS // num_warps
+    wave_blocks = blocks_at_once(num_warps, min_blocks, device)
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_num_warps(blocks: int, wave_blocks: int) -> int:
+def blocks_at_once(num_warps: int, min_blocks: int, device: Device) -> int:
+    """Blocks of `num_warps` warps that run at once. An SM has the registers of `min_blocks` blocks of four warps: eight
+    warps are two blocks of three ("Whole CTAs of three warps")."""
+    return min_blocks * NUM_WARPS // num_warps * device.num_sms
+
+
+def choose_num_warps(blocks: int, min_blocks: int, device: Device) -> int:
     """Warps per block with the least idle time in the last wave.
 
-    A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
-    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
+    If all blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round
+    of blocks is spread unevenly where a kernel starts early".
     """
-    wave_warps = NUM_WARPS * wave_blocks
-    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if blocks * num_warps <= wave_warps]
+    of_one_wave = [
+        num_warps for num_warps in _WARPS_OF_ONE_WAVE if blocks <= blocks_at_once(num_warps, min_blocks, device)
+    ]
     if of_one_wave:
         return of_one_wave[0]
 
     def waste(num_warps: int) -> float:
-        waves = blocks * num_warps / wave_warps
+        waves = blocks / blocks_at_once(num_warps, min_blocks, device)
         tail = waves % 1.0
         return (waves - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / waves
 

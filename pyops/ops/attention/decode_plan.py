@@ -83,7 +83,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    slots = config.min_blocks * device.num_sms * decode_choose.NUM_WARPS // config.num_warps
+    slots = decode_choose.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:

@@ -252,10 +252,16 @@ def test_clusters_of_many_heads() -> None:
         assert chosen(V1, num_heads=num_heads, max_seq_len=tokens, **axes).cluster_size == expected
 
 
-@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
-def test_choose_num_warps(blocks: int, warps: int) -> None:
-    """All blocks in one wave, if blocks of three warps fit; else whole waves."""
-    assert choose_num_warps(blocks, 396) == warps
+@pytest.mark.parametrize(
+    ("blocks", "min_blocks", "warps"),
+    [
+        *((8, 3, 4), (396, 3, 4), (397, 3, 3), (528, 3, 3), (529, 3, 2), (600, 3, 4), (2048, 3, 3)),
+        *((264, 2, 4), (265, 2, 2), (300, 2, 2), (400, 2, 4)),
+    ],
+)
+def test_choose_num_warps(blocks: int, min_blocks: int, warps: int) -> None:
+    """All blocks in one wave, if whole blocks of three warps fit; else whole waves."""
+    assert choose_num_warps(blocks, min_blocks, device.model()) == warps
 
 
 @pytest.mark.parametrize(
