@@ -13,7 +13,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
-from . import decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
+from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
@@ -83,7 +83,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    slots = decode_choose.blocks_at_once(config.num_warps, config.min_blocks, device)
+    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:

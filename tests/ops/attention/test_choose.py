@@ -19,7 +19,8 @@ from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.attention import decode_plan
 from pyops.ops.attention.combine import CombineConfig
-from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
+from pyops.ops.attention.decode_blocks import choose_cluster, choose_num_warps
+from pyops.ops.attention.decode_choose import DecodeConfig
 from tests.ops.attention.test_attention import paged_call, truth
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
