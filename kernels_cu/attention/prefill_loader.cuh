@@ -28,10 +28,13 @@ constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile:
 // registers for it.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
 
-// HAS_FINDER: a separate warp finds the next work item while the producer loads the current one. With split-KV, an item
-// is taken only when the previous one is loaded: taken earlier, it would wait for this CTA while another CTA is idle.
-// With an fp8 cache all other warps convert or transpose.
+// HAS_FINDER: a separate warp finds the next work item while the producer loads the last tiles of the current one. With
+// an fp8 cache all other warps convert or transpose, and items of split-KV are short.
 constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
+// TILES_AFTER_TAKE: KV tiles that the producer loads after its CTA has taken the next item, which hide the search. An
+// item taken earlier would wait for this CTA while another CTA is idle ("An item is taken late" in
+// docs/performance/prefill.md).
+constexpr int TILES_AFTER_TAKE = HAS_SPLITS ? 0 : 4;
 
 // HAS_INVALID_PAGES: the block table may have invalid block numbers. Ragged tensors have no block table.
 constexpr bool HAS_INVALID_PAGES = !RAGGED;
@@ -187,16 +190,13 @@ struct Producer {
                 length = tiles.found->length;
                 block = tiles.found->blocks[own_lane()];
                 more = work.tokens > 0;
-                sync_warp();
-                tiles.next.release(0);
-                tiles.next.advance();
             } else {
                 more = finder.find(work, origin, length);
-                if (!HAS_SPLITS && more) finder.take();
                 block = finder.block_of(work, origin, work.last_tile);
             }
             if (!EARLY_QUERIES) load_queries(work);
             // Each iteration loads the keys of a tile and the values of the previous tile.
+            const int take_at = min(work.first_tile + TILES_AFTER_TAKE - 1, work.last_tile);
             int values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
                 const int next_block = finder.block_of(work, origin, tile - 1);
@@ -205,8 +205,8 @@ struct Producer {
                 if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
                 values_block = block;
                 block = next_block;
+                if (tile == take_at) take_next(more);
             }
-            if (HAS_SPLITS && more) finder.take();
         }
         if constexpr (IS_FP8 || IS_E4M3) {
             tiles.code.acquire();
@@ -218,6 +218,16 @@ struct Producer {
     }
 
 private:
+    // Takes the next item, or lets the finder take it. more: there may be one.
+    DEVICE void take_next(bool more) {
+        if constexpr (HAS_FINDER) {
+            sync_warp();
+            tiles.next.release(0);
+            tiles.next.advance();
+        } else if (more) {
+            finder.take();
+        }
+    }
     DEVICE void load_queries(const Work& work) {
         auto& ring = tiles.query;
         ring.acquire();

@@ -82,8 +82,8 @@ struct Balance {
         const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
         equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
-        if (!alike && head_size >= MIN_WHOLE_HEAD && seqs <= 2.0f * wave_splits) {
-            fill_waves(wave_splits, total, weighted);
+        if (!alike && seqs <= 2.0f * wave_splits) {
+            fill_waves(wave_splits, total, weighted, head_size >= MIN_WHOLE_HEAD);
         }
     }
     DEVICE float weight_of(int64_t seq) const { return seq < first_late ? 1.0f : LATE_WEIGHT; }
@@ -96,12 +96,13 @@ struct Balance {
     DEVICE int mixed_splits(float weighted_tokens, float per_token) const {
         return int(fminf(fmaxf(ceilf(weighted_tokens * per_token), 1.0f), max_splits));
     }
-    // Sets splits_per_token for whole waves. Rounding up adds less than one split per sequence, so TRIES values are
-    // tested; the first one with a total that fits in the waves is taken.
-    DEVICE void fill_waves(float wave_splits, float total, float weighted) {
+    // Sets splits_per_token for whole waves; unless may_be_long, only if one wave is fastest. Rounding up adds less than
+    // one split per sequence, so TRIES values are tested; the first one with a total that fits in the waves is taken.
+    DEVICE void fill_waves(float wave_splits, float total, float weighted, bool may_be_long) {
         constexpr int TRIES = 4;
         const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
         const bool is_short = wave_tokens < SHORT_SPLIT && 2.0f * seqs <= wave_splits;
+        if (!is_short && !may_be_long) return;
         const bool is_long = wave_tokens >= LONG_SPLIT || seqs > wave_splits;
         const float most = (is_short ? 1.0f : is_long ? 3.0f : 2.0f) * wave_splits;
         const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / weighted; };

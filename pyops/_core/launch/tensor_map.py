@@ -15,13 +15,12 @@ from ..tensors.dtypes import DType
 from ..tensors.tensor import TensorArg
 from .scratch import Scratch
 
-NBYTES = 128  # of CUtensorMap
-ALIGNMENT = 64
+NBYTES, ALIGNMENT = 128, 64  # of CUtensorMap
 NEEDS_DEVICE = "tensor maps exist on compute capability 9.0 and later"
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, and Swizzle of host/api.h
 # CUtensorMapDataType, by bytes. Copies move bits, so unsigned integers stand for every type of their size.
 _DATA_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
-_L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B; not tuned
+PROMOTIONS = {64: 1, 128: 2, 256: 3}  # CUtensorMapL2promotion
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class TensorMap:
         box: elements of each dimension that one copy moves.
         swizzle: 0, 32, 64 or 128: the swizzle span in bytes; within it the row number permutes the 16-byte chunks.
         offset: bytes from the start of the tensor to the first element that the map describes.
+        promotion: 64, 128 or 256: bytes that L2 fetches from DRAM at once.
 
     Raises:
         OpError: for an argument that cannot be mapped so (`check.mappable`), by its name: cuTensorMapEncodeTiled asks
@@ -52,6 +52,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int = 0
     offset: int = 0
+    promotion: int = 256
 
     @classmethod
     def of(cls, arg: TensorArg, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
@@ -136,7 +137,7 @@ def _encode(at: int, one: TensorMap) -> int:
     shape = wide(*one.sizes), wide(*one.strides), narrow(*one.box), narrow(*(1,) * rank)  # elements are not skipped
     kind, swizzle = _DATA_TYPES[one.dtype.itemsize], SWIZZLES[one.swizzle]
     # The zeros: no interleaving, and TMA fills elements outside of the tensor with zeros.
-    return int(driver.get().encode_map(at, kind, rank, 0, *shape, 0, swizzle, _L2_PROMOTION, 0))
+    return int(driver.get().encode_map(at, kind, rank, 0, *shape, 0, swizzle, PROMOTIONS[one.promotion], 0))
 
 
 def failure(status: int) -> Exception:

@@ -12,32 +12,18 @@ from ... import tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .combine import CombineConfig, choose_combine, lanes_of
+from .decode_blocks import (
+    MAX_CLUSTER_STEPS,
+    MAX_WIDE_ELEMENTS,
+    NUM_WARPS,
+    blocks_at_once,
+    choose_cluster,
+    choose_num_warps,
+    most_cluster_steps,
+)
 from .decode_problem import DecodeProblem, run_tokens
 
 TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
-NUM_WARPS = 4  # warps of a block by default
-
-# Warps of a block if all blocks fit into one wave. "Three warps per CTA make one wave of 512 CTAs": 136 us with four,
-# 129 us with three.
-_WARPS_OF_ONE_WAVE = (4, 3)
-# Warps of a block for several waves, preferred first: fewer warps can leave less of the last wave idle ("A partial wave
-# costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
-# tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
-_WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
-_MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
-
-# Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
-_CLUSTER_SIZES = (8, 4, 2)
-_WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
-# Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
-_MAX_WIDE_ELEMENTS = 1024
-# Most cluster CTAs per SM. "Clusters lose on larger batches": 16 sequences of 1024 tokens take 25.1 us with clusters
-# and 23.1 us without.
-_MAX_BLOCKS_PER_SM = 2
-# Fewest and most KV steps of a warp in a cluster: for one sequence of 4096 tokens clusters are as fast as split-KV, for
-# 8192 they are slower.
-_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
-
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 # Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
 # waits for": 4.4 us for 44 sequences of 1 to 103 tokens, and 1.1 us for a step.
@@ -59,6 +45,9 @@ _WAVES_WITHOUT_SPLITS = 4
 # combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
 # for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
+# Splits that the last block combines in the time of a step: a load of four takes 0.35 us ("A chain for each head"), and
+# a step 1.1 us.
+_SPLITS_OF_A_STEP = 12
 
 # Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
 # ptxas counts them for sm_90.
@@ -123,8 +112,7 @@ class DecodeConfig:
         num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
         found = tuning.varied(self, num_warps=num_warps)
         if self.cluster_size == 1 and not problem.partials:  # the caller's workspace fixes the number of partitions
-            most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
-            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, most))
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
             if self.max_splits > 1:
                 min_splits = tuning.beside(self.min_split, TILE_TOKENS, _MAX_CANDIDATE_SPLIT)
                 found += tuning.varied(self, min_split=min_splits)
@@ -162,7 +150,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         if not is_pinned:
-            num_warps = choose_num_warps(blocks, min_blocks, device.num_sms)
+            num_warps = choose_num_warps(blocks, min_blocks, device)
         if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
@@ -170,13 +158,15 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps * TILE_TOKENS * tiles)  # steps of a warp without splits
     is_short = problem.uses_mma and rounds <= _STEPS_OF_SPLITTING and not is_pinned
-    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave))
+    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds))
+    combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
-        may_be_wide = min(heads, problem.columns) * problem.head_size <= _MAX_WIDE_ELEMENTS
+        may_be_wide = min(heads, problem.columns) * problem.head_size <= MAX_WIDE_ELEMENTS
         step = TILE_TOKENS * tiles
-        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
+        steps = MAX_CLUSTER_STEPS if combine else most_cluster_steps(min(heads, problem.columns), problem.head_size)
+        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device, steps)
         if cluster_size > 1:
-            num_warps, max_splits = cluster_warps, 1
+            num_warps, max_splits, combine = cluster_warps, 1, None
     pieces = _choose_pieces(problem, device)
     return DecodeConfig(
         num_warps,
@@ -187,7 +177,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         cluster_size,
         max_splits,
         PINNED_SPLIT if is_pinned else _MIN_SPLIT,
-        _choose_combine(problem, max_splits, device),
+        combine,
         pieces,
         _is_ahead(problem, device, heads, tiles, min_blocks),
     )
@@ -291,54 +281,16 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
     """Splits, over all sequences, that are resident on the device at once."""
-    wave_blocks = min_blocks * NUM_WARPS // num_warps * device.num_sms
+    wave_blocks = blocks_at_once(num_warps, min_blocks, device)
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_num_warps(blocks: int, min_blocks: int, num_sms: int) -> int:
-    """Warps per block with the least time, where the last wave may be partly idle.
+def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float) -> int:
+    """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
+    of an unsplit sequence.
 
-    An SM holds `min_blocks` blocks of four warps, and so two of three warps where it has registers for eight. If all
-    blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round of
-    blocks is spread unevenly where a kernel starts early".
+    Several query tokens have no combine kernel: n splits take rounds / n + n / _SPLITS_OF_A_STEP steps.
     """
-
-    def waves(num_warps: int) -> float:
-        return blocks / (min_blocks * NUM_WARPS // num_warps * num_sms)
-
-    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if waves(num_warps) <= 1]
-    if of_one_wave:
-        return of_one_wave[0]
-
-    def time(num_warps: int) -> float:
-        tail = waves(num_warps) % 1.0
-        return (waves(num_warps) - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / num_warps
-
-    return min(_WARPS_OF_MANY_WAVES, key=time)
-
-
-def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
-    """(CTAs of a cluster, warps of a CTA) for a grid of `blocks` clusters; 1 CTA means no cluster.
-
-    A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
-    would leave half of the SMs idle with one CTA per sequence, and for sequences with few steps of `step` tokens per
-    warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters leave half of the SMs
-    free for the next kernel, which may start early.
-    """
-    largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
-    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:
-        num_warps = _WIDE_CLUSTER_WARPS
-    if 2 * blocks > device.num_sms:
-        return 1, num_warps
-    room = _MAX_BLOCKS_PER_SM * device.num_sms // max(1, blocks)
-    useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
-    cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
-    steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory
-    return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps
-
-
-def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
-    """The most splits of a sequence, where `wave` splits of all sequences run at once."""
     num_seqs = problem.num_seqs
     if tuning.batch_invariant():
         return max(1, min(-(-problem.max_tokens // PINNED_SPLIT), _MAX_SPLITS))
@@ -349,5 +301,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
     else:
         max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
-    most = _MAX_SPLITS if problem.query_tokens == 1 else _MAX_SPLITS_OF_LAST_BLOCK
+    most = _MAX_SPLITS
+    if problem.query_tokens > 1:
+        most = min(most, max(_MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

@@ -13,7 +13,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
-from . import decode_choose, decode_launch, prefill_plan
+from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
@@ -31,6 +31,7 @@ _RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 # (docs/performance/prefill.md, "Sequences of one KV tile"), and 1 x 1024 takes the latter 5.2 us.
 _ROWS_TAKE_LONGER = 4.0
 _CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
+_LAUNCH_US = 2.2  # us of one more kernel in a graph
 _MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu; 8 for heads of more than 128 elements
 
 
@@ -56,14 +57,14 @@ def launch_varlen(name: str, rows: PrefillProblem) -> list[Launch]:
     else:
         config = tuning.config(name, rows, device, prefill_plan.choose)
     if problem and isinstance(config, DecodeConfig):
-        return decode_launch.launch(problem, config)
+        return prefill_sm90_fp8.upcast(rows, decode_launch.launch(problem, config))
     return prefill_plan.launch(rows, config)
 
 
 def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
     """The problem for attention_decode.cu; None if it does not support the call with two query tokens per CTA."""
     query = rows.query
-    if not isinstance(rows.kv, PagedKV) or not rows.causal or rows.codes or not query.device.supports("mma"):
+    if not isinstance(rows.kv, PagedKV) or not rows.causal or not query.device.supports("mma"):
         return None
     if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * rows.kv.block_tables.numel == 0:
         return None
@@ -82,7 +83,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    slots = config.min_blocks * decode_choose.NUM_WARPS // config.num_warps * device.num_sms
+    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:
@@ -90,6 +91,8 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
         us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
     ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     us += _CTA_US * max(0.0, ctas / slots - 1)
+    if prefill_sm90_fp8.choose(rows, device):
+        us += _LAUNCH_US  # the prefill kernel takes e4m3 queries as they are
     return us <= nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
 
 

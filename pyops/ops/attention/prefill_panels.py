@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core.launch.tensor_map import TensorMap
+from ..._core.launch.tensor_map import PROMOTIONS, TensorMap
 from ..._core.tensors.tensor import TensorArg
 
 
@@ -67,7 +67,8 @@ class Panels:
         """
         if self.whole_heads:
             return self._map_of_whole_heads(cache, box_tokens)
-        return _map(cache, (self.size(cache), 1, box_tokens, 1)[: len(cache.shape)], self.row_bytes)
+        box = (self.size(cache), 1, box_tokens, 1)[: len(cache.shape)]
+        return _map(cache, box, self.row_bytes, _promotion(cache))
 
     def _map_of_whole_heads(self, cache: TensorArg, box_tokens: int) -> TensorMap:
         """The tensor map with boxes of all panels of some tokens of a head. A box in shared memory is [tokens / 8,
@@ -86,15 +87,26 @@ class Panels:
         block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
         sizes = (elements, 8, row_panels, block_size // 8, num_blocks)
         strides = (token, panel_bytes, 8 * token, block)
-        return TensorMap(cache, cache.dtype, sizes, strides, (size, 8, panels, box_tokens // 8, 1), self.row_bytes)
+        box = (size, 8, panels, box_tokens // 8, 1)
+        return TensorMap(cache, cache.dtype, sizes, strides, box, self.row_bytes, promotion=_promotion(cache))
 
 
 def map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
     """The tensor map of an fp8 cache; a box holds some tokens of a head, without swizzle."""
-    return _map(cache, (cache.shape[3], 1, box_tokens, 1), 0)
+    return _map(cache, (cache.shape[3], 1, box_tokens, 1), 0, _promotion(cache))
 
 
-def _map(arg: TensorArg, box: tuple[int, ...], swizzle: int) -> TensorMap:
+def _promotion(cache: TensorArg) -> int:
+    """Bytes that L2 fetches from DRAM at once: as many as a head of a token has in one piece.
+
+    More are of the next head. Its CTA reads them at another time, when L2 may have dropped them ("A head in one piece"
+    in docs/performance/prefill.md).
+    """
+    head_bytes = cache.strides[-2] * cache.dtype.itemsize if cache.shape[-2] > 1 else max(PROMOTIONS)
+    return max(min(PROMOTIONS), min(max(PROMOTIONS), head_bytes & -head_bytes))
+
+
+def _map(arg: TensorArg, box: tuple[int, ...], swizzle: int, promotion: int = 256) -> TensorMap:
     """The tensor map of the whole argument; `box` has the innermost dimension first."""
     sizes, itemsize = arg.shape[::-1], arg.dtype.itemsize
     strides: list[int] = []
@@ -102,4 +114,4 @@ def _map(arg: TensorArg, box: tuple[int, ...], swizzle: int) -> TensorMap:
     for size, stride in zip(sizes[1:], reversed(arg.strides[:-1]), strict=True):
         strides.append(stride * itemsize if size > 1 else pitch)  # a dimension of size 1 may have any stride
         pitch = strides[-1] * size
-    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle)
+    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle, promotion=promotion)

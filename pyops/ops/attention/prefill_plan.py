@@ -284,8 +284,7 @@ def launch(problem: PrefillProblem, config: AnyConfig) -> list[Launch]:
     # On Hopper, prefill_mma.cu is for short sequences, which take less time than a launch.
     if single_rows is None or (problem.uses_wgmma and isinstance(config, PrefillMmaConfig)):
         launches = _launch_rows(problem, config, min_tokens=1)
-        is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
-        return prefill_sm90_fp8.widened(problem, launches) if is_widened else launches
+        return launches if isinstance(config, E4m3Config) else prefill_sm90_fp8.upcast(problem, launches)
     device = problem.query.device
     decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]

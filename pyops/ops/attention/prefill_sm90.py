@@ -33,6 +33,13 @@ _REGISTERS = {1: 168, 2: 192, 3: 120}  # {consumers: registers of a thread for l
 _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a WGMMA takes at most 128 registers there
 
 
+# The model of short sequences: docs/performance/prefill.md, "Short sequences in small work items". Microseconds of a
+# KV tile of 128 keys and 128 rows of 128 elements, and of a combine kernel; bytes that L2 gives an SM in a microsecond;
+# the most time of small items next to that of large ones, which are measured for more batches.
+_TILE_US, _COMBINE_US, _L2_BYTES_PER_US, _LEAST_GAIN = 1.83, 3.7, 40e3, 0.9
+_MAX_VALUE_SIZE_OF_SHORT = 128  # largest value size with small work items
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillSm90Config:
     """The geometry of prefill_sm90.cu; the attributes are constants of the kernel.
@@ -147,6 +154,9 @@ class PrefillSm90Config:
         )
 
 
+_SHORT = PrefillSm90Config(tokens=64, consumers=1)  # small work items
+
+
 def stages_of(
     device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int, min_blocks: int = 1
 ) -> tuple[int, int, int, int]:
@@ -191,9 +201,10 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """The largest KV tile that fits into registers next to the accumulators; more rows for small heads.
 
     Sequences of few query rows read the cache once whatever the geometry, so the one with the fewest MMAs is best.
-    Those of one warpgroup are bound by memory.
+    Those of one warpgroup are bound by memory. Short sequences leave rows of large work items unused, and each item has
+    a fixed cost: two CTAs with small items on an SM may take less time.
     """
-    head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
+    head_size, value_size = problem.query.shape[2], problem.value_size
     if 0 < problem.few_rows <= 64:
         panels = panels_of(problem)
         tokens = _FEW_ROWS_TILE_BYTES // (panels.token_bytes(head_size) + panels.token_bytes(value_size)) // 16 * 16
@@ -201,6 +212,16 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
         few = PrefillSm90Config(min(128, tokens), consumers)
         if few.fits(problem, device):
             return few
+    many = _tile_of_many_rows(problem)
+    may_be_short = value_size <= _MAX_VALUE_SIZE_OF_SHORT and not problem.few_rows and not tuning.batch_invariant()
+    if not may_be_short or not _SHORT.fits(problem, device):
+        return many
+    return _SHORT if _time(problem, _SHORT, device) < _LEAST_GAIN * _time(problem, many, device) else many
+
+
+def _tile_of_many_rows(problem: PrefillProblem) -> PrefillSm90Config:
+    """The largest KV tile, and as many rows as registers allow."""
+    head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
         return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2 if problem.few_rows else 3)
     if value_size <= 128:
@@ -214,6 +235,24 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     if not panels_of(problem).whole_heads:
         return PrefillSm90Config(tokens=64 if is_plain else 48, consumers=2)
     return PrefillSm90Config(tokens=80 if is_plain else 64, consumers=2)
+
+
+def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) -> float:
+    """The time of a call in microseconds: rounds of work items, each with a fixed cost and the MMAs of its KV tiles, or
+    the bytes of its keys and values if L2 takes longer for those of all CTAs of an SM.
+    """
+    num_tokens, _, head_size = problem.query.shape
+    rows, width, keys = 64 * config.consumers, head_size + problem.value_size, float(problem.expected_tokens)
+    tokens = min(keys, num_tokens / max(1, problem.num_seqs))  # query tokens of a sequence
+    keys -= tokens / 2 if problem.causal else 0
+    # The last item of a sequence is half full on average, and so is its last tile.
+    items = problem.num_seqs * problem.layout.num_kv_heads * max(1.0, tokens * problem.group / rows + 0.5)
+    splits = choose_splits(problem, rows, config.tokens, device, config.min_blocks)
+    rounds = max(1.0, items * splits / (config.min_blocks * device.num_sms))
+    tile_us = _TILE_US * config.min_blocks * rows * config.tokens * width / (128 * 128 * 256)
+    item_us = ITEM_TILES * _TILE_US + max(1.0, (keys / config.tokens + 0.5) / splits) * tile_us
+    l2_us = config.min_blocks * keys / splits * width * problem.layout.dtype.itemsize / _L2_BYTES_PER_US
+    return rounds * max(item_us, l2_us) + (_COMBINE_US if splits > 1 else 0.0)
 
 
 def window_of(problem: PrefillProblem) -> int:

@@ -140,11 +140,12 @@ def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
     return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
 
 
-def widened(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
-    """`launches` for 16-bit queries, after a kernel that upcasts the e4m3 queries and folds their scale into the scale
-    of the keys."""
+def upcast(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
+    """`launches` for 16-bit queries; for e4m3 queries after a kernel that upcasts them and folds their scale into the
+    scale of the keys."""
     codes = problem.codes
-    assert codes is not None
+    if codes is None:
+        return launches
     num_scales = problem.layout.num_kv_heads if problem.layout.head_scales else 1
     found = {"query": Scratch(max(1, problem.query.nbytes)), "k_scale": Scratch(4 * num_scales)}
     for launch in launches:

@@ -19,7 +19,8 @@ from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.attention import decode_plan
 from pyops.ops.attention.combine import CombineConfig
-from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
+from pyops.ops.attention.decode_blocks import choose_cluster, choose_num_warps
+from pyops.ops.attention.decode_choose import DecodeConfig
 from tests.ops.attention.test_attention import paged_call, truth
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
@@ -245,16 +246,24 @@ def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tupl
     assert choose_cluster(blocks, max_tokens, 16, wide, device.model("sm_80"))[0] == 1
 
 
-@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
-def test_choose_num_warps(blocks: int, warps: int) -> None:
-    """All blocks in one wave, if blocks of three warps fit; else whole waves."""
-    assert choose_num_warps(blocks, 3, 132) == warps
+def test_clusters_of_many_heads() -> None:
+    """A warp of the last block would combine four heads one after the other, so that a cluster may have more steps."""
+    axes = {"num_tokens": 16, "num_kv_heads": 1, "head_size": 64, "block_size": 64}
+    for num_heads, tokens, expected in ((35, 1071, 4), (12, 3072, 8), (4, 3072, 1), (12, 16384, 1)):
+        assert chosen(V1, num_heads=num_heads, max_seq_len=tokens, **axes).cluster_size == expected
 
 
-@pytest.mark.parametrize(("blocks", "warps"), [(264, 4), (265, 2), (350, 2), (600, 1), (828, 2)])
-def test_three_of_eight_warps(blocks: int, warps: int) -> None:
-    """An SM with registers for eight warps has two blocks of three, as many as of four."""
-    assert choose_num_warps(blocks, 2, 132) == warps
+@pytest.mark.parametrize(
+    ("blocks", "min_blocks", "warps"),
+    [
+        *((8, 3, 4), (396, 3, 4), (397, 3, 3), (528, 3, 3), (529, 3, 2), (600, 3, 4), (2048, 3, 3)),
+        *((264, 2, 4), (265, 2, 2), (350, 2, 2), (600, 2, 1), (828, 2, 2)),
+    ],
+)
+def test_choose_num_warps(blocks: int, min_blocks: int, warps: int) -> None:
+    """All blocks in one wave, if whole blocks of three warps fit; else whole waves. An SM with registers for eight warps
+    has two blocks of three, as many as of four."""
+    assert choose_num_warps(blocks, min_blocks, device.model()) == warps
 
 
 @pytest.mark.parametrize(

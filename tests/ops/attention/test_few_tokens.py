@@ -18,6 +18,7 @@ from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, schedu
 from tests.every_op.test_nvrtc import MISSING
 from tests.ops.attention.test_attention import V1
 from tests.ops.attention.test_decode_steps import AHEAD as ONE_WARP
+from tests.ops.attention.test_e4m3 import _call as _e4m3_call
 from tests.ops.attention.test_hopper import _in_codes as over_fp8
 from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_call, reference
 from tests.support.profiles import few
@@ -98,6 +99,17 @@ def test_equals_single_tokens(heads: tuple[int, int], is_fp8: bool, window: int)
     assert same_bits(call["out"], single["out"])
 
 
+def test_e4m3_queries() -> None:
+    """Bit for bit what the same queries give in bfloat16, with their scale in that of the keys."""
+    call = _e4m3_call(COUNTS, LENGTHS, (6, 2))
+    call.pop("plain")
+    _attend(SPLITS, call, SCHEDULES[:: len(SCHEDULES) - 1])
+    right = {name: x for name, x in call.items() if name != "q_scale"}
+    right |= {"out": torch.empty_like(call["out"]), "query": call["query"].bfloat16(), "k_scale": 0.5 * 0.75}
+    _attend(SPLITS, right)
+    assert same_bits(call["out"], right["out"])
+
+
 @pytest.mark.parametrize("one", [SPLITS, CLUSTER], ids=["splits", "cluster"])
 def test_hostile_indices(one: DecodeConfig) -> None:
     """Indices out of range contribute nothing; rows of no sequence are left alone."""
@@ -118,7 +130,8 @@ def test_hostile_indices(one: DecodeConfig) -> None:
             VARLEN.wrapper(**call)  # the owner of a row is undefined, but no row outside is touched
 
 
-# (tokens of the sequences, table's tokens, heads, fp8 cache) -> columns of a CTA and query tokens of it; None: prefill
+# (tokens of the sequences, table's tokens, heads, fp8 cache, or e4m3) -> columns of a CTA and query tokens of it; None:
+# prefill
 CHOICES = [
     ([7] * 3, 21, (4, 4), False, (8, 8)),
     ([5, 1], 32, (3, 1), False, (16, 5)),
@@ -130,6 +143,8 @@ CHOICES = [
     ([128] * 8, 128, (32, 8), False, None),
     ([1] * 255 + [258], 8192, (32, 8), False, None),
     ([2] * 4, 4096, (16, 1), False, None),
+    ([1] * 2, 64384, (4, 1), "e4m3", (8, 2)),
+    ([64] * 2, 8192, (4, 1), "e4m3", None),
 ]
 
 
@@ -137,23 +152,24 @@ def _launched(
     counts: list[int],
     tokens: int,
     heads: tuple[int, int],
-    is_fp8: bool,
+    is_fp8: bool | str,
     arch: str = "sm_90",
     head_size: int = 128,
     options: bool = False,
     max_query_len: int = 0,
 ) -> Specialisation | None:
-    """The first specialisation of a call; None if it is one of prefill."""
+    """The last specialisation of a call; None if it is one of prefill."""
     make, (num_heads, num_kv_heads) = ArgMaker(device.model(arch)), heads
     cache = make.empty(9, 16, num_kv_heads, head_size, dtype="float8_e4m3fn" if is_fp8 else "bfloat16")
-    query = make.empty(sum(counts), num_heads, head_size, dtype="bfloat16")
+    out = make.empty(sum(counts), num_heads, head_size, dtype="bfloat16")
+    query = make.empty(*out.shape, dtype="float8_e4m3fn") if is_fp8 == "e4m3" else out
     tables = make.empty(len(counts), -(-tokens // 16), dtype="int32")
     lengths, starts = (make.empty(size, dtype="int32") for size in (len(counts), len(counts) + 1))
     one, codes = make.full(1, value=1.0, dtype="float32"), "fp8" if is_fp8 else "auto"
     of_heads = make.full(num_heads, value=0.5, dtype="float32") if options else None
     more = (of_heads, 20, 2.0, of_heads, None, None) if options else (None, 0, 0.0, None, None, None)
     call = (
-        query,
+        out,
         query,
         cache,
         cache,
@@ -170,13 +186,13 @@ def _launched(
         *more,
         max_query_len,
     )
-    first = VARLEN.launches(*call)[0]
-    return first.specialisation if isinstance(tuning.last[VARLEN.name], DecodeConfig) else None
+    last = VARLEN.launches(*call)[-1]
+    return last.specialisation if isinstance(tuning.last[VARLEN.name], DecodeConfig) else None
 
 
 @pytest.mark.parametrize(("counts", "tokens", "heads", "is_fp8", "expected"), CHOICES)
 def test_choice(
-    counts: list[int], tokens: int, heads: tuple[int, int], is_fp8: bool, expected: tuple[int, int] | None
+    counts: list[int], tokens: int, heads: tuple[int, int], is_fp8: bool | str, expected: tuple[int, int] | None
 ) -> None:
     one = _launched(counts, tokens, heads, is_fp8)
     assert (one and (one.constants["HEADS"], one.constants["QUERY_TOKENS"])) == expected
@@ -196,6 +212,13 @@ def test_choice_by_the_most_tokens_of_a_sequence() -> None:
         assert_matches_reference(VARLEN, **call | {"max_query_len": most}, schedules=SCHEDULES[:1])
     with pytest.raises(OpError, match="max_query_len: expected 0 or more, got -1"):
         VARLEN.wrapper(**call | {"max_query_len": -1})
+
+
+def test_splits_of_long_sequences() -> None:
+    """More than the last block combines at little cost, if the sequence takes longer: 64384 tokens are 503 steps."""
+    for tokens, splits in ((64384, 77), (16384, 50)):
+        _launched([1] * 2, tokens, (4, 1), True)
+        assert tuning.last[VARLEN.name].max_splits == splits
 
 
 def test_warps_that_have_a_step() -> None:

@@ -503,6 +503,16 @@ def test_choice_of_kernel() -> None:
         assert found.specialisation.constants["WHOLE_HEADS"] == whole
         assert found.fixed["key_map"].swizzle == found.fixed["query_map"].swizzle == row_bytes
         assert not whole or found.fixed["key_head_pitch"] == pitch
+    # Sequences of five tokens leave most of 128 rows unused; those of 256 fill them.
+    for num_tokens, blocks, tokens, consumers in ((1001, 6, 64, 1), (51200, 16, 128, 2)):
+        problem = _problem(num_tokens, 128, num_seqs=200)
+        tables = replace(problem.kv.block_tables, shape=(200, blocks), strides=(blocks, 1))
+        problem = replace(problem, kv=replace(problem.kv, block_tables=tables))
+        assert choose(problem, HOPPER) == PrefillSm90Config(tokens, consumers)
+    # L2 fetches what a head has in one piece.
+    for head_size, num_bytes in ((128, 256), (64, 128), (96, 64)):
+        problem = _problem(4096, head_size)
+        assert launch(problem, choose(problem, HOPPER))[0].fixed["key_map"].promotion == num_bytes
     # Sections of heads that fit in the L2 cache, but of at least two waves of work items.
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
