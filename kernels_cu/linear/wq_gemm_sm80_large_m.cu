@@ -11,6 +11,10 @@
 // TILE_N columns of it. A CTA takes a tile of each wave, down the rows of the same columns first. CUT: the last,
 // partial wave is scheduled by stream-K (stream_k.cuh).
 //
+// GROUPED: rows of out belong to experts, each with its own weight. Rows of a tile are slots of the lists that
+// moe_align_block_size has written (grouped.cuh): row t of out is row t / top_k of a times the weight of its block's
+// expert, times topk_weights[t] if ROUTED. Rows without a valid expert are not written.
+//
 // K-tiles: 64 rows of w, STAGES of them in shared memory. cp.async brings rows of a, quants, scales and zero points
 // STAGES - 1 k-tiles ahead. The operands of a part of a k-tile, an MMA deep in K or with some layouts a unit, are read
 // from shared memory while the previous part is multiplied, where registers allow (AHEAD). wq_fragment.cuh describes
@@ -27,9 +31,10 @@
 //     TILE_N        columns of a warp: 64
 //     WARPS_M, WARPS_N    warps along both: WARPS_M is 1 or 2
 //     STAGES        k-tiles in shared memory: 2 or more
-//     CUT           whether the last wave is scheduled by stream-K
+//     CUT           whether the last wave is scheduled by stream-K: not with experts
 //     MIN_BLOCKS    CTAs per SM that the registers must allow
-//     HELD, GROUPED, ROUTED    false
+//     GROUPED, ROUTED    whether rows belong to experts, and have routing weights; BLOCK_M divides block_size
+//     HELD          false
 
 constexpr bool SHORT_STEPS = true;
 #include "column_terms.cuh"
@@ -59,7 +64,10 @@ static_assert(TILE_N == 64 && TILE_M % 16 == 0 && A_CHUNKS == 8 && sizeof(out_t)
 static_assert(PARTS % GROUPS == 0 && (PARTS % 2 == 0 || !AHEAD));
 static_assert(Unit::COPIES % WARPS_M == 0 && STAGES >= 2 &&
               NUM_WARPS * STORE_ROWS * STORE_PITCH * 2 <= BLOCK_STAGE_BYTES * STAGES);
-static_assert(!IS_SPARSE && BITS != 3 && !HELD && !GROUPED && !ROUTED && !GATED && BIAS <= 1 && AZP == 0);
+static_assert(!IS_SPARSE && BITS != 3 && !HELD && !GATED && BIAS <= 1 && AZP == 0);
+static_assert(GROUPED ? !CUT : !ROUTED);
+
+using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT>;
 
 // A warp's accumulators of blocks of 16 columns and 8 rows, the blocks of the same columns one after the other.
 using accum_t = float[FRAGMENTS][4];
@@ -136,9 +144,11 @@ struct Fragments {
     }
 };
 
+using copied_rows_t = conditional_t<GROUPED, ScatteredRows<BLOCK_M / ROWS_APART>, StridedRows>;
+
 // The copies of a tile's k-tiles to shared memory, in order.
 struct TileCopies {
-    StridedRows rows;        // of a, at the thread's chunk of the next k-tile
+    copied_rows_t rows;      // of a, at the thread's chunk of the next k-tile
     const uint32_t* quants;  // the source of the thread's first copy of the next k-tile
     const void *scales, *zeros;
     int64_t n, pitch;
@@ -176,6 +186,18 @@ struct TileCopies {
     }
 };
 
+// Loads the rows of out of a tile's slots, -1 for padding, and returns whether there is any. All threads call.
+DEVICE bool load_rows(int (&rows)[GROUPED ? BLOCK_M : 1], const int32_t* slots, int64_t num_rows) {
+    constexpr int COUNT = GROUPED ? BLOCK_M : 1;
+    for (int i = threadIdx.x; i < COUNT; i += NUM_THREADS) {
+        rows[i] = slots[i] >= 0 && slots[i] < num_rows ? slots[i] : -1;
+    }
+    __syncthreads();
+    bool any = false;
+    for (int i = threadIdx.x % 32; i < COUNT; i += 32) any |= rows[i] >= 0;
+    return any_lane(any);
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
                      const scalar_t* a,          // [M, K]
@@ -185,15 +207,22 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
                      const a_scale_t* a_scales,  // [M] or [1]
                      const b_scale_t* b_scales,  // [N] or [1]
                      const out_t* bias,          // [N]
-                     float* partial,             // CUT: partial accumulators of stream_k.cuh, and counters
-                     uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t out_stride,
-                     int64_t a_scale_step, int64_t b_scale_step, int64_t sharers) {
+                     const int32_t* sorted_token_ids,     // GROUPED: [M]; values are not trusted
+                     const int32_t* expert_ids,           // [M / block_size]
+                     const int32_t* num_tokens_post_pad,  // [1]
+                     const float* topk_weights,           // [num_rows]
+                     float* partial,                      // CUT: partial accumulators of stream_k.cuh, and counters
+                     uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride,
+                     int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows,
+                     int64_t num_experts, int64_t block_size, int64_t top_k, int64_t sharers) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
+    __shared__ int row_ids[GROUPED ? BLOCK_M : 1];  // rows of out; -1: padding
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int64_t pitch = Unit::pitch(n, k);
-    const int row_tiles = int((m + BLOCK_M - 1) / BLOCK_M), column_tiles = int((n + BLOCK_N - 1) / BLOCK_N);
+    const int64_t in_use = GROUPED ? min(m, int64_t(max(*num_tokens_post_pad, 0))) : m;
+    const int row_tiles = int((in_use + BLOCK_M - 1) / BLOCK_M), column_tiles = int((n + BLOCK_N - 1) / BLOCK_N);
     const auto stage_of = [&](int step) { return shared + step % STAGES * BLOCK_STAGE_BYTES; };
     // Offsets in a stage: of the thread's copies, and of the words that a lane reads.
     const int row = threadIdx.x / A_CHUNKS, chunk = threadIdx.x % A_CHUNKS, a_to = Rows::place(row, chunk);
@@ -206,8 +235,6 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
 #pragma unroll
     for (int i = 0; i < Unit::READS; ++i) words_at[i] = Unit::read_at(i);
     const quants_t decode;
-    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
-        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
 
     CutTile<CUT> tile(row_tiles * column_tiles, 0, int(k / STEP_K), int(sharers));
     for (; tile.exists(); tile.advance()) {
@@ -216,13 +243,26 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
         // Warps without columns multiply the last ones, and store nothing.
         const int64_t own_column = first_column + warp_n * TILE_N;
         const int64_t unit = int64_t(tile.first) * UNITS;
-        TileCopies copies{strided_rows(a + int64_t(tile.first) * STEP_K + chunk * 8, first_row + row, a_stride,
-                                       ROWS_APART, m - first_row - row),
-                          quants + Unit::place(min(own_column, n - TILE_N), pitch) +
+        const int64_t expert = GROUPED ? int64_t(expert_ids[first_row / block_size]) : 0;
+        if (GROUPED && (expert < 0 || expert >= num_experts)) continue;
+        __syncthreads();  // the previous tile is stored from shared memory
+        if constexpr (GROUPED) {
+            if (!load_rows(row_ids, sorted_token_ids + first_row, num_rows)) continue;
+        }
+        const auto copied_rows = [&] {
+            const int64_t first = int64_t(tile.first) * STEP_K + chunk * 8;
+            if constexpr (GROUPED) {
+                return scattered_rows<BLOCK_M>(a, a_stride, first, int(top_k), [&](int i) { return row_ids[i]; });
+            } else {
+                return strided_rows(a + first, first_row + row, a_stride, ROWS_APART, m - first_row - row);
+            }
+        };
+        TileCopies copies{copied_rows(),
+                          quants + expert * (k * n * BITS / 32) + Unit::place(min(own_column, n - TILE_N), pitch) +
                               (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch) +
                               Unit::copy_at(warp_m, pitch),
-                          scales,
-                          zeros,
+                          scales + (HAS_SCALES ? expert * groups * n : 0),
+                          static_cast<const uint8_t*>(zeros) + expert * groups * n * ZERO_BYTES / TILE_N,
                           n,
                           pitch,
                           int(first_column / TILE_N)};
@@ -236,7 +276,6 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
             cp_async_wait<STAGES - 2>();
             __syncthreads();
         };
-        __syncthreads();  // the previous tile is stored from shared memory
         for (int i = 0; i < STAGES - 1; ++i) copy(i);
 
         accum_t accum = {};
@@ -276,9 +315,31 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
 
         out_t* const store = reinterpret_cast<out_t*>(shared) + warp * (STORE_ROWS * STORE_PITCH);
         if (own_column >= n) continue;
+        // Per expert: one scale of the whole weight (as a_scales), a scale of each column, and a bias.
+        const epilogue_t epilogue{a_scales + (A_SCALES ? expert : 0),
+                                  b_scales + (B_SCALES ? expert * n : 0),
+                                  nullptr,
+                                  nullptr,
+                                  bias + (BIAS > 0 ? expert * n : 0),
+                                  a_scale_step,
+                                  b_scale_step,
+                                  0};
 #pragma unroll
         for (int part = 0; part < TILE_M / STORE_ROWS; ++part) {
-            const int64_t part_row = first_row + warp_m * TILE_M + part * STORE_ROWS;
+            // The row of out of a row of the part; -1: none.
+            const auto row_of = [&](int local) {
+                const int in_tile = warp_m * TILE_M + part * STORE_ROWS + local;
+                if constexpr (GROUPED) return int64_t(row_ids[in_tile]);
+                else return first_row + in_tile < m ? first_row + in_tile : -1;
+            };
+            typename epilogue_t::Row of_rows[4];
+            float weights[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int64_t out_row = max(row_of(j / 2 * 8 + lane % 4 * 2 + j % 2), int64_t(0));
+                of_rows[j] = epilogue.row(out_row);
+                weights[j] = ROUTED ? topk_weights[out_row] : 1.0f;
+            }
             sync_warp();  // the previous part is stored
 #pragma unroll
             for (int i = 0; i < TILES * 2; ++i) {
@@ -287,9 +348,9 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int local = j / 2 * 8 + lane % 4 * 2 + j % 2;
-                    const auto of_row = epilogue.row(min(part_row + local, m - 1));
                     const float sum = accum[i / 2 * ROW_TILES + part * 2 + j / 2][i % 2 * 2 + j % 2];
-                    const float x = epilogue.value(of_row, of_column, sum * quants_t::SUM_FACTOR);
+                    float x = epilogue.value(of_rows[j], of_column, sum * quants_t::SUM_FACTOR);
+                    if constexpr (ROUTED) x = ieee_multiply(weights[j], x);
                     store[local * STORE_PITCH + column] = from_float<out_t>(ACTIVATION<out_t>(x));
                 }
             }
@@ -297,9 +358,10 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
 #pragma unroll
             for (int i = 0; i < STORE_ROWS / 4; ++i) {
                 const int local = i * 4 + lane / 8;
-                if (part_row + local >= m) continue;
+                const int64_t out_row = row_of(local);
+                if (out_row < 0) continue;
                 const auto eight = Vec<out_t, 8>::load(store + local * STORE_PITCH + lane % 8 * 8);
-                eight.store(out + (part_row + local) * out_stride + own_column + lane % 8 * 8);
+                eight.store(out + out_row * out_stride + own_column + lane % 8 * 8);
             }
         }
     }

@@ -113,21 +113,30 @@ def large_refusal(shape: PackedShape, device: Device) -> str | None:
     return unread(shape) or rounding(shape) or _ungrouped(shape, packed_large.STEP) or _unmapped(shape)
 
 
-def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
-    full, rest = config.waves(shape.m, shape.n, device)
-    sharers = config.num_sharers(rest, k_tiles, device)
-    of_weight = shape.weight_bytes * config.columns / (shape.n * k_tiles)  # bytes of a k-tile
+def large_k_tile_us(config: PackedLargeConfig, shape: PackedShape, rows: float, ctas: int, rates: PackedRates) -> float:
+    """The time of a k-tile of each of the `ctas` CTAs of an SM, whose tiles have `rows` rows of a."""
+    # Bytes of a k-tile.
+    of_weight = shape.weight_bytes * config.columns * packed_large.STEP / (shape.n * shape.k)
     mma = rates.large_mma * config.rows * config.columns
     # Each warp reads its rows of a and its quants.
     reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
     shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
     code = rates.large_code * config.warps * packed_large.COLUMNS
     loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
-    k_tile = rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)  # of all CTAs of an SM
-    wide = ctas * config.columns / 128
-    end = rates.tile + rates.epilogue * rows * wide
-    part = rates.part + rates.part_row * config.rows * wide
+    return rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)
+
+
+def large_end_us(config: PackedLargeConfig, rows: float, ctas: int, rates: PackedRates) -> float:
+    """What it takes to begin and store these tiles."""
+    return rates.tile + rates.epilogue * rows * ctas * config.columns / 128
+
+
+def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
+    full, rest = config.waves(shape.m, shape.n, device)
+    sharers = config.num_sharers(rest, k_tiles, device)
+    k_tile, end = large_k_tile_us(config, shape, rows, ctas, rates), large_end_us(config, rows, ctas, rates)
+    part = rates.part + rates.part_row * config.rows * ctas * config.columns / 128
     steps, ends = _stream_k(full, rest, sharers, k_tiles, end, part)
     return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
 

@@ -24,6 +24,8 @@ _MIN_WARP_ROWS = 32  # fewest rows of a warp: for fewer, dequantization takes lo
 _MAX_STAGES = 4  # most k-tiles in shared memory
 _MAX_PARTS = 8  # stream-K: most CTAs for a tile of the last wave
 _MORE_ROW_TILES = 2  # numbers of row tiles that come into question, from the fewest on
+_EXPERT_WARP_ROWS = 16, 32, 48, 64  # experts: rows of a warp, in CTAs of four warps along N; with two, 64 would spill
+_ROW_ID_BYTES = 4  # experts: bytes of static shared memory of a row of the tile
 _THREADS = 256  # threads of an SM: two warps for each of its tensor cores
 
 
@@ -66,17 +68,18 @@ class PackedLargeConfig:
         return self.warps_n * COLUMNS
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedLargeConfig]:
-        """Other tiles, and stream-K."""
-        shape = PackedShape.of(problem)
+        """Other tiles, and without experts stream-K."""
+        shape, experts = PackedShape.of(problem), problem.experts
         found = tuning.varied(
             self,
             tile_m=(self.tile_m - 16, self.tile_m + 16),
             warps_m=(1, 2),
             warps_n=(2, 4),
             min_blocks=(1, 2),
-            sharers=(1, 2, 4, 8),
+            sharers=(1, 2, 4, 8) if experts is None else (1,),
         )
-        return [one for one in found if one.stages(shape, device) >= 2 and one.tile_m <= max_warp_rows(shape)]
+        fitting = (one for one in found if one.fits(shape, device, of_experts=experts is not None))
+        return [one for one in fitting if experts is None or experts.lists.block_size % one.rows == 0]
 
     def waves(self, m: int, n: int, device: Device) -> tuple[int, int]:
         """(full waves, tiles of the last wave if it is not full, else 0)."""
@@ -92,16 +95,20 @@ class PackedLargeConfig:
         weight = (STEP * shape.bits + shape.groups_of(STEP) * shape.group_bits) * self.columns // 8
         return self.rows * STEP * 2 + weight
 
-    def stages(self, shape: PackedShape, device: Device) -> int:
-        """k-tiles in shared memory."""
-        space = (device.shared_memory + 1024) // self.min_blocks - 1024
+    def stages(self, shape: PackedShape, device: Device, *, of_experts: bool = False) -> int:
+        """k-tiles in shared memory, with experts next to the rows of the tile."""
+        space = (device.shared_memory + 1024) // self.min_blocks - 1024 - self.rows * _ROW_ID_BYTES * of_experts
         return min(_MAX_STAGES, space // self._stage_bytes(shape))
+
+    def fits(self, shape: PackedShape, device: Device, *, of_experts: bool = False) -> bool:
+        """Whether registers and shared memory suffice."""
+        return self.stages(shape, device, of_experts=of_experts) >= 2 and self.tile_m <= max_warp_rows(shape)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A persistent grid."""
         weight, device, shape = problem.weight, problem.device, PackedShape.of(problem)
-        stages = self.stages(shape, device)
-        full, rest = self.waves(problem.m, weight.n, device)
+        stages = self.stages(shape, device, of_experts=problem.experts is not None)
+        full, rest = self.waves(problem.places, weight.n, device)
         sharers = self.num_sharers(rest, weight.k // STEP, device)
         parts = rest + sharers - 1 if sharers > rest else 0  # parts of all stream-K tiles
         kernel = problem.kernel(_wq_gemm_sm80_large_m)
@@ -134,14 +141,28 @@ def configs(shape: PackedShape, device: Device) -> Iterator[PackedLargeConfig]:
         counts = range(fewest, fewest + _MORE_ROW_TILES)
         rows = {max(_MIN_WARP_ROWS, -(-shape.m // (16 * warps_m * count)) * 16) for count in counts}
         for tile_m in sorted(rows):
-            one = PackedLargeConfig(tile_m, warps_m, warps_n, _THREADS // (32 * warps_m * warps_n))
-            if one.stages(shape, device) < 2:
+            one = _filling(tile_m, warps_m, warps_n)
+            if not one.fits(shape, device):
                 continue
             rest = one.waves(shape.m, shape.n, device)[1]
             for sharers in (1, 2, 4, 8):
                 cut = replace(one, sharers=sharers)
                 if sharers == 1 or cut.num_sharers(rest, shape.k // STEP, device) > rest:
                     yield cut
+
+
+def expert_configs(shape: PackedShape, block_size: int, device: Device) -> Iterator[PackedLargeConfig]:
+    """The tiles that divide blocks of the sorted lists."""
+    for warps_m in (2, 1):
+        for tile_m in _EXPERT_WARP_ROWS:
+            one = _filling(tile_m, warps_m, 4)
+            if block_size % one.rows == 0 and one.fits(shape, device, of_experts=True):
+                yield one
+
+
+def _filling(tile_m: int, warps_m: int, warps_n: int) -> PackedLargeConfig:
+    """The config with as many CTAs as an SM has warps for."""
+    return PackedLargeConfig(tile_m, warps_m, warps_n, _THREADS // (32 * warps_m * warps_n))
 
 
 def max_warp_rows(shape: PackedShape) -> int:
