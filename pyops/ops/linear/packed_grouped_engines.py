@@ -17,15 +17,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ...tuning.engines import Choice, Engine, overlapped
-from . import (
-    dequantize_packed,
-    grouped_engines,
-    packed_large,
-    packed_mma,
-    packed_rates,
-    packed_tile,
-    wq_grouped_engines,
-)
+from . import dequantize_packed, grouped_engines, packed_large, packed_mma, packed_tile, wq_grouped_engines
 from .expert_rows import gathered
 from .gemm_problem import Operand
 from .gemm_rates import num_clusters
@@ -34,8 +26,7 @@ from .grouped_shape import GroupedShape
 from .packed_engines import (
     cdna_refusal,
     hopper_refusal,
-    large_end_us,
-    large_k_tile_us,
+    large_experts_us,
     large_refusal,
     mma_refusal,
 )
@@ -138,14 +129,8 @@ def _large_configs(shape: PackedGroupedShape, device: Device) -> Iterator[Packed
 
 
 def _large_us(config: PackedLargeConfig, shape: PackedGroupedShape, device: Device, rates: WqGroupedRates) -> float:
-    """The main loop of one weight, with the rates of `packed_rates`. A tile of padding alone ends at once."""
-    of_one, row_tiles = packed_rates.of(device), max(1, round(shape.row_tiles(config.rows)))
-    of_sm = -(-row_tiles * -(-shape.n // config.columns) // device.num_sms)  # tiles of the busiest SM
-    ctas, rows = min(of_sm, config.min_blocks), shape.rows / row_tiles
-    k_tile, end = large_k_tile_us(config, shape.weight, rows, ctas, of_one), large_end_us(config, rows, ctas, of_one)
-    waves = -(-of_sm // ctas)
-    loop = waves * shape.k / packed_large.STEP * k_tile
-    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + waves * end
+    loop = large_experts_us(config, shape, shape.weight.weight_bytes / (shape.n * shape.k), device)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
 # wq_gemm_sm90.cu

@@ -22,8 +22,8 @@ from pyops.ops.linear.wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 
 HOPPER = device.model("sm_90")
 BF16 = dtypes.bfloat16
-DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100")))
-SM120, SM80, SM90, CDNA, DENSE = choose.engines
+DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "gfx942", "gfx1100")))
+SM120, SM80, LARGE, SM90, CDNA, DENSE = choose.engines
 
 
 def mixtral(tokens: int, number: int, block_size: int = 16) -> WqGroupedShape:
@@ -134,7 +134,8 @@ def test_refusals() -> None:
         (replace(served, n=2**28, group_size=32), "more scales of an expert than 32 bits"),
         (replace(gpt_oss(1, 1), dtype=dtypes.float16), "float16 does not hold the scales"),
     )
-    geforce, scaled = device.model("sm_120"), replace(tiled, scales_rows=True)
+    ampere, geforce, scaled = device.model("sm_80"), device.model("sm_120"), replace(tiled, scales_rows=True)
+    assert LARGE.refusal(served, ampere) is None
     assert SM120.refusal(scaled, geforce) is None
     for engine, shape, on, words in (
         (SM120, scaled, HOPPER, "no mma.sync with block scales"),
@@ -145,7 +146,14 @@ def test_refusals() -> None:
         (SM80, served, device.model("sm_75"), "no tensor cores for bfloat16"),
         (SM80, replace(served, n=72), HOPPER, "72 rows of the weight of an expert"),
         *((SM80, shape, HOPPER, words) for shape, words in of_all),
-        (SM90, served, device.model("sm_80"), "no WGMMA"),
+        (LARGE, served, HOPPER, "WGMMA multiplies faster"),
+        (LARGE, replace(served, dtype=dtypes.float16), device.model("sm_75"), "no cp.async"),
+        (LARGE, tiled, ampere, "neither scales in tiles"),
+        (LARGE, replace(served, k=4128, group_size=32), ampere, "K = 4128 in groups of 32 elements"),
+        (LARGE, replace(served, block_size=24), ampere, "do not divide 24 slots"),
+        (LARGE, replace(served, out_is_aligned=False), ampere, "rows of out"),
+        (LARGE, replace(served, n=72), ampere, "72 rows of the weight of an expert"),
+        (SM90, served, ampere, "no WGMMA"),
         (SM90, replace(served, type=SCALAR_TYPES["uint8"]), HOPPER, "dequantizes 4 bits and float8_e4m3fn"),
         (SM90, replace(served, block_size=8), HOPPER, "do not divide 8 slots"),
         *((SM90, shape, HOPPER, words) for shape, words in of_all),
