@@ -114,17 +114,19 @@ def large_refusal(shape: PackedShape, device: Device) -> str | None:
     return unread(shape) or rounding(shape) or _ungrouped(shape, packed_large.STEP) or _unmapped(shape)
 
 
-def large_k_tile_us(config: LargeGeometry, of_column: float, rows: float, ctas: int, rates: PackedRates) -> float:
+def large_k_tile_us(
+    config: LargeGeometry, of_column: float, rows: float, ctas: int, rates: PackedRates, code: float = 1.0
+) -> float:
     """The time of a k-tile of each of the `ctas` CTAs of an SM, whose tiles have `rows` rows of a.
 
-    `of_column`: bytes of a column of the weight for each row of it.
+    `of_column`: bytes of a column of the weight for each row of it. `code`: factor on its dequantization.
     """
     of_weight = of_column * config.columns * packed_large.STEP  # bytes of a k-tile
     mma = rates.large_mma * config.rows * config.columns
     # Each warp reads its rows of a and its quants.
     reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
     shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
-    code = rates.large_code * config.warps * packed_large.COLUMNS
+    code *= rates.large_code * config.warps * packed_large.COLUMNS
     loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
     return rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)
 
@@ -134,13 +136,15 @@ def large_end_us(config: LargeGeometry, rows: float, ctas: int, rates: PackedRat
     return rates.tile + rates.epilogue * rows * ctas * config.columns / 128
 
 
-def large_experts_us(config: LargeGeometry, shape: GroupedShape, of_column: float, device: Device) -> float:
+def large_experts_us(
+    config: LargeGeometry, shape: GroupedShape, of_column: float, device: Device, code: float = 1.0
+) -> float:
     """The main loops and epilogues of the busiest SM with experts. A tile of padding alone ends at once."""
     rates, row_tiles = packed_rates.of(device), max(1, round(shape.row_tiles(config.rows)))
     of_sm = -(-row_tiles * -(-shape.n // config.columns) // device.num_sms)  # tiles of the busiest SM
     ctas, rows = min(of_sm, config.min_blocks), shape.rows / row_tiles
     waves = -(-of_sm // ctas)
-    loop = shape.k / packed_large.STEP * large_k_tile_us(config, of_column, rows, ctas, rates)
+    loop = shape.k / packed_large.STEP * large_k_tile_us(config, of_column, rows, ctas, rates, code)
     return waves * (loop + large_end_us(config, rows, ctas, rates))
 
 

@@ -54,6 +54,7 @@ class WqGroupedRates:
         mma_uint4, mma_e2m1, mma_e4m3, mma_int8: wq_grouped_gemm_sm80.cu: to dequantize a weight of an SM.
         mma_marlin, mma_groups: wq_gemm_sm80.cu: factors on it, in Marlin's layout and with several groups in a k-tile.
         mma_row: to multiply a weight of an SM by a row of a.
+        large_code: wq_grouped_gemm_sm80_large_m: factor on dequantization in the k-tiles of `packed_rates`.
         wgmma_uint4, wgmma_e2m1, wgmma_e4m3: wq_grouped_gemm_sm90.cu: to dequantize a row of the weight in 64 elements
             of K.
         wgmma_table: the same for W4A8, by tables of products: wq_gemm_sm90.cu.
@@ -79,6 +80,7 @@ class WqGroupedRates:
     mma_marlin: float
     mma_groups: float
     mma_row: float
+    large_code: float
     wgmma_uint4: float
     wgmma_e2m1: float
     wgmma_e4m3: float
@@ -192,7 +194,7 @@ def _large_refusal(shape: WqGroupedShape, device: Device) -> str | None:
 
 
 def _large_us(config: WqGroupedLargeConfig, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
-    loop = large_experts_us(config, shape, shape.expert_bytes / (shape.n * shape.k), device)
+    loop = large_experts_us(config, shape, shape.expert_bytes / (shape.n * shape.k), device, rates.large_code)
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 

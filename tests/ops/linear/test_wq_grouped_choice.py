@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyops import SCALAR_TYPES
+from pyops import SCALAR_TYPES, gpus
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
@@ -165,6 +165,38 @@ def test_refusals() -> None:
         *((CDNA, shape, amd, words) for shape, words in of_all[:8]),
     ):
         assert words in (engine.refusal(shape, on) or ""), (engine.name, words)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "block_size", "engine"),
+    [
+        ("a100", 1, 8, SM80),
+        ("a100", 64, 32, LARGE),
+        ("a100", 4096, 96, LARGE),
+        ("a10", 16, 8, SM80),
+        ("l4", 256, 96, LARGE),
+        ("rtx-4090", 1, 8, SM80),
+        ("rtx-4090", 1024, 96, LARGE),
+    ],
+)
+def test_choices_of_older_gpus(gpu: str, tokens: int, block_size: int, engine: Any) -> None:
+    """The rates are an H200's. With the bandwidth of the GPU itself no other Config would be 1 % faster."""
+    on, shape = gpus.model(gpu), mixtral(tokens, 1, block_size)
+    found, speed = choose.fastest(shape, on), gpus.GPUS[gpu].gbs / gpus.GPUS["h200"].gbs
+    assert found.engine == engine.name
+    rates = choose.rates_of(on)
+    own = replace(
+        rates,
+        bytes_per_us=rates.bytes_per_us * speed,
+        written_bytes_per_us=rates.written_bytes_per_us * speed,
+    )
+    times = {
+        one.config: other.time_us(one.config, shape, on, own)
+        for one in choose.candidates(shape, on)
+        for other in choose.engines
+        if other.name == one.engine
+    }
+    assert times[found.config] <= 1.01 * min(times.values())
 
 
 def problem(shape: WqGroupedShape, on: Device) -> WqGroupedProblem:
