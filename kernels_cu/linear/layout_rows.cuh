@@ -8,7 +8,7 @@
 template <int BITS>
 struct layout_rows {
     // A piece is 16 bytes of a column: a lane has the t-th word of eight of them. GATED, a constant of the kernel: the
-    // halves of a block are gates and ups, either of which are adjacent with GATED 1.
+    // halves of a block are gates and ups; with GATED 1 rows of either are adjacent.
     template <int TILE_N>
     struct MmaUnit : AnyMmaUnit<TILE_N> {
         static_assert(BITS == 4 || BITS == 8);

@@ -87,7 +87,7 @@ struct Unit {
     }
 
     // Copies a unit to shared memory, copy i to offset `places[i]`. `from` is the source of the lane's first copy. Only
-    // `lines` lines from there on exist; the last one is copied in place of those past the end, where a is zero.
+    // `lines` lines from there on exist; the last one is copied instead of those past the end, where a is zero.
     static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
@@ -125,11 +125,11 @@ struct Unit {
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
     }
-    // Reads the lane's words of a unit in shared memory, at offsets `places`.
-    DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
+    // Reads the lane's words of a unit in shared memory, at offsets `offsets`.
+    DEVICE void read(const uint8_t* from, const int (&offsets)[READS]) {
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + places[i]));
+            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + offsets[i]));
 #pragma unroll
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }

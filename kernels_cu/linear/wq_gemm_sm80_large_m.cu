@@ -59,7 +59,7 @@ constexpr int ROWS_APART = NUM_THREADS / A_CHUNKS;
 
 // A stage in shared memory: rows of a, quants, scales of the groups, zero points.
 constexpr int ROW_BYTES = A_CHUNKS * 16, BLOCK_QUANTS_AT = BLOCK_M * ROW_BYTES;
-constexpr bool K_MAJOR = mma_unit_t::K_MAJOR;  // weights packed along K, whose lanes load scales and zero points
+constexpr bool K_MAJOR = mma_unit_t::K_MAJOR;  // weights packed along K: lanes load scales and zero points
 constexpr int STAGED_SCALE_BYTES = K_MAJOR ? 0 : SCALE_BYTES, STAGED_ZERO_BYTES = K_MAJOR ? 0 : ZERO_BYTES;
 constexpr int SCALES_AT = BLOCK_QUANTS_AT + WARPS_N * UNITS * UNIT_BYTES;
 constexpr int ZEROS_AT = SCALES_AT + GROUPS * WARPS_N * STAGED_SCALE_BYTES;
@@ -164,8 +164,8 @@ struct Fragments {
     }
 };
 
-// The rows of the weight of a column of out, and with GATED of its up.
-template <typename T> struct Pair { T first, second; };
+// The rows of the weight of a column of out: its own, and with GATED that of its up.
+struct ColumnRows { int64_t own, up; };
 
 // The terms of the lane's columns from the scales and zero points in a stage.
 struct StagedTerms {
@@ -222,11 +222,11 @@ struct RowTerms {
     }
 };
 
-// The places in a stage of the thread's copies, and of the words that a lane reads.
-struct StagePlaces {
+// The offsets in a stage of the thread's copies, and of the words that a lane reads.
+struct StageOffsets {
     int a_to, own_quants, own_rows, quants_to[Unit::COPIES / WARPS_M], words_at[Unit::READS];
 
-    DEVICE StagePlaces() {
+    DEVICE StageOffsets() {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         a_to = Rows::place(threadIdx.x / A_CHUNKS, threadIdx.x % A_CHUNKS);
         own_rows = warp / WARPS_N * (TILE_M * ROW_BYTES);
@@ -249,17 +249,17 @@ struct TileCopies {
     int64_t n, pitch;
     int first_block;  // blocks of 64 columns before the tile
 
-    DEVICE void load(uint8_t* stage, const StagePlaces& places, int step) {
+    DEVICE void load(uint8_t* stage, const StageOffsets& at, int step) {
 #pragma unroll
         for (int i = 0; i < BLOCK_M / ROWS_APART; ++i) {
-            cp_async<16>(stage + places.a_to + i * (ROWS_APART * ROW_BYTES), rows.row(i), rows.exists(i));
+            cp_async<16>(stage + at.a_to + i * (ROWS_APART * ROW_BYTES), rows.row(i), rows.exists(i));
         }
         rows.advance(STEP_K);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
 #pragma unroll
             for (int j = 0; j < Unit::COPIES / WARPS_M; ++j) {
-                cp_async<16>(stage + places.quants_to[j] + i * UNIT_BYTES, quants + Unit::copy_at(j * WARPS_M, pitch));
+                cp_async<16>(stage + at.quants_to[j] + i * UNIT_BYTES, quants + Unit::copy_at(j * WARPS_M, pitch));
             }
             quants += Unit::unit_words(pitch);
         }
@@ -284,11 +284,11 @@ struct TileCopies {
 // The main loop: adds the MMAs of the k-tiles first ... first + steps - 1 to the warp's accumulators. Afterwards all
 // warps have read the last stage.
 template <typename Copies, typename Terms>
-DEVICE void multiply_tile(accum_t& accum, Copies& copies, Terms& terms, uint8_t* shared, const StagePlaces& places,
+DEVICE void multiply_tile(accum_t& accum, Copies& copies, Terms& terms, uint8_t* shared, const StageOffsets& at,
                           const quants_t& decode, int first, int steps) {
     const auto stage_of = [&](int step) { return shared + step % STAGES * BLOCK_STAGE_BYTES; };
     const auto copy = [&](int step) {
-        if (step < steps) copies.load(stage_of(step), places, first + step);
+        if (step < steps) copies.load(stage_of(step), at, first + step);
         cp_async_commit();
     };
     // Afterwards the warp can read the next stage, and the stage before the present one can be filled.
@@ -301,7 +301,7 @@ DEVICE void multiply_tile(accum_t& accum, Copies& copies, Terms& terms, uint8_t*
     Fragments fragments[AHEAD ? 2 : 1];
     const auto load = [&](Fragments& to, int step, int part) {
         const uint8_t* const stage = stage_of(step);
-        to.load(stage + places.own_rows, stage + places.own_quants, places.words_at, part);
+        to.load(stage + at.own_rows, stage + at.own_quants, at.words_at, part);
     };
     if constexpr (AHEAD) {
         next_stage();
@@ -348,23 +348,24 @@ store_tile(const accum_t& accum, uint8_t* shared, const epilogue_t& epilogue, ou
         for (int i = 0; i < OUT_N / 8; ++i) {
             const int tile = GATED ? i : i / 2, h = GATED ? 0 : i % 2;
             const int column = GATED ? tile * 8 + lane / 4 : Unit::column(lane / 4, tile, h);
-            const Pair<int64_t> rows = b_rows_of(own_column + column);
-            const auto of_column = epilogue.column(rows.first), of_up = epilogue.column(rows.second);
+            const ColumnRows rows = b_rows_of(own_column + column);
+            const auto of_column = epilogue.column(rows.own), of_up = epilogue.column(rows.up);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float* const sums = accum[tile * ROW_TILES + part * 2 + j / 2];
-                const float x = epilogue.value(of_rows[j], of_column, sums[h * 2 + j % 2] * quants_t::SUM_FACTOR);
-                const float y = GATED ? epilogue.value(of_rows[j], of_up, sums[2 + j % 2] * quants_t::SUM_FACTOR) : x;
+                const float* const of_block = accum[tile * ROW_TILES + part * 2 + j / 2];
+                const float x = epilogue.value(of_rows[j], of_column, of_block[h * 2 + j % 2] * quants_t::SUM_FACTOR);
+                const float y =
+                    GATED ? epilogue.value(of_rows[j], of_up, of_block[2 + j % 2] * quants_t::SUM_FACTOR) : x;
                 store[row_at(j) * STORE_PITCH + column] = from_float<out_t>(activated(x, y));
             }
         }
         sync_warp();
 #pragma unroll
         for (int i = 0; i < STORE_ROWS * STORE_CHUNKS / 32; ++i) {
-            const int local = i * (32 / STORE_CHUNKS) + lane / STORE_CHUNKS, at = lane % STORE_CHUNKS * 8;
+            const int local = i * (32 / STORE_CHUNKS) + lane / STORE_CHUNKS, first = lane % STORE_CHUNKS * 8;
             const int64_t row = row_of(part_row + local);
             if (row < 0) continue;
-            Vec<out_t, 8>::load(store + local * STORE_PITCH + at).store(out + row * out_stride + own_column + at);
+            Vec<out_t, 8>::load(store + local * STORE_PITCH + first).store(out + row * out_stride + own_column + first);
         }
     }
 }
@@ -395,7 +396,7 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
     const int64_t pitch = Unit::pitch(n, k);
     const int64_t in_use = GROUPED ? min(m, int64_t(max(*num_tokens_post_pad, 0))) : m;
     const int row_tiles = int((in_use + BLOCK_M - 1) / BLOCK_M), column_tiles = int((n + BLOCK_N - 1) / BLOCK_N);
-    const StagePlaces places;
+    const StageOffsets at;
     const quants_t decode;
 
     CutTile<CUT> tile(row_tiles * column_tiles, 0, int(k / STEP_K), int(sharers));
@@ -433,7 +434,7 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
             int(first_column / TILE_N)};
         accum_t accum = {};
         StagedTerms terms;
-        multiply_tile(accum, copies, terms, shared, places, decode, tile.first, tile.last - tile.first);
+        multiply_tile(accum, copies, terms, shared, at, decode, tile.first, tile.last - tile.first);
         if (!tile.template complete<NUM_WARPS>(accum, partial, arrived)) continue;
         if (own_column >= n) continue;
         // Per expert: one scale of the whole weight (as a_scales), a scale of each column, and a bias.
@@ -450,7 +451,7 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
         };
         store_tile(
             accum, shared, epilogue, out, out_stride, own_column, row_of,
-            [](int64_t column) { return Pair<int64_t>{column, column}; },
+            [](int64_t column) { return ColumnRows{column, column}; },
             [](float x, float) { return ACTIVATION<out_t>(x); });
     }
 }
@@ -481,7 +482,7 @@ wq_grouped_gemm_sm80_large_m(out_t* out,                          // [num_rows, 
                                      block_tiles, max_tiles);
     const int column_tiles = int((n + WARPS_N * OUT_N - 1) / (WARPS_N * OUT_N)), steps = int(k / STEP_K);
     const int64_t half_rows = GATED == 1 ? n : GATED == 2 ? 1 : 8;
-    const StagePlaces places;
+    const StageOffsets at;
     const quants_t decode;
 
     for (int number = blockIdx.x; number < lists.tiles * column_tiles; number += gridDim.x) {
@@ -508,14 +509,14 @@ wq_grouped_gemm_sm80_large_m(out_t* out,                          // [num_rows, 
         terms.steps = steps;
         terms.fetch(0, 0);
         accum_t accum = {};
-        multiply_tile(accum, copies, terms, shared, places, decode, 0, steps);
+        multiply_tile(accum, copies, terms, shared, at, decode, 0, steps);
         if (own_column >= n) continue;
         const epilogue_t epilogue{
             topk_weights, nullptr, row_scales + expert * b_scale_expert_step, bias + expert * b_rows, int(top_k), 0,
             b_scale_step};
         const auto rows_of = [&](int64_t column) {
-            return GATED == 2 ? Pair<int64_t>{2 * column, 2 * column + 1}
-                              : Pair<int64_t>{column, GATED == 1 ? n + column : column};
+            return GATED == 2 ? ColumnRows{2 * column, 2 * column + 1}
+                              : ColumnRows{column, GATED == 1 ? n + column : column};
         };
         store_tile(
             accum, shared, epilogue, out, out_stride, own_column, [&](int i) { return int64_t(row_ids[i]); }, rows_of,

@@ -117,7 +117,7 @@ def large_refusal(shape: PackedShape, device: Device) -> str | None:
 def large_k_tile_us(
     config: LargeGeometry, of_column: float, rows: float, ctas: int, rates: PackedRates, code: float = 1.0
 ) -> float:
-    """The time of a k-tile of each of the `ctas` CTAs of an SM, whose tiles have `rows` rows of a.
+    """The time of a k-tile of each of the `ctas` CTAs of an SM; a tile has `rows` rows of a.
 
     `of_column`: bytes of a column of the weight for each row of it. `code`: factor on its dequantization.
     """

@@ -247,7 +247,6 @@ _DENSE = ["dequantize_packed", "grouped_gemm_sm80"]
         ("sm_90", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
         ("sm_90", {"moe_block_size": 8}, [["wq_gemm_sm80"], ["dequantize_packed", "grouped_gemm_simt"]]),
         ("sm_80", {}, [["wq_gemm_sm80"], ["wq_gemm_sm80_large_m"], _DENSE]),
-        ("sm_80", {"codes": "float4_e2m1f"}, [["wq_gemm_sm80"], ["wq_gemm_sm80_large_m"], _DENSE]),
         ("gfx942", {}, [["wq_gemm_cdna"], _DENSE]),
         ("gfx942", {"moe_block_size": 8}, [["wq_gemm_cdna"], ["dequantize_packed", "grouped_gemm_simt"]]),
         ("gfx1100", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
