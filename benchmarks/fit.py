@@ -299,11 +299,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     family = FAMILIES[asked.family]
     if asked.times:
         samples = [one for path in asked.times for one in samples_of(family, path)]
-        device, name = pyops._core.system.device.model("sm_90"), asked.name
+        device, name = pyops._core.system.device.host(), asked.name
     else:
         samples = collect(family, asked.minutes, asked.seed)
         device = pyops._core.system.device.get(torch.cuda.current_device())
         name = device.name
+    if asked.save and not name:
+        parser.error("--save: with PYOPS_ARCH the times are of no GPU of that architecture")
     if asked.out:
         asked.out.write_text(json.dumps([as_json(one) for one in samples]) + "\n")
     first, second = halves(family, samples)

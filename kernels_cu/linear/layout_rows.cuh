@@ -7,6 +7,27 @@
 
 template <int BITS>
 struct layout_rows {
+    // A piece is 16 bytes of a column: a lane has the t-th word of eight of them. GATED, a constant of the kernel: the
+    // halves of a block are gates and ups; with GATED 1 rows of either are adjacent.
+    template <int TILE_N>
+    struct MmaUnit : AnyMmaUnit<TILE_N> {
+        static_assert(BITS == 4 || BITS == 8);
+        static constexpr bool K_MAJOR = true, WORD_OF_T = true;
+        static constexpr int LINE_WORDS = 4, COPY_LINES = GATED == 1 ? 16 : 32, READ = 1;
+        static constexpr RowOrder ROWS = rows_of_lane_in_halves;
+
+        static DEVICE int piece(int i) {
+            const int g = threadIdx.x % 32 / 4;
+            return 8 * i + g;
+        }
+        template <bool RECODED, typename Decode>
+        static DEVICE uint32_t pair(const uint32_t* words, const Decode& decode, int product, int tile, int h, int q,
+                                    int term) {
+            static_assert(!RECODED);
+            return decode.raw(words[2 * tile + h], 2 * product + q, term);
+        }
+    };
+
     template <int TILE_N>
     struct Piece {
         static_assert(BITS == 4 || BITS == 8);

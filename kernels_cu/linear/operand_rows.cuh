@@ -36,3 +36,17 @@ struct ScatteredRows {
         for (int i = 0; i < COUNT; ++i) rows[i] += elements;
     }
 };
+
+// The rows that a thread copies, from element `first` on: row_of(i) is the row of out of the tile's row i, negative if
+// there is none, and top_k rows of out share a row of `base`.
+template <int TILE_ROWS, typename RowOf>
+DEVICE auto scattered_rows(const scalar_t* base, int64_t stride, int64_t first, int top_k, const RowOf& row_of) {
+    ScatteredRows<ceil_div(TILE_ROWS, ROWS_APART)> found{{}, 0};
+#pragma unroll
+    for (int i = 0; i < ceil_div(TILE_ROWS, ROWS_APART); ++i) {
+        const int row = row_of(min(int(threadIdx.x / 8) + i * ROWS_APART, TILE_ROWS - 1));
+        found.rows[i] = base + max(row, 0) / top_k * stride + first;
+        found.exist |= uint32_t(row >= 0) << i;
+    }
+    return found;
+}

@@ -82,13 +82,17 @@ struct AnyMmaUnit {
     static constexpr int SPREAD = 1;            // rows of the weight per stored row
     static constexpr int MOST_COLUMNS = 64;     // most columns of a tile
     static constexpr int LINES = 1;
-    static constexpr int LINE_WORDS = 0;  // words of a unit in a line of a column block; 0: a line has all columns
+    static constexpr int LINE_WORDS = 0;    // words of a unit in a line of a column block; 0: a line has all columns
+    static constexpr int COPY_LINES = 8;    // with LINE_WORDS: lines of one copy of all lanes
+    static constexpr bool K_MAJOR = false;  // whether scales and zero points are [N, groups], too
     static constexpr RowOrder ROWS = rows_of_fragment;
     static constexpr bool GROUPS_OF_16 = false;  // whether a group may end after any 16 rows, or only after a unit
     // Swizzles against bank conflicts: NEIGHBOURS if each lane reads two adjacent pieces, SIXTEENS if the lanes read
     // two pieces of every sixteen.
     static constexpr bool NEIGHBOURS = false, SIXTEENS = false;
     static constexpr int READ = 4;  // words that a lane reads at a time
+    static constexpr bool WORD_OF_T =
+        false;  // with READ 1, whether lane 4g + t reads word t of its pieces, not word g % 4
     // HELD: words between the pieces of a lane, which lie in one line; 0: quants are not held.
     static constexpr int HELD_WORDS = 0;
     // Whether words read ahead for all units of a k-tile would not fit in registers.

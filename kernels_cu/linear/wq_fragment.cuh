@@ -68,14 +68,15 @@ struct Unit {
     // lanes together request 128 contiguous bytes, or whole lines. With GPTQ, a lane's own pieces would be 32 bytes
     // from each of four lines.
     static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
+    template <typename MmaUnit = mma_unit_t>
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        return mma_unit_t::first_word(first_column, pitch, first_piece() % LINE_PIECES * 4);
+        return MmaUnit::first_word(first_column, pitch, first_piece() % LINE_PIECES * 4);
     }
     static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
     // Offset of the lane's copy i from its first one.
     static constexpr int COPY_LINES = LINES / COPIES;  // lines per copy of all lanes; 0: several copies per line
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
-        if constexpr (BY_BLOCKS) return i * 8 * pitch;
+        if constexpr (BY_BLOCKS) return i * mma_unit_t::COPY_LINES * pitch;
         else if constexpr (HELD) return i * mma_unit_t::HELD_WORDS;
         else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
@@ -86,7 +87,7 @@ struct Unit {
     }
 
     // Copies a unit to shared memory, copy i to offset `places[i]`. `from` is the source of the lane's first copy. Only
-    // `lines` lines from there on exist; the last one is copied in place of those past the end, where a is zero.
+    // `lines` lines from there on exist; the last one is copied instead of those past the end, where a is zero.
     static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
@@ -110,7 +111,10 @@ struct Unit {
     // memory.
     static constexpr int READ = mma_unit_t::READ, READS = WORDS / READ;
     static DEVICE int piece(int i) { return mma_unit_t::piece(i); }
-    static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
+    static DEVICE int read_at(int i) {
+        const int word = mma_unit_t::WORD_OF_T ? threadIdx.x % 4 : threadIdx.x % 32 / 4 % (4 / READ) * READ;
+        return piece_at(piece(i)) + word * 4;
+    }
     // Loads the lane's words from global memory; `from` is the first.
     DEVICE void load(const uint32_t* from, int64_t pitch) {
         static_assert(!HELD || mma_unit_t::HELD_WORDS > 0);
@@ -121,11 +125,11 @@ struct Unit {
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
     }
-    // Reads the lane's words of a unit in shared memory, at offsets `places`.
-    DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
+    // Reads the lane's words of a unit in shared memory, at offsets `offsets`.
+    DEVICE void read(const uint8_t* from, const int (&offsets)[READS]) {
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + places[i]));
+            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + offsets[i]));
 #pragma unroll
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
@@ -270,8 +274,9 @@ struct Terms {
     }
 
     // Loads group `group` of the k-tile.
+    template <typename MmaUnit = mma_unit_t>
     DEVICE void load(const uint8_t* groups, int group) {
-        load(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
+        load<MmaUnit>(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
     }
     // Loads the scales and zero points of one group for this warp's columns, from shared memory.
     template <typename MmaUnit = mma_unit_t>

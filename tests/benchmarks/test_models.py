@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pyops
 from benchmarks import fit, gemm_layers, installed, models, packed_products, rivals
@@ -208,6 +209,14 @@ def test_times_of_a_file_are_fitted(family: fit.Family, tmp_path: Path, capsys: 
     fit.main([family.name, "--times", str(times)])
     assert "fitted to all rows" in capsys.readouterr().out
     assert engines.table(family.name).read_text() == before, "without --save nothing is written"
+
+
+def test_times_as_an_older_gpu_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "collect", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device, "get", lambda _: replace(device.model("sm_80"), translates=True))
+    with pytest.raises(SystemExit):
+        fit.main(["packed", "--save"])
 
 
 @by_family

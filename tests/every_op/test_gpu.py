@@ -12,6 +12,7 @@ import torch
 import pyops
 from pyops._core.launch import workspace
 from pyops._core.op.op import Op
+from pyops._core.system import device
 from pyops._core.text import compiler
 from pyops.testing import Layout
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, run, written
@@ -21,6 +22,7 @@ from tests.support.calls import as_cupy, example
 pytestmark = pytest.mark.gpu
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
+_SPLITS = {"sm100_cutlass_mla_decode", "sparse_mla_attention"}
 
 
 def _args(op: Op, **more: Any) -> list[Any]:
@@ -148,6 +150,8 @@ def test_new_num_tokens_loads_nothing(op: Op) -> None:
     """A number of tokens is not compiled in: another plan, the same kernel. Both counts are odd, so that rows along the
     tokens have the same alignment, and lie between the same two powers of two, which are the buckets of GEMM
     choices."""
+    if op.name in _SPLITS and not device.get(0).supports("bfloat16_products"):
+        pytest.skip("without tensor cores few tokens split their KV, and seven are enough for 132 SMs")
     op.forget()
     few, more = _args(op, num_tokens=5), _args(op, num_tokens=7)
     op(*few)

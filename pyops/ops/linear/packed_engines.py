@@ -18,8 +18,9 @@ from . import gemm_engines, packed_hopper, packed_large, packed_mma, packed_narr
 from .dequantize_packed import DequantizeConfig
 from .gemm_rates import num_clusters
 from .gemm_shape import K_TILE_BYTES
+from .grouped_shape import GroupedShape
 from .packed_hopper import PackedConfig
-from .packed_large import PackedLargeConfig
+from .packed_large import LargeGeometry, PackedLargeConfig
 from .packed_mma import PackedMmaConfig
 from .packed_narrow import PackedNarrowConfig
 from .packed_rates import PackedRates
@@ -113,21 +114,47 @@ def large_refusal(shape: PackedShape, device: Device) -> str | None:
     return unread(shape) or rounding(shape) or _ungrouped(shape, packed_large.STEP) or _unmapped(shape)
 
 
-def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
-    full, rest = config.waves(shape.m, shape.n, device)
-    sharers = config.num_sharers(rest, k_tiles, device)
-    of_weight = shape.weight_bytes * config.columns / (shape.n * k_tiles)  # bytes of a k-tile
+def large_k_tile_us(
+    config: LargeGeometry, of_column: float, rows: float, ctas: int, rates: PackedRates, code: float = 1.0
+) -> float:
+    """The time of a k-tile of each of the `ctas` CTAs of an SM; a tile has `rows` rows of a.
+
+    `of_column`: bytes of a column of the weight for each row of it. `code`: factor on its dequantization.
+    """
+    of_weight = of_column * config.columns * packed_large.STEP  # bytes of a k-tile
     mma = rates.large_mma * config.rows * config.columns
     # Each warp reads its rows of a and its quants.
     reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
     shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
-    code = rates.large_code * config.warps * packed_large.COLUMNS
+    code *= rates.large_code * config.warps * packed_large.COLUMNS
     loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
-    k_tile = rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)  # of all CTAs of an SM
-    wide = ctas * config.columns / 128
-    end = rates.tile + rates.epilogue * rows * wide
-    part = rates.part + rates.part_row * config.rows * wide
+    return rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)
+
+
+def large_end_us(config: LargeGeometry, rows: float, ctas: int, rates: PackedRates) -> float:
+    """What it takes to begin and store these tiles."""
+    return rates.tile + rates.epilogue * rows * ctas * config.columns / 128
+
+
+def large_experts_us(
+    config: LargeGeometry, shape: GroupedShape, of_column: float, device: Device, code: float = 1.0
+) -> float:
+    """The main loops and epilogues of the busiest SM with experts. A tile of padding alone ends at once."""
+    rates, row_tiles = packed_rates.of(device), max(1, round(shape.row_tiles(config.rows)))
+    of_sm = -(-row_tiles * -(-shape.n // config.columns) // device.num_sms)  # tiles of the busiest SM
+    ctas, rows = min(of_sm, config.min_blocks), shape.rows / row_tiles
+    waves = -(-of_sm // ctas)
+    loop = shape.k / packed_large.STEP * large_k_tile_us(config, of_column, rows, ctas, rates, code)
+    return waves * (loop + large_end_us(config, rows, ctas, rates))
+
+
+def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
+    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
+    full, rest = config.waves(shape.m, shape.n, device)
+    sharers = config.num_sharers(rest, k_tiles, device)
+    k_tile = large_k_tile_us(config, shape.weight_bytes / (shape.n * shape.k), rows, ctas, rates)
+    end = large_end_us(config, rows, ctas, rates)
+    part = rates.part + rates.part_row * config.rows * ctas * config.columns / 128
     steps, ends = _stream_k(full, rest, sharers, k_tiles, end, part)
     return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
 

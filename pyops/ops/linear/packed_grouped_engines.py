@@ -17,14 +17,21 @@ from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ...tuning.engines import Choice, Engine, overlapped
-from . import dequantize_packed, grouped_engines, packed_mma, packed_tile, wq_grouped_engines
+from . import dequantize_packed, grouped_engines, packed_large, packed_mma, packed_tile, wq_grouped_engines
 from .expert_rows import gathered
 from .gemm_problem import Operand
 from .gemm_rates import num_clusters
 from .grouped_problem import GroupedProblem
 from .grouped_shape import GroupedShape
-from .packed_engines import cdna_refusal, hopper_refusal, mma_refusal
+from .packed_engines import (
+    cdna_refusal,
+    hopper_refusal,
+    large_experts_us,
+    large_refusal,
+    mma_refusal,
+)
 from .packed_hopper import PackedConfig, max_boxes
+from .packed_large import PackedLargeConfig
 from .packed_mma import TILE_N, PackedMmaConfig, choose_mma, fitting
 from .packed_problem import PackedProblem
 from .packed_shape import PackedShape
@@ -105,6 +112,24 @@ def _sm80_us(config: PackedMmaConfig, shape: PackedGroupedShape, device: Device,
     if shape.weight.groups_of(packed_mma.step_rows(shape.weight, config.tile_n)) > 1:
         code *= rates.mma_groups
     loop = of_sm * config.tile_n * shape.k / config.splits * (code + rates.mma_row * config.tile_m)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
+
+
+# wq_gemm_sm80_large_m.cu
+
+
+def _large_refusal(shape: PackedGroupedShape, device: Device) -> str | None:
+    if shape.block_size % 16:
+        return f"tiles of 16 rows do not divide {shape.block_size} slots of a block of the lists"
+    return large_refusal(shape.weight, device)
+
+
+def _large_configs(shape: PackedGroupedShape, device: Device) -> Iterator[PackedLargeConfig]:
+    return packed_large.expert_configs(shape.weight, shape.block_size, device)
+
+
+def _large_us(config: PackedLargeConfig, shape: PackedGroupedShape, device: Device, rates: WqGroupedRates) -> float:
+    loop = large_experts_us(config, shape, shape.weight.weight_bytes / (shape.n * shape.k), device)
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
@@ -230,6 +255,7 @@ choose: Choice[PackedGroupedShape, WqGroupedRates] = Choice(
     PackedGroupedShape.of_problem,
     wq_grouped_engines.rates_of,
     Engine("wq_gemm_sm80.cu", _sm80_refusal, _sm80_configs, _sm80_us),
+    Engine("wq_gemm_sm80_large_m.cu", _large_refusal, _large_configs, _large_us),
     Engine("wq_gemm_sm90.cu", _sm90_refusal, _sm90_configs, _sm90_us),
     Engine("wq_gemm_cdna.cu", _cdna_refusal, _cdna_configs, _cdna_us),
     Engine("dequantize_packed.cu", lambda shape, device: None, _dequantize_configs, _dequantize_us),

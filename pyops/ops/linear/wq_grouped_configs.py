@@ -15,13 +15,15 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float16, uint8
-from . import packed_tile
+from . import packed_large, packed_tile
 from .expert_rows import gathered
+from .packed_large import LargeGeometry
 from .packed_tile import TileGeometry
 from .wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 
 _wq_grouped_gemm_sm80 = Kernel("linear/wq_grouped_gemm_sm80.cu")
 _wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")
+_wq_grouped_gemm_sm80_large_m = Kernel("linear/wq_gemm_sm80_large_m.cu", entry="wq_grouped_gemm_sm80_large_m")
 _wq_grouped_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu", entry="wq_grouped_gemm_cdna")
 
 # wq_grouped_gemm_sm80.cu
@@ -34,6 +36,9 @@ _WARPS_OF_MANY = 4  # warps of a CTA where the grid exceeds one wave, as in wq_g
 # Warps per SM that registers allow, by rows of a tile. 4-bit zero points take more registers, and so does sm_80, which
 # has no packed bfloat16 arithmetic.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
+
+# wq_grouped_gemm_sm80_large_m
+_MAX_LARGE_ROWS = 48  # most rows of a warp; 64 would spill
 
 # wq_grouped_gemm_sm90.cu
 STEPS = 128, 64  # elements of K in a k-tile; the first number that divides K is taken
@@ -56,6 +61,26 @@ def _fed(kernel: Kernel, problem: WqGroupedProblem, tile_m: int) -> tuple[Kernel
     constants = product.constants() | weight.constants() | {"GROUP_SIZE": weight.group_size}
     del constants["SCALE_BLOCK"]
     return fed, constants, product.arguments(fed, tile_m, **tensors)
+
+
+def _fed_by_layout(
+    kernel: Kernel, problem: WqGroupedProblem, tile_m: int
+) -> tuple[Kernel, dict[str, Any], dict[str, Any]]:
+    """The same for a kernel of weights in any layout, with the constants of layout_rows."""
+    fed, constants, arguments = _fed(kernel, problem, tile_m)
+    weight, has_zeros = problem.weight, constants.pop("HAS_ZEROS")
+    constants |= {
+        "LAYOUT": "layout_rows",
+        "RECODED": False,
+        "GROUP_SCALE_EXPONENT": 0,
+        "SCALE_ORDER": "column_natural",
+        "ZERO_CODES": has_zeros,
+        "ZERO_POINT": 0 if has_zeros or weight.type.exponent else 1 << (weight.bits - 1),
+        "ZERO_FLOATS": False,
+        "ADDED": False,
+        "GROUP_SIZE": weight.group_size if weight.groups > 1 else 0,
+    }
+    return fed, constants, arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +159,40 @@ def _stage_bytes(tile_m: int, bits: int) -> int:
 def _warp_bytes(tile_m: int, bits: int, stages: int) -> int:
     """Bytes of shared memory of a warp: stages, reused for its accumulators in the epilogue."""
     return max(stages * _stage_bytes(tile_m, bits), tile_m * ROWS * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class WqGroupedLargeConfig(LargeGeometry):
+    """The geometry of wq_grouped_gemm_sm80_large_m: rows are slots of the sorted token ids, columns weight rows."""
+
+    def candidates(self, problem: WqGroupedProblem, device: Device) -> list[WqGroupedLargeConfig]:
+        """Other tiles."""
+        found = large_configs(WqGroupedShape.of_problem(problem), device)
+        return [one for one in found if one != self]
+
+    def launches(self, problem: WqGroupedProblem) -> list[Launch]:
+        """A persistent grid."""
+        product, weight, device = problem.product, problem.weight, problem.device
+        kernel, constants, arguments = _fed_by_layout(_wq_grouped_gemm_sm80_large_m, problem, self.rows)
+        column_bits = packed_large.STEP * weight.bits
+        stages = self.stages_of(column_bits, device, of_experts=True)
+        launch = kernel(**constants, **self.constants(), STAGES=stages, CUT=False, GROUPED=True).launch(
+            min(product.max_tiles(self.rows) * -(-product.b_rows // self.columns), device.num_sms * self.min_blocks),
+            self.warps * 32,
+            stages * self.stage_bytes(column_bits),
+            groups=weight.groups,
+            **arguments,
+        )
+        return [launch]
+
+
+def large_configs(shape: WqGroupedShape, device: Device) -> Iterator[WqGroupedLargeConfig]:
+    """The tiles that divide blocks of the lists."""
+    for tile_m, warps_m in packed_large.expert_tiles(shape.block_size):
+        warps_n = packed_large.EXPERT_WARPS_N
+        one = WqGroupedLargeConfig(tile_m, warps_m, warps_n, packed_large.blocks_of(warps_m * warps_n))
+        if tile_m <= _MAX_LARGE_ROWS and one.stages_of(packed_large.STEP * shape.bits, device, of_experts=True) >= 2:
+            yield one
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,23 +291,11 @@ class WqGroupedCdnaConfig(TileGeometry):
         before, weight = problem.weight.untiled()
         product, problem = problem.product, replace(problem, weight=weight)
         slots = packed_tile.places_of(product.lists.block_size, self.tile_m)
-        kernel, constants, arguments = _fed(_wq_grouped_gemm_cdna, problem, slots)
-        del constants["HAS_ZEROS"]
+        kernel, constants, arguments = _fed_by_layout(_wq_grouped_gemm_cdna, problem, slots)
         launch = kernel(
-            **constants
-            | {
-                "LAYOUT": "layout_rows",
-                "RECODED": False,
-                "GROUP_SCALE_EXPONENT": 0,
-                "SCALE_ORDER": "column_natural",
-                "ZERO_CODES": weight.zeros is not None,
-                "ZERO_POINT": 0 if weight.zeros is not None or weight.type.exponent else 1 << (weight.bits - 1),
-                "ZERO_FLOATS": False,
-                "ADDED": False,
-                "GROUP_SIZE": weight.group_size if weight.groups > 1 else 0,
-                "IN_PAIRS": product.dtype is float16 and not weight.type.exponent,
-                "WHOLE_STEPS": weight.k % packed_tile.STEP == 0,
-            },
+            **constants,
+            IN_PAIRS=product.dtype is float16 and not weight.type.exponent,
+            WHOLE_STEPS=weight.k % packed_tile.STEP == 0,
             **self.constants(slots),
         ).launch(
             product.max_tiles(slots) * -(-product.b_rows // self.tile_n),

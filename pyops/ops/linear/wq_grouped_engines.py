@@ -21,15 +21,17 @@ from ...tuning import engines
 from ...tuning.engines import Choice, Engine, overlapped
 from .._shared.products import multiplies
 from .._shared.scalar_type import ScalarType
-from . import gemm_sm120, grouped_engines, packed_tile, wq_grouped_configs
+from . import gemm_sm120, grouped_engines, packed_large, packed_tile, wq_grouped_configs
 from .gemm_shape import K_TILE_BYTES
 from .gemm_sm120 import GroupedScaledMmaConfig
 from .grouped_shape import GroupedShape
+from .packed_engines import large_experts_us
 from .packed_tile import TileGeometry
 from .wq_grouped_configs import (
     LANE_BYTES,
     ROWS,
     DequantizeExpertsConfig,
+    WqGroupedLargeConfig,
     WqGroupedSm80Config,
     WqGroupedSm90Config,
     step_of,
@@ -52,6 +54,7 @@ class WqGroupedRates:
         mma_uint4, mma_e2m1, mma_e4m3, mma_int8: wq_grouped_gemm_sm80.cu: to dequantize a weight of an SM.
         mma_marlin, mma_groups: wq_gemm_sm80.cu: factors on it, in Marlin's layout and with several groups in a k-tile.
         mma_row: to multiply a weight of an SM by a row of a.
+        large_code: wq_grouped_gemm_sm80_large_m: factor on dequantization in the k-tiles of `packed_rates`.
         wgmma_uint4, wgmma_e2m1, wgmma_e4m3: wq_grouped_gemm_sm90.cu: to dequantize a row of the weight in 64 elements
             of K.
         wgmma_table: the same for W4A8, by tables of products: wq_gemm_sm90.cu.
@@ -77,6 +80,7 @@ class WqGroupedRates:
     mma_marlin: float
     mma_groups: float
     mma_row: float
+    large_code: float
     wgmma_uint4: float
     wgmma_e2m1: float
     wgmma_e4m3: float
@@ -167,6 +171,31 @@ def _sm80_us(config: WqGroupedSm80Config, shape: WqGroupedShape, device: Device,
     tiles = -(-round(shape.row_tiles(config.tile_m)) * (shape.n // ROWS) // device.num_sms)  # of the busiest SM
     weight = rates.mma(shape.type) + rates.mma_row * config.tile_m
     return rates.launch + overlapped(tiles * ROWS * shape.k * weight, shape.nbytes / rates.bytes_per_us)
+
+
+# wq_grouped_gemm_sm80_large_m
+
+
+def _large_refusal(shape: WqGroupedShape, device: Device) -> str | None:
+    if device.supports("wgmma"):
+        return "WGMMA multiplies faster"
+    if not device.supports("async_copies"):
+        return "the device has no cp.async"
+    if shape.is_tiled or (shape.bits == 8 and shape.type.exponent):
+        return "it reads neither scales in tiles nor quants of float8_e4m3fn"
+    size, step = shape.group_size, packed_large.STEP
+    if shape.k % step or (size % step and size != step // 2):
+        return f"K = {shape.k} in groups of {size} elements: k-tiles have {step}, with one or two groups"
+    if shape.block_size % 16:
+        return f"tiles of 16 rows do not divide {shape.block_size} slots of a block of the lists"
+    if not shape.out_is_aligned:
+        return "rows of out not at multiples of 16 bytes"
+    return _sm80_refusal(shape, device)
+
+
+def _large_us(config: WqGroupedLargeConfig, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
+    loop = large_experts_us(config, shape, shape.expert_bytes / (shape.n * shape.k), device, rates.large_code)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
 # wq_grouped_gemm_sm90.cu
@@ -263,6 +292,7 @@ choose: Choice[WqGroupedShape, WqGroupedRates] = Choice(
     rates_of,
     Engine("grouped_gemm_sm120", _scaled_refusal, _scaled_configs, _scaled_us),
     Engine("wq_grouped_gemm_sm80.cu", _sm80_refusal, wq_grouped_configs.sm80_configs, _sm80_us),
+    Engine("wq_grouped_gemm_sm80_large_m", _large_refusal, wq_grouped_configs.large_configs, _large_us),
     Engine("wq_grouped_gemm_sm90.cu", _sm90_refusal, wq_grouped_configs.sm90_configs, _sm90_us),
     Engine("wq_grouped_gemm_cdna", _cdna_refusal, wq_grouped_configs.cdna_configs, cdna_us),
     Engine("dequantize, then a grouped GEMM", lambda shape, device: None, _dequantize_configs, _dequantize_us),

@@ -10,6 +10,7 @@ import torch
 import pyops
 from pyops import tuning
 from pyops._core import config
+from pyops._core.system import device as devices
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
@@ -53,6 +54,11 @@ def _skip_what_is_not_served(name: str, dtype: torch.dtype, packed: bool = False
 def _attend(name: str, call: dict[str, Any], **options: Any) -> torch.Tensor:
     """The result of an op for the arguments of `paged_call`: one query of each sequence."""
     if name in FORCED:
+        on, mma = devices.get(0) if call["query"].is_cuda else devices.host(), "mma"
+        if call["query"].dtype == torch.bfloat16:
+            mma = "bfloat16_products"
+        if not on.supports("wgmma" if name.endswith("wgmma") else mma):
+            pytest.skip(f"{on.arch} lacks the instruction")
         op = pyops.registry[name.split()[0]]
         op.forget()
         with tuning.forced(op.name, FORCED[name]):

@@ -31,6 +31,7 @@ from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.wq_grouped_configs import (
     WqGroupedCdnaConfig,
+    WqGroupedLargeConfig,
     WqGroupedSm80Config,
     WqGroupedSm90Config,
 )
@@ -45,7 +46,7 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 HOPPER = device.model("sm_90")
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
-QuantizedConfig = WqGroupedSm80Config | WqGroupedCdnaConfig | WqGroupedSm90Config
+QuantizedConfig = WqGroupedSm80Config | WqGroupedLargeConfig | WqGroupedCdnaConfig | WqGroupedSm90Config
 WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
 
@@ -55,7 +56,7 @@ _SMALL = 32 * 1024  # shared memory per block of a small device
 
 @contextmanager
 def forced(
-    one: Config | WqGroupedSm80Config | WqGroupedCdnaConfig | WqGroupedSm90Config | PackedConfig,
+    one: Config | QuantizedConfig | PackedConfig,
     op: str = "grouped_gemm",
 ) -> Iterator[None]:
     """In this context, `op` runs kernels with this Config on the CPU."""
@@ -398,6 +399,9 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, block: int, device: str) -> 
         (WqGroupedSm80Config(8, 3, 1), "swigluoai", 416, 32),
         (WqGroupedSm80Config(16, 1, 2), "silu", 640, 128),  # a group per k-tile, five k-tiles per warp
         (WqGroupedSm80Config(16, 4, 3), "none", 128, 32),
+        (WqGroupedLargeConfig(16, 1, 4, 2), "swigluoai", 192, 32),  # two groups per k-tile, two tiles per block
+        (WqGroupedLargeConfig(16, 2, 4, 1), "silu", 320, 64),  # warps without columns
+        (WqGroupedLargeConfig(32, 1, 4, 2), "none", 128, 128),
         (WqGroupedCdnaConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last k-tile has 32 elements
         (WqGroupedCdnaConfig(16, 128, 1, 2, 4), "silu", 256, 32),
         (WqGroupedSm90Config(32, 256, 64), "none", 192, 32),  # two groups per k-tile
@@ -416,7 +420,7 @@ def test_packed_experts(
     """4-bit weights with zero points, several tiles per block: all schedules give the same bits, rounded once."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=1))
     on_tiles, by_wgmma = isinstance(one, WqGroupedCdnaConfig), isinstance(one, WqGroupedSm90Config)
-    block_size = one.tile_m if by_wgmma else 16
+    block_size = one.tile_m if by_wgmma else 32 if isinstance(one, WqGroupedLargeConfig) else 16
     made = Case(11, 70 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, made.b.shape, generator=generator)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyops import SCALAR_TYPES
+from pyops import SCALAR_TYPES, gpus
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
@@ -22,8 +22,8 @@ from pyops.ops.linear.wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 
 HOPPER = device.model("sm_90")
 BF16 = dtypes.bfloat16
-DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100")))
-SM120, SM80, SM90, CDNA, DENSE = choose.engines
+DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "gfx942", "gfx1100")))
+SM120, SM80, LARGE, SM90, CDNA, DENSE = choose.engines
 
 
 def mixtral(tokens: int, number: int, block_size: int = 16) -> WqGroupedShape:
@@ -134,7 +134,8 @@ def test_refusals() -> None:
         (replace(served, n=2**28, group_size=32), "more scales of an expert than 32 bits"),
         (replace(gpt_oss(1, 1), dtype=dtypes.float16), "float16 does not hold the scales"),
     )
-    geforce, scaled = device.model("sm_120"), replace(tiled, scales_rows=True)
+    ampere, geforce, scaled = device.model("sm_80"), device.model("sm_120"), replace(tiled, scales_rows=True)
+    assert LARGE.refusal(served, ampere) is None
     assert SM120.refusal(scaled, geforce) is None
     for engine, shape, on, words in (
         (SM120, scaled, HOPPER, "no mma.sync with block scales"),
@@ -145,7 +146,14 @@ def test_refusals() -> None:
         (SM80, served, device.model("sm_75"), "no tensor cores for bfloat16"),
         (SM80, replace(served, n=72), HOPPER, "72 rows of the weight of an expert"),
         *((SM80, shape, HOPPER, words) for shape, words in of_all),
-        (SM90, served, device.model("sm_80"), "no WGMMA"),
+        (LARGE, served, HOPPER, "WGMMA multiplies faster"),
+        (LARGE, replace(served, dtype=dtypes.float16), device.model("sm_75"), "no cp.async"),
+        (LARGE, tiled, ampere, "neither scales in tiles"),
+        (LARGE, replace(served, k=4128, group_size=32), ampere, "K = 4128 in groups of 32 elements"),
+        (LARGE, replace(served, block_size=24), ampere, "do not divide 24 slots"),
+        (LARGE, replace(served, out_is_aligned=False), ampere, "rows of out"),
+        (LARGE, replace(served, n=72), ampere, "72 rows of the weight of an expert"),
+        (SM90, served, ampere, "no WGMMA"),
         (SM90, replace(served, type=SCALAR_TYPES["uint8"]), HOPPER, "dequantizes 4 bits and float8_e4m3fn"),
         (SM90, replace(served, block_size=8), HOPPER, "do not divide 8 slots"),
         *((SM90, shape, HOPPER, words) for shape, words in of_all),
@@ -157,6 +165,38 @@ def test_refusals() -> None:
         *((CDNA, shape, amd, words) for shape, words in of_all[:8]),
     ):
         assert words in (engine.refusal(shape, on) or ""), (engine.name, words)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "block_size", "engine"),
+    [
+        ("a100", 1, 8, SM80),
+        ("a100", 64, 32, LARGE),
+        ("a100", 4096, 96, LARGE),
+        ("a10", 16, 8, SM80),
+        ("l4", 256, 96, LARGE),
+        ("rtx-4090", 1, 8, SM80),
+        ("rtx-4090", 1024, 96, LARGE),
+    ],
+)
+def test_choices_of_older_gpus(gpu: str, tokens: int, block_size: int, engine: Any) -> None:
+    """The rates are an H200's. With the bandwidth of the GPU itself no other Config would be 1 % faster."""
+    on, shape = gpus.model(gpu), mixtral(tokens, 1, block_size)
+    found, speed = choose.fastest(shape, on), gpus.GPUS[gpu].gbs / gpus.GPUS["h200"].gbs
+    assert found.engine == engine.name
+    rates = choose.rates_of(on)
+    own = replace(
+        rates,
+        bytes_per_us=rates.bytes_per_us * speed,
+        written_bytes_per_us=rates.written_bytes_per_us * speed,
+    )
+    times = {
+        one.config: other.time_us(one.config, shape, on, own)
+        for one in choose.candidates(shape, on)
+        for other in choose.engines
+        if other.name == one.engine
+    }
+    assert times[found.config] <= 1.01 * min(times.values())
 
 
 def problem(shape: WqGroupedShape, on: Device) -> WqGroupedProblem:

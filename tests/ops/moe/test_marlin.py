@@ -16,6 +16,7 @@ from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.linear.packed_grouped_engines import choose as choose_experts
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
 from pyops.ops.linear.packed_tile import PackedTileConfig
 from pyops.testing import SCHEDULES, scheduled
@@ -188,13 +189,15 @@ def test_8_bit_activations(case: tuple[Any, ...], device: str) -> None:
         (True, PackedConfig(16, 256, 2, 1, 1)),
         (False, PackedConfig(160, 128, 2, 1, 1, boxes=2)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
+        (False, PackedLargeConfig(16, 1, 4, 2)),
+        (True, PackedLargeConfig(16, 2, 4, 1)),  # blocks with two tiles of slots
         (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],
     ids=str,
 )
 def test_large_m(permuted: bool, config: Any) -> None:
     """By kernels that read quants, under every schedule: blocks of all experts and of none, padding rows."""
-    block_size = 8 if isinstance(config, PackedTileConfig) else config.tile_m
+    block_size = {PackedTileConfig: 8, PackedLargeConfig: 32}.get(type(config), config.tile_m)
     m, k, n, top_k = 4 * block_size, 128, 192, 2
     w, of_w = weight(k, n, 1, permuted, True)
     a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
@@ -243,7 +246,7 @@ _DENSE = ["dequantize_packed", "grouped_gemm_sm80"]
         ("sm_90", {"codes": "float4_e2m1f"}, [["wq_gemm_sm80"], ["gather_expert_columns", "wq_gemm_sm90"], _DENSE]),
         ("sm_90", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
         ("sm_90", {"moe_block_size": 8}, [["wq_gemm_sm80"], ["dequantize_packed", "grouped_gemm_simt"]]),
-        ("sm_80", {}, [["wq_gemm_sm80"], _DENSE]),
+        ("sm_80", {}, [["wq_gemm_sm80"], ["wq_gemm_sm80_large_m"], _DENSE]),
         ("gfx942", {}, [["wq_gemm_cdna"], _DENSE]),
         ("gfx942", {"moe_block_size": 8}, [["wq_gemm_cdna"], ["dequantize_packed", "grouped_gemm_simt"]]),
         ("gfx1100", {"permuted": True}, [["gather_expert_columns", *_DENSE]]),
@@ -278,7 +281,7 @@ def mixtral(tokens: int, number: int, block_size: int, kind: str = "uint4b8", on
 
 def test_times_of_the_model_for_experts() -> None:
     """docs/performance/experts.md, "Marlin's experts", us: within 22 %, half of them within 6 %."""
-    sm80, sm90, *_ = choose_experts.engines
+    sm80, _, sm90, *_ = choose_experts.engines
     measured = [(sm80, 1, 8, 38.5, 20.6), (sm80, 16, 8, 131, 66), (sm80, 32, 8, 210, 106), (sm80, 64, 16, 309, 160)]
     measured += [(sm90, 32, 16, 164, 83), (sm90, 64, 32, 194, 90), (sm90, 256, 96, 349, 162)]
     on, off = device.model("sm_90"), []
@@ -294,14 +297,17 @@ def test_times_of_the_model_for_experts() -> None:
 
 def test_refusals_for_experts() -> None:
     """Those that GEMMs without experts do not have; the choice has the least time of the engines that serve a shape."""
-    sm80, sm90, cdna, dense = choose_experts.engines
+    sm80, large, sm90, cdna, dense = choose_experts.engines
     on, amd, served = device.model("sm_90"), device.model("gfx942"), mixtral(64, 1, 32)
-    for engine, device_ in ((sm80, on), (sm90, on), (cdna, amd), (dense, on)):
+    for engine, device_ in ((sm80, on), (large, device.model("sm_86")), (sm90, on), (cdna, amd), (dense, on)):
         assert engine.refusal(served, device_) is None
     awq = replace(served, weight=replace(served.weight, layout="awq"))
     short = replace(served, k=4112, weight=replace(served.weight, dense=replace(served.weight.dense, k=4112)))
     for engine, shape, device_, words in (
         (sm80, served, amd, "no mma.sync"),
+        (large, served, on, "WGMMA multiplies faster"),
+        (large, served, device.model("sm_75"), "no cp.async"),
+        (large, replace(served, block_size=24), device.model("sm_80"), "do not divide 24 slots"),
         (sm90, served, device.model("sm_80"), "no WGMMA"),
         (sm90, awq, on, "experts in layout awq"),
         (sm90, replace(served, block_size=8), on, "do not divide 8 slots"),
