@@ -7162,55 +7162,111 @@ class _moe_wna16_gemm(_Attributes, Protocol):
 moe_wna16_gemm: _moe_wna16_gemm
 
 class _lora_shrink(_Attributes, Protocol):
-    def __call__(self, out: Tensor, x: Tensor, lora_a: Tensor, indices: Tensor, scale: float = 1.0) -> None:
-        """The first product of LoRA: ``out[t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        lora_a: Tensor,
+        indices: Tensor,
+        scale: float = 1.0,
+        lora_a1: Tensor | None = None,
+        lora_a2: Tensor | None = None,
+        lora_a3: Tensor | None = None,
+        order: Tensor | None = None,
+        num_tokens_per_lora: Tensor | None = None,
+    ) -> None:
+        """The first product of LoRA: ``out[s, t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
 
-        Each token has its adapter, in any order. A token without one has an index outside of the adapters, such as -1, and
-        gets zeros. The contract is that of vLLM's `lora_shrink` for one slice.
+        A layer has a slice s for queries, keys and values, or for gates and ups. Each token has its adapter. A token
+        without one has an index outside of the adapters, such as -1, and gets zeros. The contract is that of vLLM's
+        `lora_shrink`.
 
         Args:
-            out: [num_tokens, rank], written; the dtype of `lora_a` or float32; the last stride is 1.
+            out: [num_slices, num_tokens, rank], written; the dtype of `lora_a` or float32; the last stride is 1.
             x: [num_tokens, hidden_size], the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; the last
                 stride is 1.
-            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; the last stride is 1.
+            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; contiguous. The first slice.
             indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
             scale: multiplied in float32.
+            lora_a1: further slices, like `lora_a`.
+            lora_a2: further slices, like `lora_a`.
+            lora_a3: further slices, like `lora_a`.
+            order: [num_tokens], the dtype of `indices`; the first tokens, each once, sorted by adapter, as many as
+                `num_tokens_per_lora` counts: tiles of tokens with few adapters are faster. The other tokens, padding, have
+                no adapter, whatever their index. A token out of range is skipped; the rows of a missing one may stay.
+            num_tokens_per_lora: the dtype of `indices`, contiguous; the numbers add up to the tokens in `order`.
         """
     @staticmethod
-    def new(x: Tensor, lora_a: Tensor, indices: Tensor, scale: float = 1.0) -> Tensor:
-        """The first product of LoRA: ``out[t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
+    def new(
+        x: Tensor,
+        lora_a: Tensor,
+        indices: Tensor,
+        scale: float = 1.0,
+        lora_a1: Tensor | None = None,
+        lora_a2: Tensor | None = None,
+        lora_a3: Tensor | None = None,
+        order: Tensor | None = None,
+        num_tokens_per_lora: Tensor | None = None,
+    ) -> Tensor:
+        """The first product of LoRA: ``out[s, t] = scale * lora_a[indices[t]] @ x[t]``, summed in float32.
 
-        Each token has its adapter, in any order. A token without one has an index outside of the adapters, such as -1, and
-        gets zeros. The contract is that of vLLM's `lora_shrink` for one slice.
+        A layer has a slice s for queries, keys and values, or for gates and ups. Each token has its adapter. A token
+        without one has an index outside of the adapters, such as -1, and gets zeros. The contract is that of vLLM's
+        `lora_shrink`.
 
         Args:
             x: [num_tokens, hidden_size], the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; the last
                 stride is 1.
-            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; the last stride is 1.
+            lora_a: [num_loras, rank, hidden_size], float32, float16 or bfloat16; contiguous. The first slice.
             indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
             scale: multiplied in float32.
+            lora_a1: further slices, like `lora_a`.
+            lora_a2: further slices, like `lora_a`.
+            lora_a3: further slices, like `lora_a`.
+            order: [num_tokens], the dtype of `indices`; the first tokens, each once, sorted by adapter, as many as
+                `num_tokens_per_lora` counts: tiles of tokens with few adapters are faster. The other tokens, padding, have
+                no adapter, whatever their index. A token out of range is skipped; the rows of a missing one may stay.
+            num_tokens_per_lora: the dtype of `indices`, contiguous; the numbers add up to the tokens in `order`.
 
         Returns:
-            out: [num_tokens, rank]; the dtype of `lora_a` or float32.
+            out: [num_slices, num_tokens, rank]; the dtype of `lora_a` or float32.
         """
 
 lora_shrink: _lora_shrink
 
 class _lora_expand(_Attributes, Protocol):
-    def __call__(self, out: Tensor, x: Tensor, lora_b: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
-        """The second product of LoRA: ``out[t] += lora_b[indices[t]] @ x[t]``, summed in float32 and rounded once.
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        lora_b: Tensor,
+        indices: Tensor,
+        add_inputs: bool = True,
+        lora_b1: Tensor | None = None,
+        lora_b2: Tensor | None = None,
+        lora_b3: Tensor | None = None,
+        order: Tensor | None = None,
+        num_tokens_per_lora: Tensor | None = None,
+    ) -> None:
+        """The second product of LoRA: ``out[t] += lora_b[indices[t]] @ x[s, t]``, summed in float32 and rounded once.
 
-        Each token has its adapter, in any order. The row of a token without one, with an index outside of the adapters such
-        as -1, stays as it is. The contract is that of vLLM's `lora_expand` for one slice; `out` may be a view of columns of
-        a larger tensor, where vLLM takes an offset.
+        Each slice s of a layer has columns of `out` of its own. Each token has its adapter. The row of a token without one,
+        with an index outside of the adapters such as -1, stays as it is. The contract is that of vLLM's `lora_expand`;
+        `out` may be a view of columns of a larger tensor, where vLLM takes an offset.
 
         Args:
-            out: [num_tokens, output_size], updated; the dtype of `lora_b` or float32; the last stride is 1.
-            x: [num_tokens, rank], the dtype of `lora_b`, or float32, which is rounded to that of `lora_b`; the last stride
-                is 1.
-            lora_b: [num_loras, output_size, rank], float32, float16 or bfloat16; the last stride is 1.
+            out: [num_tokens, output_size], updated; the dtype of `lora_b` or float32; the last stride is 1. The columns of
+                the slices follow each other.
+            x: [num_slices, num_tokens, rank], the dtype of `lora_b`, or float32, which is rounded to that of `lora_b`; the
+                last stride is 1.
+            lora_b: [num_loras, columns of the slice, rank], float32, float16 or bfloat16; contiguous. The first slice.
             indices: [num_tokens] int32 or int64, contiguous; the adapter of each token.
             add_inputs: add to `out`; otherwise overwrite the rows of tokens with an adapter.
+            lora_b1: further slices, with columns of their own.
+            lora_b2: further slices, with columns of their own.
+            lora_b3: further slices, with columns of their own.
+            order: see `lora_shrink`.
+            num_tokens_per_lora: see `lora_shrink`.
         """
 
 lora_expand: _lora_expand

@@ -1,29 +1,35 @@
-// lora_mma: rows of x times the transposed weight of each row's LoRA adapter, by tensor cores: both products of LoRA.
+// lora_mma: rows of x times the transposed weights of each row's LoRA adapter, by tensor cores: both products of LoRA.
 //
 //     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), summed in float32
 //
-// A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
+// for each slice, with a weight and columns of out of its own, and with x of its own unless x_slice_stride is 0. A
+// token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
-// A CTA has TOKENS adjacent tokens and a tile of N. Its warps find the distinct adapters of the tokens, so tokens need
-// no order. For each adapter, the CTA multiplies the tokens that have it (other rows are zeros, and are not read) by
-// the tile of the adapter's weight. CTAs along blockIdx.y share the adapters of the same tokens: in a decode step,
-// where each token may have an adapter of its own, they load the weights in parallel. K_WARPS warps split K in steps,
-// and N_WARPS warps split N. Fragments come from global memory in 16-byte accesses: both operands permute K in the same
-// way, so that the elements of a lane are adjacent. Neither the other tokens nor the order of adapters enters into the
-// sum of an element.
+// A CTA has TOKENS tokens that follow each other, in `order` if there is one, and a tile of N. Its warps find the
+// distinct adapters of the tokens. For each adapter, the CTA multiplies the tokens that have it (other rows are zeros,
+// and are not read) by the tile of the adapter's weight; tokens in order of their adapters have one or two. CTAs along
+// blockIdx.y share the adapters of the same tokens: in a decode step, where each token may have an adapter of its own,
+// they load the weights in parallel. K_WARPS warps split K in steps, and N_WARPS warps split N. Fragments come from
+// global memory in 16-byte accesses: both operands permute K in the same way, so that the elements of a lane are
+// adjacent. The rows of an adapter in shared memory are its own, so that warps meet once, before the rows are stored.
+// Neither the other tokens nor the order of adapters enters into the sum of an element.
 //
 // Constants:
 //     input_t, out_t    element types of x and out
 //     index_t           element type of indices
 //     VEC_SIZE          elements of an access to weight
 //     INPUT_VEC         elements of an access to x
-//     OUT_VEC           elements of an access to out; divides columns
+//     OUT_VEC           elements of an access to out; divides the columns of each slice
 //     TILES_M, TILES_N  16-row tiles of the tokens, and of the weight for each warp along N
 //     K_WARPS, N_WARPS  warps along K and N
 //     BATCH             steps of K that a warp loads before it multiplies the first
+//     NUM_SLICES        slices of the layer, 1 to 4
+//     SLICE_STEP        padded columns of a slice are a multiple of it
+//     HAS_ORDER         order and num_tokens_per_lora are given
 //     ADDS              add to out
 //     CLEARS            write zeros for tokens without an adapter
 
+#include "lora_slices.cuh"
 #include "product.cuh"
 
 constexpr int TOKENS = TILES_M * 16, WARP_COLUMNS = TILES_N * 16, COLUMNS = N_WARPS * WARP_COLUMNS;
@@ -72,85 +78,86 @@ struct Fragment {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-lora_mma(out_t* out,              // [num_tokens, columns]
-         const input_t* x,        // [num_tokens, size]
-         const scalar_t* weight,  // [num_loras, columns, size]
-         const index_t* indices,  // [num_tokens]
-         int64_t num_tokens, int64_t num_loras, int columns, int size, int64_t out_stride, int64_t x_stride,
-         int64_t lora_stride, int64_t weight_stride, float scale) {
+lora_mma(out_t* out,                          // [num_tokens, columns] of each slice
+         const input_t* x,                    // [num_tokens, size], of each slice if x_slice_stride is not 0
+         const scalar_t* weight,              // [num_loras, columns, size]
+         const scalar_t* weight1,             // [num_loras, columns1, size]
+         const scalar_t* weight2,             // [num_loras, columns2, size]
+         const scalar_t* weight3,             // [num_loras, columns3, size]
+         const index_t* indices,              // [num_tokens]
+         const index_t* order,                // [num_tokens]
+         const index_t* num_tokens_per_lora,  // [num_counts]
+         int64_t num_tokens, int num_loras, int num_counts, int columns, int columns1, int columns2, int columns3,
+         int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
+         float scale) {
     await_previous_kernel();
     __shared__ float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
+    __shared__ int64_t rows[TOKENS];                         // the tokens
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int k_warp = warp % K_WARPS, n_warp = warp / K_WARPS;
-    const int column_tiles = ceil_div(columns, COLUMNS);
+    const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
+    const int column_tiles = slices.tiles<COLUMNS>();
     const int64_t first_token = int64_t(blockIdx.x) / column_tiles * TOKENS;
-    const int first_column = int(blockIdx.x % column_tiles) * COLUMNS, column0 = first_column + n_warp * WARP_COLUMNS;
-    const int tile_columns = min(COLUMNS, columns - first_column);
+    const int first_column = int(blockIdx.x % column_tiles) * COLUMNS;
 
-    // Lane i of every warp has the adapter of token i; -1 is none. A lane leads if it is the first with its adapter.
-    const bool has_token = lane < TOKENS && first_token + lane < num_tokens;
-    const int64_t index = has_token ? int64_t(indices[first_token + lane]) : -1;
+    // Lane i of every warp has token i and its adapter; -1 is none. The first lane with an adapter leads the others.
+    int64_t token = first_token + lane;
+    bool may_have_lora = lane < TOKENS && token < num_tokens;
+    if constexpr (HAS_ORDER) {
+        may_have_lora &= token < num_ordered(num_tokens_per_lora, num_counts, num_tokens);
+        if (may_have_lora) token = int64_t(order[token]);
+    }
+    const bool has_token = lane < TOKENS && token >= 0 && token < num_tokens;
+    const int64_t index = may_have_lora && has_token ? int64_t(indices[token]) : -1;
     const bool has_lora = index >= 0 && index < num_loras;
-    bool leads = has_lora;
+    const int lora = has_lora ? int(index) : -1;
+    int leader = lane;
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        const int64_t other = shfl<WARP_SIZE>(index, i);
-        if (i < lane && other == index) leads = false;
+    for (int i = TOKENS - 1; i >= 0; --i) {
+        const int other = shfl<WARP_SIZE>(lora, i);
+        if (i < lane && other == lora) leader = i;
     }
-    lane_mask_t leaders = ballot(leads);
-
-    // Writes rows of the tile. A thread loads what it adds to several vectors before it stores the first.
-    const auto write = [&](lane_mask_t tokens, auto value) {
-        constexpr int VECS = TOKENS * COLUMNS / OUT_VEC, AT_A_TIME = 4;
-        for (int first = threadIdx.x; first < VECS; first += AT_A_TIME * NUM_THREADS) {
-            out_t* addresses[AT_A_TIME];
-            float results[AT_A_TIME][OUT_VEC] = {};
-#pragma unroll
-            for (int v = 0; v < AT_A_TIME; ++v) {
-                const int i = first + v * NUM_THREADS, token = i / (COLUMNS / OUT_VEC);
-                const int column = i % (COLUMNS / OUT_VEC) * OUT_VEC;
-                const bool exists = i < VECS && column < tile_columns && tokens >> token % TOKENS & 1;
-                addresses[v] = exists ? out + (first_token + token) * out_stride + first_column + column : nullptr;
-                if (ADDS && exists) Vec<out_t, OUT_VEC>::load(addresses[v]).to_floats(results[v]);
-            }
-#pragma unroll
-            for (int v = 0; v < AT_A_TIME; ++v) {
-                if (addresses[v] == nullptr) continue;
-                const int i = first + v * NUM_THREADS;
-#pragma unroll
-                for (int j = 0; j < OUT_VEC; ++j) {
-                    results[v][j] += value(i / (COLUMNS / OUT_VEC), i % (COLUMNS / OUT_VEC) * OUT_VEC + j);
-                }
-                Vec<out_t, OUT_VEC>::from_floats(results[v]).store(addresses[v]);
-            }
-        }
+    const lane_mask_t leaders = ballot(has_lora && leader == lane);
+    const auto is_mine = [&](int leader) {
+        return uint32_t(count_bits(leaders & ((lane_mask_t(1) << leader) - 1))) % gridDim.y == blockIdx.y;
     };
-    if constexpr (CLEARS) {
-        const lane_mask_t without = ballot(has_token && !has_lora);
-        if (blockIdx.y == 0) write(without, [](int, int) { return 0.0f; });
-    }
-    for (uint32_t ordinal = 0; leaders != 0; ++ordinal, leaders &= leaders - 1) {
-        if (ordinal % gridDim.y != blockIdx.y) continue;
-        const int64_t adapter = shfl<WARP_SIZE>(index, lowest_bit(leaders));
-        const lane_mask_t tokens = ballot(has_lora && index == adapter);
-        const scalar_t* tile = weight + adapter * lora_stride;
+    const lane_mask_t computed = ballot(has_lora && is_mine(leader));
+    const lane_mask_t cleared = ballot(CLEARS && blockIdx.y == 0 && has_token && !has_lora);
+    if ((computed | cleared) == 0) return;
+    if (warp == 0 && lane < TOKENS) rows[lane] = token;
+    __syncthreads();
+
+    x += slices.at(first_column).slice * x_slice_stride;
+    const int warp_column = first_column + n_warp * WARP_COLUMNS;
+    for (lane_mask_t left = ballot(has_lora && leader == lane && is_mine(lane)); left != 0; left &= left - 1) {
+        const int adapter = shfl<WARP_SIZE>(lora, lowest_bit(left));
+        const lane_mask_t tokens = ballot(lora == adapter);
         float d[TILES_M][TILES_N][16 / PRODUCT_COLUMNS][PRODUCT_SUMS] = {};
         for (int first = k_warp * STEP; first < size; first += K_WARPS * STEP * BATCH) {
             Fragment a[BATCH][TILES_M], b[BATCH][TILES_N];
 #pragma unroll
-            for (int s = 0; s < BATCH; ++s) {
-                const int k = first + s * K_WARPS * STEP + run_of(lane) * RUN;
+            for (int i = 0; i < OPERAND_ROWS; ++i) {
 #pragma unroll
-                for (int i = 0; i < OPERAND_ROWS; ++i) {
+                for (int n = 0; n < TILES_N; ++n) {
+                    const int here = made_anew(lane);  // otherwise the addresses of rows would take registers
+                    const Slices::Column at = slices.at(made_anew(warp_column) + n * 16);
+                    const int column = at.column + column_of(here) + i * 8;
+                    const scalar_t* row = at.weight + (int64_t(adapter) * at.columns + column) * size;
 #pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) {
-                        const int column = column0 + n * 16 + column_of(lane) + i * 8;
-                        b[s][n].load<VEC_SIZE>(i, tile + column * weight_stride, k, size, column < columns);
+                    for (int s = 0; s < BATCH; ++s) {
+                        const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
+                        b[s][n].load<VEC_SIZE>(i, row, k, size, column < at.columns);
                     }
+                }
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) {
-                        const int token = m * 16 + token_of(lane) + i * 8;
-                        a[s][m].load<INPUT_VEC>(i, x + (first_token + token) * x_stride, k, size, tokens >> token & 1);
+                for (int m = 0; m < TILES_M; ++m) {
+                    const int here = made_anew(lane);
+                    const int number = m * 16 + token_of(here) + i * 8;
+                    const input_t* row = x + rows[number] * x_stride;
+#pragma unroll
+                    for (int s = 0; s < BATCH; ++s) {
+                        const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
+                        a[s][m].load<INPUT_VEC>(i, row, k, size, tokens >> number & 1);
                     }
                 }
             }
@@ -175,7 +182,6 @@ lora_mma(out_t* out,              // [num_tokens, columns]
                 }
             }
         }
-        __syncthreads();  // the accumulators of the previous adapter have been read
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
 #pragma unroll
@@ -183,18 +189,43 @@ lora_mma(out_t* out,              // [num_tokens, columns]
 #pragma unroll
                 for (int i = 0; i < 16 / PRODUCT_COLUMNS * PRODUCT_SUMS; ++i) {
                     const int half = i / PRODUCT_SUMS, sum = i % PRODUCT_SUMS;
-                    const int token = m * 16 + lane_row(lane) + sum / ROW_SUMS * ROW_STEP;
+                    const int row = m * 16 + lane_row(lane) + sum / ROW_SUMS * ROW_STEP;
                     const int column = n * 16 + half * PRODUCT_COLUMNS + lane_column(lane) + sum % ROW_SUMS;
-                    partial[k_warp][token][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
+                    if (tokens >> row & 1) partial[k_warp][row][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
                 }
             }
         }
-        __syncthreads();
-        write(tokens, [&](int token, int column) {
-            float sum = 0.0f;
+    }
+    __syncthreads();
+
+    // A thread loads what it adds to several vectors before it stores the first.
+    constexpr int VECS = TOKENS * COLUMNS / OUT_VEC, AT_A_TIME = 4;
+    for (int first = threadIdx.x; first < VECS; first += AT_A_TIME * NUM_THREADS) {
+        out_t* addresses[AT_A_TIME];
+        float results[AT_A_TIME][OUT_VEC] = {};
 #pragma unroll
-            for (int i = 0; i < K_WARPS; ++i) sum += partial[i][token][column];
-            return sum * scale;
-        });
+        for (int v = 0; v < AT_A_TIME; ++v) {
+            const int i = first + v * NUM_THREADS, row = i / (COLUMNS / OUT_VEC);
+            const Slices::Column at = slices.at(first_column + i % (COLUMNS / OUT_VEC) * OUT_VEC);
+            addresses[v] = nullptr;
+            if (i >= VECS || !at.exists() || !((computed | cleared) >> row & 1)) continue;
+            addresses[v] = out + rows[row] * out_stride + at.slice * out_slice_stride + at.before + at.column;
+            if constexpr (ADDS) Vec<out_t, OUT_VEC>::load(addresses[v]).to_floats(results[v]);
+        }
+#pragma unroll
+        for (int v = 0; v < AT_A_TIME; ++v) {
+            if (addresses[v] == nullptr) continue;
+            const int i = first + v * NUM_THREADS, row = i / (COLUMNS / OUT_VEC);
+#pragma unroll
+            for (int j = 0; j < OUT_VEC; ++j) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int k = 0; k < K_WARPS; ++k) {
+                    if (computed >> row & 1) sum += partial[k][row][i % (COLUMNS / OUT_VEC) * OUT_VEC + j];
+                }
+                results[v][j] += sum * scale;
+            }
+            Vec<out_t, OUT_VEC>::from_floats(results[v]).store(addresses[v]);
+        }
     }
 }

@@ -1,10 +1,11 @@
-// lora_simt: rows of x times the transposed weight of each row's LoRA adapter, without tensor cores.
+// lora_simt: rows of x times the transposed weights of each row's LoRA adapter, without tensor cores.
 //
 //     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), summed in float32
 //
-// A token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
+// for each slice, with a weight and columns of out of its own, and with x of its own unless x_slice_stride is 0. A
+// token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.
 //
-// A CTA has one token. ROW_THREADS adjacent threads share ROWS rows of the weight, so that a thread has several loads
+// A CTA has one token and columns of one slice. ROW_THREADS adjacent threads share ROWS rows of the weight, so that a thread has several loads
 // in flight even if rows are short. The kernel is for few tokens, which spread over more CTAs here than by lora_mma,
 // and for element types that MMAs do not take.
 //
@@ -14,33 +15,44 @@
 //     VEC_SIZE          elements of an access to weight
 //     INPUT_VEC         elements of an access to x; divides VEC_SIZE
 //     ROWS              rows of the weight that a thread takes part in
-//     BATCH             vectors of a row that a thread loads at a time
+//     BATCH             vectors of a row, and of x, that a thread loads at a time
+//     NUM_SLICES        slices of the layer, 1 to 4
+//     SLICE_STEP        padded columns of a slice are a multiple of it
+//     HAS_ORDER         order and num_tokens_per_lora are given
 //     ADDS              add to out
 //     CLEARS            write zeros for tokens without an adapter
 
-#include "reduce.cuh"
-#include "vec.cuh"
+#include "lora_slices.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+constexpr int STEP = ROW_THREADS * VEC_SIZE, GROUPS = NUM_THREADS / ROW_THREADS, COLUMNS = GROUPS * ROWS;
+static_assert(COLUMNS == SLICE_STEP);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-lora_simt(out_t* out,              // [num_tokens, columns]
-          const input_t* x,        // [num_tokens, size]
-          const scalar_t* weight,  // [num_loras, columns, size]
-          const index_t* indices,  // [num_tokens]
-          int64_t num_loras, int columns, int size, int64_t out_stride, int64_t x_stride, int64_t lora_stride,
-          int64_t weight_stride, float scale) {
+lora_simt(out_t* out,                          // [num_tokens, columns] of each slice
+          const input_t* x,                    // [num_tokens, size], of each slice if x_slice_stride is not 0
+          const scalar_t* weight,              // [num_loras, columns, size]
+          const scalar_t* weight1,             // [num_loras, columns1, size]
+          const scalar_t* weight2,             // [num_loras, columns2, size]
+          const scalar_t* weight3,             // [num_loras, columns3, size]
+          const index_t* indices,              // [num_tokens]
+          const index_t* num_tokens_per_lora,  // [num_counts]
+          int64_t num_tokens, int num_loras, int num_counts, int columns, int columns1, int columns2, int columns3,
+          int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
+          float scale) {
     await_previous_kernel();
-    constexpr int GROUPS = NUM_THREADS / ROW_THREADS, COLUMNS = GROUPS * ROWS;
-    const int column_tiles = ceil_div(columns, COLUMNS), lane = int(threadIdx.x) % ROW_THREADS;
+    const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
+    const int column_tiles = slices.tiles<COLUMNS>(), lane = int(threadIdx.x) % ROW_THREADS;
     const int64_t token = int64_t(blockIdx.x) / column_tiles;
-    const int column = int(blockIdx.x % column_tiles) * COLUMNS + int(threadIdx.x) / ROW_THREADS;
-    const int64_t index = int64_t(indices[token]);
+    const Slices::Column at = slices.at(int(blockIdx.x % column_tiles) * COLUMNS);
+    const int column = at.column + int(threadIdx.x) / ROW_THREADS;
+    int64_t index = int64_t(indices[token]);
+    if (HAS_ORDER && token >= num_ordered(num_tokens_per_lora, num_counts, num_tokens)) index = -1;
     const bool has_lora = index >= 0 && index < num_loras;
     const auto writes = [&](int row) {
-        return lane == row % ROW_THREADS && column + row * GROUPS < columns && (has_lora || CLEARS);
+        return lane == row % ROW_THREADS && column + row * GROUPS < at.columns && (has_lora || CLEARS);
     };
-    out_t* address = out + token * out_stride + column;
+    out_t* address = out + token * out_stride + at.slice * out_slice_stride + at.before + column;
     float dots[ROWS] = {}, before[ROWS] = {};
     if constexpr (ADDS) {
 #pragma unroll
@@ -48,30 +60,35 @@ lora_simt(out_t* out,              // [num_tokens, columns]
             if (writes(row)) before[row] = to_float(address[row * GROUPS]);
         }
     }
-    const scalar_t* first = weight + (has_lora ? index : 0) * lora_stride + column * weight_stride;
-    constexpr int STEP = ROW_THREADS * VEC_SIZE;
+    const scalar_t* first = at.weight + ((has_lora ? index : 0) * at.columns + column) * int64_t(size);
+    const input_t* x_row = x + token * x_stride + at.slice * x_slice_stride;
     for (int start = lane * VEC_SIZE; start < (has_lora ? size : 0); start += BATCH * STEP) {
         // Instead of a vector or a column that does not exist, the first one is read.
         vec_t w[BATCH][ROWS];
+        Vec<input_t, INPUT_VEC> given[BATCH][VEC_SIZE / INPUT_VEC];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
+            const int k = start + b * STEP < size ? start + b * STEP : 0;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const int step = column + row * GROUPS < columns ? row * GROUPS : -column;
-                w[b][row] =
-                    vec_t::load(first + step * weight_stride + (start + b * STEP < size ? start + b * STEP : 0));
+                const int step = column + row * GROUPS < at.columns ? row * GROUPS : -column;
+                w[b][row] = vec_t::load(first + int64_t(step) * size + k);
+            }
+#pragma unroll
+            for (int v = 0; v < VEC_SIZE / INPUT_VEC; ++v) {
+                given[b][v] = Vec<input_t, INPUT_VEC>::load(x_row + k + v * INPUT_VEC);
             }
         }
+        keep_loads();
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             if (start + b * STEP >= size) continue;
-            float given[VEC_SIZE];
-            load_floats<INPUT_VEC>(x + token * x_stride + start + b * STEP, given);
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
-                if constexpr (!is_same<input_t, scalar_t>) given[i] = round_to<scalar_t>(given[i]);
+                float element = given[b][i / INPUT_VEC][i % INPUT_VEC];
+                if constexpr (!is_same<input_t, scalar_t>) element = round_to<scalar_t>(element);
 #pragma unroll
-                for (int row = 0; row < ROWS; ++row) dots[row] = fmaf(w[b][row][i], given[i], dots[row]);
+                for (int row = 0; row < ROWS; ++row) dots[row] = fmaf(w[b][row][i], element, dots[row]);
             }
         }
     }

@@ -29,7 +29,14 @@ _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_mo
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # must be zero: the cache is symmetric
 _FLOATS = {"F32", "F16", "BF16"}
 # Dtypes of quantised weights: {torch's name: the name in safetensors headers}.
-_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}
+_CODES = {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "uint8": "U8",
+    "int32": "I32",
+    "int64": "I64",
+}
 # Tensors that are not read: tables that are computed from the config, masks and the shapes of packed weights are
 # redundant; scales of queries have no use, because the models keep queries in 16 bits.
 _NOT_READ = (".q_scale", "rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
@@ -46,6 +53,7 @@ _ALIASES = {
     **{f".{module}.{kind}_scale": f".{kind}_scale" for kind in "kv" for module in ("qkv_proj", "attn")},
     **{f".{kind}_proj.output_scale": f".{kind}_scale" for kind in "kv"},
     **{f".{kind}_cache.scale": f".{kind}_scale" for kind in "kv"},
+    ".scale": ".weight_scale",  # DeepSeek-V4, as published
 }
 # Prefixes of the decoder of a multimodal model, in all versions of transformers: {prefix: the prefix here}.
 _PREFIXES = {
@@ -286,6 +294,7 @@ def _check(
     folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: QuantizedWeights | None
 ) -> None:
     per_tensor = isinstance(quantization, Quantization) and quantization.weights == "tensor"
+    of_blocks = isinstance(quantization, Quantization) and quantization.weights == "block"
     scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)
     for known, (shard, name, shape, dtype) in headers.items():
         if known not in expected:
@@ -298,6 +307,8 @@ def _check(
             raise ModelError(shard, f"{name}: expected shape {tuple(tensor.shape)}, got {shape}")
         code = _CODES.get(str(tensor.dtype).removeprefix("torch."))
         dtypes = _FLOATS if code is None else {code}
+        if of_blocks and known.endswith(".weight_scale"):
+            dtypes = dtypes | {"F8_E8M0"}
         if dtype not in dtypes:
             raise ModelError(shard, f"{name}: expected {' or '.join(sorted(dtypes))}, got {dtype}")
     missing = sorted(expected.keys() - headers.keys())

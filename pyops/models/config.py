@@ -21,7 +21,7 @@ from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
 from .packed_format import PackedQuantization
 from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
-from .quantization import GgufTypes, Mxfp4Experts, Quantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, Quantization, QuantizedWeights, has_mxfp4_experts
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -236,11 +236,21 @@ class Config:
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
         config = cls(
             **found,
-            **_quantised(first(values.get("quantization_config"), values.get("compression_config"))),
+            **_quantised(
+                _with_expert_dtype(values, values.get("quantization_config"), values.get("compression_config"))
+            ),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), of_text, "float32"),
         )
         check_unread(values, "config.json")
         return config
+
+
+def _with_expert_dtype(values: dict[str, Any], *given: Any) -> Any:
+    """The first ``quantization_config`` given, with the ``expert_dtype`` that DeepSeek-V4 has next to it."""
+    found, dtype = first(*given), values.get("expert_dtype")
+    if dtype == "fp4" and found is None:
+        raise refuse("quantization_config", "fp8 with an expert_dtype", None)
+    return {"expert_dtype": dtype} | found if isinstance(found, dict) and dtype is not None else found
 
 
 def _quantised(values: Any) -> dict[str, Any]:
@@ -289,5 +299,5 @@ def _check_quantization(config: Config) -> None:
             layers = config.num_hidden_layers
             expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
             raise refuse("mixture", expected, config.mixture)
-    elif isinstance(config.quantization, Mxfp4Experts):
+    elif has_mxfp4_experts(config.quantization):
         raise refuse("quantization_config", "a mixture of experts with mxfp4", config.quantization)

@@ -20,7 +20,7 @@ from .linear import Linear, Place
 from .norm import Norm
 from .packed_format import PackedQuantization
 from .packed_linear import check_written
-from .quantization import GgufTypes, Mxfp4Experts, Quantization
+from .quantization import GgufTypes, Quantization, has_mxfp4_experts
 from .rope import Rope
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
 def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:
     """Generate the tensors that `Decoder.randomise` writes: (name, tensor on `device`)."""
     config, places = model.config, model.tensors()
-    if isinstance(config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
+    if isinstance(config.quantization, PackedQuantization | GgufTypes) or has_mxfp4_experts(config.quantization):
         raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
     generator = torch.Generator(device).manual_seed(seed)
     for name, place in places.items():

@@ -65,6 +65,27 @@ def named_biases(biases: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
     return {} if biases is None else {f"{name}_bias": bias for name, bias in zip(STACKED, biases, strict=True)}
 
 
+def mxfp4_tensors(mixture: Mixture, gate_up: dict[str, Tensor], down: dict[str, Tensor]) -> dict[str, Tensor]:
+    """{name in a checkpoint: view} of experts in MXFP4, stacked as in gpt-oss, or one by one as in DeepSeek-V4.
+
+    Args:
+        gate_up, down: "blocks" [num_experts, rows, columns / 32, 16] and "scales" [num_experts, rows, columns / 32],
+            uint8. The bytes of one expert are called int8, and its scales float8_e8m0fnu.
+    """
+    if mixture.is_stacked:
+        pairs = zip(STACKED, (gate_up, down), strict=True)
+        return {f"{name}_{kind}": view for name, views in pairs for kind, view in views.items()}
+    found = {}
+    for i in range(mixture.num_experts):
+        for views, names in ((gate_up, (mixture.gate, mixture.up)), (down, (mixture.down,))):
+            blocks, scales = views["blocks"][i].flatten(-2), views["scales"][i]
+            for part, name in enumerate(names):
+                found[f"experts.{i}.{name}.weight"] = blocks.chunk(len(names))[part].view(torch.int8)
+                of_blocks = scales.chunk(len(names))[part].view(torch.float8_e8m0fnu)
+                found[f"experts.{i}.{name}.weight_scale"] = of_blocks
+    return found
+
+
 def projections(mixture: Mixture, hidden_size: int, expert: int) -> list[tuple[dict[str, int], int]]:
     """({name in a checkpoint: rows}, columns) for each of the two GEMMs of an expert."""
     at, channels = f"experts.{expert}.", mixture.intermediate_size
@@ -188,9 +209,8 @@ class Mxfp4AsPlain(PlainExperts):
 
     def tensors(self) -> dict[str, Tensor]:
         found = named_biases(self.biases)
-        for name, weight in zip(STACKED, (self.gate_up.weight, self.down.weight), strict=True):
-            found |= {f"{name}_{kind}": view for kind, view in self._views(weight).items()}
-        return found
+        views = [self._views(weight) for weight in (self.gate_up.weight, self.down.weight)]
+        return found | mxfp4_tensors(self.mixture, *views)
 
     def prepare(self) -> None:
         for weight in (self.gate_up.weight, self.down.weight):

@@ -18,7 +18,7 @@ from .marlin_experts import MarlinExperts, serves
 from .mixture import STACKED, Mixture
 from .norm import Norm
 from .packed_format import PackedQuantization
-from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantization
+from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantization, has_mxfp4_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,10 @@ def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuanti
     own = place.quantization
     if isinstance(own, GgufTypes) and own.of(f"{place.module}.{STACKED[0]}") == GGUF_MXFP4:
         return Mxfp4Experts()
+    if has_mxfp4_experts(own):
+        return Mxfp4Experts()
     if not isinstance(own, Quantization | PackedQuantization):
-        return own if isinstance(own, Mxfp4Experts) else None
+        return None
     covered = {own.covers(name) for name in names}
     if len(covered) > 1:
         raise refuse("quantization_config", f"all or none of the experts of {place.module} to be quantised", "some")

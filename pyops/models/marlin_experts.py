@@ -10,12 +10,13 @@ from ..fused.marlin_experts import fused_marlin_moe
 from ..fused.packed_linear import PackedProduct
 from ..ops._shared.packed_layouts import ZeroLayout, column_place, zero_bit
 from ..ops._shared.scalar_type import SCALAR_TYPES
+from ..ops.activation.gated import silu_and_mul_with_clamp
 from ..ops.linear.marlin_repack import awq_marlin_repack, gptq_marlin_repack
 from ..ops.linear.marlin_weight import scale_order
 from ..ops.linear.repack import TILE_COLUMNS
-from .expert_weights import expert_biases, named_biases, projections
+from .expert_weights import expert_biases, mxfp4_tensors, named_biases, projections
 from .linear import Place
-from .mixture import STACKED, Mixture
+from .mixture import Mixture
 from .packed_format import PackedQuantization
 from .packed_linear import PackedLinear
 from .quantization import MX_BLOCK, Mxfp4Experts
@@ -222,9 +223,7 @@ class MarlinExperts:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         own, weights, found = self.quantization, (self.gate_up, self.down), named_biases(self.biases)
         if isinstance(own, Mxfp4Experts):
-            for name, weight in zip(STACKED, weights, strict=True):
-                found |= {f"{name}_{kind}": view for kind, view in weight.stacked_as_loaded().items()}
-            return found
+            return found | mxfp4_tensors(self.mixture, *[weight.stacked_as_loaded() for weight in weights])
         for i in range(self.mixture.num_experts):
             for weight, (sizes, _) in zip(weights, projections(self.mixture, self.hidden_size, i), strict=True):
                 found |= weight.as_loaded(i, sizes, own).tensors()
@@ -250,6 +249,7 @@ class MarlinExperts:
         """Apply the chosen experts to hidden [num_tokens, hidden_size]; weights and ids are [num_tokens, top_k]."""
         first, second = self.gate_up, self.down
         bias1, bias2 = self.biases or (None, None)
+        limit = self.mixture.limit
         return fused_marlin_moe(
             hidden,
             first.codes,
@@ -262,6 +262,7 @@ class MarlinExperts:
             ids,
             first.kind.id,
             activation=self.mixture.activation,
+            activation_func=(lambda _, out, x: silu_and_mul_with_clamp(out, x, limit)) if limit else None,
             g_idx1=first.g_idx,
             g_idx2=second.g_idx,
             sort_indices1=first.perm,

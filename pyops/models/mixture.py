@@ -194,8 +194,8 @@ def parse_deepseek_v4(values: dict[str, Any], layers: int) -> Mixture:
             raise refuse(name, repr(expected), values[name])
     if not flag(values, "norm_topk_prob", True):
         raise refuse("norm_topk_prob", "true", False)
-    if values.get("expert_dtype") not in ("fp8", None):
-        raise refuse("expert_dtype", "'fp8' or null", values["expert_dtype"])
+    if values.get("expert_dtype") not in ("fp4", "fp8", None):
+        raise refuse("expert_dtype", "'fp4', 'fp8' or null", values["expert_dtype"])
     first_moe = first(values.get("num_hash_layers"), 3)
     if not is_integer(first_moe) or first_moe < 0:
         raise refuse("num_hash_layers", "a number of layers", first_moe)

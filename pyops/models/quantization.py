@@ -39,7 +39,7 @@ class GgufTypes:
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Only experts are quantised, to MXFP4: blocks of e2m1 values with power-of-two scales (OCP MX formats 1.0)."""
+    """Experts are quantised to MXFP4: blocks of e2m1 values with power-of-two scales (OCP MX formats 1.0)."""
 
     def covers(self, name: str) -> bool:
         """Whether the projection that a checkpoint calls `name` is quantised: none is."""
@@ -56,6 +56,7 @@ class Quantization(Ignoring):
         activations: granularity of activation scales: "static" (one, from the checkpoint), "token" (dynamic, one per
             row) or "group" (dynamic, one per 128 contiguous elements of a row; only together with "block").
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
+        has_mxfp4_experts: whether experts are in MXFP4 instead (DeepSeek-V4).
 
     Examples:
         >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as in DeepSeek-V3
@@ -67,6 +68,7 @@ class Quantization(Ignoring):
     weights: str
     activations: str
     ignored: tuple[str, ...] = ()
+    has_mxfp4_experts: bool = False
 
     @classmethod
     def parse(cls, values: Any) -> QuantizedWeights | None:
@@ -93,6 +95,13 @@ class Quantization(Ignoring):
 QuantizedWeights = Quantization | PackedQuantization | Mxfp4Experts | GgufTypes
 
 
+def has_mxfp4_experts(quantization: QuantizedWeights | None) -> bool:
+    """Whether experts are in MXFP4, alone or with other weights in fp8."""
+    if isinstance(quantization, Quantization):
+        return quantization.has_mxfp4_experts
+    return isinstance(quantization, Mxfp4Experts)
+
+
 def _fp8(values: dict[str, Any]) -> Quantization:
     """``quant_method: fp8``: blocks as in DeepSeek-V3 and Qwen3, or one scale for each weight as AutoFP8 makes them."""
     blocks = values.get("weight_block_size")
@@ -102,14 +111,16 @@ def _fp8(values: dict[str, Any]) -> Quantization:
     schemes = ("dynamic",) if blocks else ("dynamic", "static")
     if scheme not in schemes:
         raise _refuse("activation_scheme", " or ".join(map(repr, schemes)), scheme)
-    for name, only in (("fmt", "e4m3"), ("scale_fmt", "float")):
-        _only(name, values, only)
-    _only("expert_dtype", values, "fp8")
+    _only("fmt", values, "e4m3")
+    # Power-of-two scales, ue8m0, are floats like others: a tensor of a checkpoint says its dtype.
+    _only("scale_fmt", values, "float", *(("ue8m0",) if blocks else ()))
+    _only("expert_dtype", values, "fp8", *(("fp4",) if blocks else ()))
     for name in ("modules_to_convert", "dequantize"):
         _absent(name, values)
     ignored = (*_not_converted("modules_to_not_convert", values), *_not_converted("ignored_layers", values))
     found = "group" if blocks else "static" if scheme == "static" else "token"
-    return Quantization("float8_e4m3fn", "block" if blocks else "tensor", found, ignored)
+    has_fp4 = values.get("expert_dtype") == "fp4"
+    return Quantization("float8_e4m3fn", "block" if blocks else "tensor", found, ignored, has_fp4)
 
 
 def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ SHARED = {("causal_conv1d_decode", "query_start_loc"), ("causal_conv1d_prefill",
 SHARED |= {(name, "problem_sizes") for name in pyops.registry if name.endswith(("group_mm", "grouped_mm", "moe_mm"))}
 # By their documentation, unsorted starts may leave rows of other sequences alone.
 LEFT = {(name, "cu_seqlens_q") for name in ("attention_varlen", "paged_attention_varlen")}
-LEFT |= {("compress_kv", "query_start_loc")}
+LEFT |= {("compress_kv", "query_start_loc"), ("lora_expand", "order"), ("lora_shrink", "order")}
 # Tokens read states that have decayed until they change no bit of the reference's results, though bits of the kernels'.
 FADING = ("mamba_chunk_scan_varlen",)
 # A tile of tokens ends where a state is wanted, and other tiles round differently.

@@ -18,6 +18,7 @@ from pyops import ModelError, testing
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, load, serving_kernels
+from pyops.models.marlin_experts import MarlinExperts
 from pyops.models.runner import Runner
 from pyops.models.tensor_parallel import divided
 from tests.support.small_models import CASES, SIZES, folders, teacher_forced
@@ -145,6 +146,97 @@ def test_published_names(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+# As in config.json of DeepSeek-V4-Flash, where expert_dtype is next to it.
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+FP8 |= {"weight_block_size": [128, 128]}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+PROJECTIONS = ["wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3"]
+
+
+def _fp4(shape: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
+    """A random weight: the bytes and power-of-two scales of a file, and its values."""
+    quants, scales = torch.randint(0, 16, shape), torch.randint(119, 124, (shape[0], shape[1] // 32))
+    values = torch.where(quants < 8, 1.0, -1.0) * E2M1[quants % 8] * 2.0 ** (scales - 127).repeat_interleave(32, 1)
+    packed = (quants[:, ::2] | quants[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+    return {"weight": packed, "scale": scales.to(torch.uint8).view(torch.float8_e8m0fnu)}, values
+
+
+def _fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The same of a given weight, in blocks of 128 x 128."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    largest = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3))
+    scales = 2.0 ** (largest / 448).log2().ceil()
+    expanded = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    quants = (weight / expanded).to(torch.float8_e4m3fn)
+    return {"weight": quants, "scale": scales.to(torch.float8_e8m0fnu)}, quants.float() * expanded
+
+
+def _published(plain_folder: Path, fp8: bool, **sizes: Any) -> Path:
+    """A folder with DeepSeek's names, dtypes and shapes; the other folder gets the same values in float32."""
+    torch.manual_seed(6)
+    config = transformers.DeepseekV4Config(**SIZES | CASES[CASE][1] | sizes)
+    transformers.DeepseekV4ForCausalLM(config).save_pretrained(plain_folder)
+    file, tensors = plain_folder / "model.safetensors", {}
+    plain, values = load_file(file), json.loads((plain_folder / "config.json").read_text())
+    for name, tensor in list(plain.items()):
+        module, _, kind = name.rpartition(".")
+        is_projection = kind == "weight" and module.endswith(tuple(PROJECTIONS)) and "compressor" not in module
+        found = {kind: tensor}
+        if ".experts." in name and kind == "weight":
+            found, plain[name] = _fp4(tensor.shape)
+        elif is_projection and fp8:
+            found, plain[name] = _fp8(tensor)
+        module = module.removeprefix("model.").replace("embed_tokens", "embed").replace("lm_head", "head")
+        tensors |= {f"{module}.{kind}".replace("hc_head.hc_", "hc_head_"): one for kind, one in found.items()}
+    save_file(plain, file, {"format": "pt"})
+    folder = plain_folder / "published"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    method = FP8 if fp8 else FP8 | {"modules_to_not_convert": PROJECTIONS}
+    values |= {"expert_dtype": "fp4", "quantization_config": method}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_tokens_of_fp4_experts_match_those_of_their_values(tmp_path: Path) -> None:
+    """In bfloat16, which has every fp4 value. Experts stay packed; those of other sizes are dequantised, exactly."""
+    folder = _published(tmp_path, fp8=False, intermediate_size=128, num_hidden_layers=2)
+    models = [load(one, dtype="bfloat16") for one in (tmp_path, folder)]
+    assert isinstance(models[1].layers[0].mlp.weights, MarlinExperts)
+    params = SamplingParams(max_tokens=COUNT)
+    texts = [Engine(model, max_seq_len=64).generate(PROMPTS, params) for model in models]
+    assert texts[0] == texts[1]
+    small = tmp_path / "small"
+    plain, ours = (load(one, dtype="bfloat16") for one in (small, _published(small, fp8=False)))
+    assert plain.tensors().keys() < ours.tensors().keys()
+    for layers in zip(plain.layers, ours.layers, strict=True):
+        one, other = (layer.mlp.weights for layer in layers)
+        assert torch.equal(one.gate_up.weight, other.gate_up.weight)
+        assert torch.equal(one.down.weight, other.down.weight)
+
+
+def test_published_weights_match_the_dequantised_model(tmp_path: Path) -> None:
+    """fp4 experts and fp8 in blocks, with power-of-two scales, up to the quantisation of activations.
+
+    With float32 scales of the same values the logits have the same bits.
+    """
+    sizes = {"hidden_size": 128, "q_lora_rank": 128, "o_lora_rank": 128, "intermediate_size": 128}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 4}  # rounding must not change the choice
+    folder, following = _published(tmp_path, fp8=True, **sizes), [5, 9, 33, 4, 8]
+    model = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor([PROMPTS[0] + following])).logits[0, len(PROMPTS[0]) - 1 :]
+    ours = teacher_forced(Runner(load(folder, dtype="bfloat16"), 4, 16, 2, 64), PROMPTS[0], following).float()
+    assert ((ours - theirs).norm(dim=1) <= 0.16 * theirs.norm(dim=1)).all()
+    tensors = load_file(folder / "model.safetensors")
+    floats = {name: one.float() for name, one in tensors.items() if name.endswith(".scale") and ".experts." not in name}
+    assert floats
+    save_file(tensors | floats, folder / "model.safetensors")
+    again = teacher_forced(Runner(load(folder, dtype="bfloat16"), 4, 16, 2, 64), PROMPTS[0], following).float()
+    assert torch.equal(again, ours)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -161,7 +253,8 @@ def test_published_names(folder: Path, tmp_path: Path) -> None:
         ({"scoring_func": "sigmoid"}, "scoring_func: expected 'sqrtsoftplus', got 'sigmoid'"),
         ({"norm_topk_prob": False}, "norm_topk_prob: expected true"),
         ({"n_shared_experts": 2}, "n_shared_experts: expected 1, got 2"),
-        ({"expert_dtype": "fp4"}, "expert_dtype: expected 'fp8' or null, got 'fp4'"),
+        ({"expert_dtype": "int8"}, "expert_dtype: expected 'fp4', 'fp8' or null, got 'int8'"),
+        ({"expert_dtype": "fp4"}, "quantization_config: expected fp8 with an expert_dtype, got None"),
         ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types: expected 3 of hash_moe or moe"),
         ({"num_hash_layers": -1}, "num_hash_layers: expected a number of layers, got -1"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: expected fp8 or None"),

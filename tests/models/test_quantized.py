@@ -491,7 +491,9 @@ REFUSED = [
     ("fp8, blocks", within(activation_scheme="static"), "activation_scheme: expected 'dynamic', got 'static'"),
     ("fp8, static", within(activation_scheme=["static"]), "activation_scheme: expected 'dynamic' or 'static', got "),
     ("fp8, blocks", within(fmt="e5m2"), "fmt: expected 'e4m3', got 'e5m2'"),
-    ("fp8, blocks", within(scale_fmt="ue8m0"), "scale_fmt: expected 'float', got 'ue8m0'"),
+    ("fp8, blocks", within(scale_fmt="e8m0"), "scale_fmt: expected 'float' or 'ue8m0', got 'e8m0'"),
+    ("fp8, static", within(scale_fmt="ue8m0"), "scale_fmt: expected 'float', got 'ue8m0'"),
+    ("fp8, blocks", within(expert_dtype="fp4"), "expected a mixture of experts with mxfp4"),
     ("fp8, blocks", within(modules_to_convert=["embed"]), "modules_to_convert: expected null"),
     ("fp8, blocks", within(dequantize=True), "dequantize: expected null, got True"),
     ("fp8, static", within(ignored_layers="lm_head"), "ignored_layers: expected a list of names, got 'lm_head'"),
@@ -570,8 +572,8 @@ DAMAGED = {
     ),
     "a scale of codes": (
         "fp8, blocks",
-        put(f"{GATE}.weight_scale_inv", torch.zeros(2, 1, dtype=torch.float8_e8m0fnu)),
-        "gate_proj.weight_scale_inv: expected BF16 or F16 or F32, got F8_E8M0",
+        put(f"{GATE}.weight_scale_inv", torch.zeros(2, 1, dtype=torch.float8_e4m3fn)),
+        "gate_proj.weight_scale_inv: expected BF16 or F16 or F32 or F8_E8M0, got F8_E4M3",
     ),
     "scales of other blocks": (
         "fp8, blocks",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 
 from ..._core import config
@@ -55,8 +55,10 @@ def activate() -> None:
     if not words or _active is not None:
         return
     choice = Choice.read(words, [name for vllm in VERSIONS for name in table(vllm)], parts.NAMES)
-    for module in ("vllm._custom_ops", *DEFINED_IN_PYTHON.values()):
-        importlib.import_module(module)  # modules that define ops, or load the libraries that do
+    importlib.import_module("vllm._custom_ops")  # loads the libraries that define ops
+    for module in DEFINED_IN_PYTHON.values():
+        with suppress(ModuleNotFoundError):  # another version may have neither the module nor its op
+            importlib.import_module(module)
     stand_ins.refuse_flash_attention()
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):  # as vLLM reads it
         os.environ.setdefault("PYOPS_BATCH_INVARIANT", "1")

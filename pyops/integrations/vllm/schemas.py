@@ -200,6 +200,10 @@ concat_mla_q(Tensor ql_nope, Tensor q_pe, Tensor! q_out) -> ()
     "_moe_C": """
 topk_softplus_sqrt(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, bool renormalize, float routed_scaling_factor, Tensor? bias, Tensor? input_ids, Tensor? tid2eid) -> ()
 """,
+    "vllm": """
+lora_shrink(Tensor inputs, Tensor[] lora_a_weights, Tensor(a2!) output_tensor, Tensor token_lora_mapping, Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, Tensor no_lora_flag_cpu, Tensor num_active_loras, float scaling) -> ()
+lora_expand(Tensor inputs, Tensor[] lora_b_weights, Tensor(a2!) output_tensor, Tensor token_lora_mapping, Tensor token_indices_sorted_by_lora_ids, Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, Tensor no_lora_flag_cpu, Tensor num_active_loras, SymInt offset_start=0, bool add_inputs=False) -> ()
+""",
 }
 
 # Signatures of the functions of `vllm._custom_ops` and related modules.

@@ -24,7 +24,11 @@ _SCHEMAS = {"0.16": SCHEMAS, "0.22": SCHEMAS_0_22, "0.33": SCHEMAS_0_33}
 _ADAPTERS = {**ADAPTERS, "0.33": ADAPTERS_0_33}
 VERSIONS = tuple(_SCHEMAS)  # versions of vLLM with known schemas
 # {op that vLLM defines in Python, not in its compiled libraries: the module that defines it at import}
-DEFINED_IN_PYTHON = {"flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common"}
+DEFINED_IN_PYTHON = {
+    "flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common",
+    "lora_expand": "vllm.lora.ops.triton_ops.lora_expand_op",
+    "lora_shrink": "vllm.lora.ops.triton_ops.lora_shrink_op",
+}
 
 
 @dataclass(frozen=True)

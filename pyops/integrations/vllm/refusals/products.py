@@ -85,6 +85,8 @@ PRODUCTS: dict[str, tuple[Refusal, ...]] = {
     "gptq_marlin_gemm": (),  # an alias of marlin_gemm, with its refusals
     "gptq_marlin_repack": (),
     "grouped_topk": (),
+    "lora_expand": (),
+    "lora_shrink": (),
     "machete_mm": (Refusal("B", *_OWN_TILES),),
     "machete_prepack_B": (),
     "machete_supported_schedules": (),
