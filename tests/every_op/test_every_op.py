@@ -308,7 +308,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
-    for case in axes.sample(op, max_cases=6):
+    for case in axes.sample(op, max_cases=2):
         args = example(op, num_tokens=5, **case)
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
