@@ -38,6 +38,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(profiles.NAME)
 # The tests run in several processes already.
 torch.set_num_threads(1)
+# Until all tests are collected, nearly everything that is made stays: see pytest_collection_finish.
+gc.disable()
 # More processes than GPUs would only wait for each other.
 _MAX_PROCESSES = 8
 
@@ -101,9 +103,10 @@ def pytest_collection_finish() -> None:
 
     It also runs after every 10,000 new objects instead of 700, which saves a twentieth of Python's time.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(10_000, 20, 100)
     # Triton, if it is installed, would print what the interpreter leaves as leaks. pytest collects twice before.
     atexit.register(gc.unfreeze)
 

@@ -90,6 +90,7 @@ struct Fault {
     uint64_t pc, asked_pc, other_pc;
     uint64_t address;                  // address of the global memory that was accessed; 0 for other faults
     uint64_t waiting_pcs[MAX_PLACES];  // the message calls them @0@, @1@, ...
+    uint64_t caller_pcs[MAX_PLACES];   // the calls around `pc`, innermost first, up to a 0
 };
 
 struct State {
@@ -136,6 +137,28 @@ inline uint64_t offset_in_kernel(const void* pc) {
     return static_cast<const char*>(pc) - static_cast<const char*>(found.dli_fbase);
 }
 
+// Defined in global.h.
+inline bool on_a_stack(const void* address);
+
+// A function's frame on a stack: kernels and runtime keep frame pointers.
+struct Frame {
+    const Frame* caller;
+    const void* return_address;
+};
+
+// Stores the offsets of the calls around the instruction at `pc` by the running thread.
+__attribute__((noinline)) inline void find_callers(const void* pc, uint64_t (&offsets)[MAX_PLACES]) {
+    unsigned count = 0;
+    bool found = false;
+    const auto* frame = static_cast<const Frame*>(__builtin_frame_address(0));
+    for (; on_a_stack(frame) && count < MAX_PLACES; frame = frame->caller) {
+        if (found) offsets[count++] = offset_in_kernel(frame->return_address);
+        found = found || frame->return_address == pc;
+        if (frame->caller <= frame) break;
+    }
+    while (count < MAX_PLACES) offsets[count++] = 0;
+}
+
 struct Where {
     const char* file = nullptr;
     int line = 0;
@@ -161,6 +184,7 @@ raise_fault(const char* kind, const Where& where, const char* format, ...) {
     fault.asked_pc = offset_in_kernel(state.asked_pc);
     fault.other_pc = offset_in_kernel(where.other_pc);
     fault.address = where.address;
+    find_callers(where.pc, fault.caller_pcs);
     for (unsigned i = 0; i < MAX_PLACES; ++i) {
         fault.waiting_pcs[i] = i < state.num_waiting ? offset_in_kernel(state.waiting_pcs[i]) : 0;
     }

@@ -60,7 +60,7 @@ def unit(text: str, entry: str, warp_size: int = 32) -> Unit:
     text = _SHARED.sub(_declare_shared, _UNROLL.sub("", text))
     return Unit(
         precompiled.head(warp_size),
-        f"namespace pyops_kernel {{\n{text}\n}}\n"
+        f'namespace pyops_kernel {{\n{text}\n}}\n#line 1 "kernels_cu/host/entry.h"\n'
         f'extern "C" HOST_API HOST_UNCHECKED void pyops_host_entry(void** parameters) {{\n'
         f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
         f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'

@@ -11,7 +11,7 @@ class KernelFault(RuntimeError):
     Attributes:
         kind: ``"out-of-bounds global access"``, ``"divergent barrier"``, ...: docs/host.md lists them.
         kernel: source file; constants: its specialisation.
-        places: (file, line) in the sources, innermost first: an inlined function, then its call sites.
+        places: (file, line) in the sources, innermost first: a function, then its call sites.
         file, line: the innermost of them; "" and 0 if unknown.
         block, thread: indices (x, y, z); thread is None where the fault belongs to no single thread.
         message: what happened there.

@@ -145,6 +145,7 @@ class _Fault(ctypes.Structure):  # state.h
         ("other_pc", ctypes.c_uint64),
         ("address", ctypes.c_uint64),
         ("waiting_pcs", ctypes.c_uint64 * 8),
+        ("caller_pcs", ctypes.c_uint64 * 8),
     )
 
 
@@ -206,11 +207,12 @@ class HostFunction(Compiled):
 
     def _error(self, fault: _Fault, ranges: Sequence[Range]) -> KernelFault:
         library = self.lines()
-        places = _places(library, fault.pc)
+        lines = _places(library, fault.pc)
         told = (fault.file.decode(), fault.line)
-        if fault.line and told not in places:
-            places = [told, *places]
-        places = places or _places(library, fault.asked_pc)  # the last known line, if the current address has none
+        if fault.line and told not in lines:
+            lines = [told, *lines]
+        lines = lines or _places(library, fault.asked_pc)  # the last known line, if the current address has none
+        lines += [line for offset in fault.caller_pcs for line in _places(library, offset)]
         message = fault.message.decode(errors="replace")
         if fault.address:
             message += _beside(fault.address, ranges)
@@ -221,7 +223,7 @@ class HostFunction(Compiled):
             message += f", at {called(others)}"
         thread: Any = tuple(fault.thread) if fault.has_thread else None
         block: Any = tuple(fault.block)
-        return KernelFault(fault.kind.decode(), self.kernel, self.constants, message, places, block, thread)
+        return KernelFault(fault.kind.decode(), self.kernel, self.constants, message, lines, block, thread)
 
 
 def _beside(address: int, ranges: Sequence[Range]) -> str:

@@ -60,6 +60,8 @@ def preferred() -> Toolchain:
 _COMMON = (
     *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
+    # A fault's call stack is read from frame pointers, not from tables.
+    *("-fno-omit-frame-pointer", "-fno-asynchronous-unwind-tables"),
 )
 # A kernel takes longer to compile than to run. So these are the fewest optimisations that keep local variables in
 # registers (accesses to memory are instrumented) and inline the runtime's small functions.

@@ -43,11 +43,12 @@ def _launches(op: Op, case: axes.Axes) -> list[Launch]:
 
 
 def _parts(one: tuple[Op, axes.Axes]) -> set[Any]:
-    """The op, the values of its axes but its dtype, and those of its kernels' constants, with the dtype."""
+    """The op, its options, and the values of its kernels' constants, with the dtype and sizes."""
     op, case = one
-    found: set[Any] = {op.name, *((op.name, *item) for item in case.items() if item[0] != "dtype")}
+    options = {axis: value for axis, value in case.items() if axis != "dtype" and type(value) is not int}
     made = [launch.specialisation for launch in _launches(op, case)]
-    return found | {(one.kernel.file, name, str(value)) for one in made for name, value in one.constants.items()}
+    values = {(one.kernel.file, name, str(value)) for one in made for name, value in one.constants.items()}
+    return {op.name, *((op.name, *item) for item in options.items())} | values
 
 
 def _cases() -> list[tuple[Op, axes.Axes]]:
@@ -208,7 +209,7 @@ def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
 def test_rows_of_any_stride(op: Op, device: str) -> None:
     """No op refuses gaps between rows. Gaps that keep the alignment change no bit of the results."""
     num_tokens = 7
-    for case in [*axes.sample(op, min(2, PROFILE.varied or 2)), axes.fullest(op)]:
+    for case in [*([] if PROFILE.varied == 1 else axes.sample(op, 2)), axes.fullest(op)]:
         args = example(op, device, num_tokens=num_tokens, **case)
         packed, right = run(op, args), expected(op, args)
         tensors = list(_rows_of_tokens(op, args, num_tokens))
@@ -254,7 +255,6 @@ def test_writes_every_element_and_reads_no_output(op: Op, device: str) -> None:
     """The previous contents of outputs do not matter, in two calls."""
     args = example(op, device, num_tokens=5, **axes.fullest(op))
     first = run(op, args, poison=0xFF)
-    assert_same(op, first, run(op, args, poison=0x00))
     assert_same(op, first, run(op, args, poison=0x5A))
 
 
@@ -308,7 +308,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
-    for case in axes.sample(op, max_cases=6):
+    for case in axes.sample(op, max_cases=2):
         args = example(op, num_tokens=5, **case)
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 

@@ -4,7 +4,7 @@ No kernel here declares local memory, so none may spill or keep an array on the 
 wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation for every architecture, the others a
 fixed sample of each op's. Ops share kernels: of the samples of all ops, as many are compiled as have every kernel for
 sm_90 and another architecture, for each of its architectures if it asks which one it is, and every value of each
-constant of a kernel for one of them.
+constant of a kernel for sm_90, or for another architecture if sm_90 has another kernel.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialis
     return varied(list(found.values()), max_texts, op.name, lambda one: [one.kernel.file, *one.constants.items()])
 
 
+@cache
+def _sampled(op: Op, arch: str) -> list[Specialisation]:
+    """The sample that a profile other than "nightly" takes."""
+    return _specialisations(op, arch, PROFILE.compiles[arch])
+
+
 def _placed(arg: Any, aligned: bool) -> Any:
     return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
@@ -97,20 +103,28 @@ def _names_arch(file: str) -> bool:
 
 
 def _parts(case: tuple[Op, str, list[Specialisation]]) -> set[tuple[str, ...]]:
-    """Each kernel with the architecture, and with each value of its constants. Where a kernel does not ask for the
-    architecture, one of the others stands for all besides sm_90.
+    """Each kernel with the architecture, and with each value of its constants on sm_90, or on another architecture for
+    kernels that sm_90 does not take. Where a kernel does not ask for the architecture, one of the others stands for all
+    besides sm_90.
     """
     _, arch, sampled = case
-    values = {(one.kernel.file, name, str(value)) for one in sampled for name, value in one.constants.items()}
     files = {one.kernel.file for one in sampled}
+    of_values = [one for one in sampled if arch == "sm_90" or one.kernel.file not in _of_sm90()]
+    values = {(one.kernel.file, name, str(value)) for one in of_values for name, value in one.constants.items()}
     return values | {(file, arch if arch == "sm_90" or _names_arch(file) else "another") for file in files}
+
+
+@cache
+def _of_sm90() -> set[str]:
+    """The kernels that are compiled for sm_90."""
+    return {one.kernel.file for op in pyops.registry.values() for one in _sampled(op, "sm_90")}
 
 
 def _cases() -> list[Any]:
     """(op, architecture) of the tests; all of them in the profile "nightly"."""
     every = [(op, arch) for op in pyops.registry.values() for arch in _archs(op.name)]
     if PROFILE.compiles:
-        sampled = [(op, arch, _specialisations(op, arch, PROFILE.compiles[arch])) for op, arch in every]
+        sampled = [(op, arch, _sampled(op, arch)) for op, arch in every]
         every = [(op, arch) for op, arch, _ in covering(sampled, _parts)]
     return [pytest.param(op, arch, id=f"{op.name}-{arch}") for op, arch in every]
 
@@ -119,7 +133,7 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize(("op", "arch"), _cases())
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     refused = []
-    for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):
+    for specialisation in _sampled(op, arch) if PROFILE.compiles else _specialisations(op, arch, None):
         kernel, constants = specialisation.kernel, str(specialisation)
         started = time.perf_counter()
         report = _compile(kernel.file, constants, specialisation.text, arch, kernel.options)

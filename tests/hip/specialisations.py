@@ -16,6 +16,7 @@ from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import source
 from pyops.example import ArgMaker
 from pyops.ops.collective import custom_all_reduce, custom_gather_scatter, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
@@ -107,9 +108,15 @@ def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:
     return chosen
 
 
+def _asks_for_warps(text: str) -> bool:
+    """Whether a text mentions the size of a warp, besides the header that defines it."""
+    return text.count("WARP_SIZE") > source.inline("include/platform.cuh").count("WARP_SIZE")
+
+
 def of_archs(archs: Sequence[str], per_kernel: int | None, every_arch: bool) -> Iterator[tuple[str, Specialisation]]:
     """`sample` for each architecture. Unless for `every_arch`, an entry of a text that names no architecture is taken
-    for one with warps of 32 threads and one with warps of 64: compilers differ little between the others.
+    for one with warps of 32 threads and one with warps of 64, or for one of either if the text does not depend on the
+    size of a warp: compilers differ little between the others.
     """
     alike: dict[tuple[str, str, int], list[tuple[str, list[Specialisation]]]] = {}
     for arch in archs:
@@ -120,7 +127,8 @@ def of_archs(archs: Sequence[str], per_kernel: int | None, every_arch: bool) -> 
             if every_arch or _NAMES_ARCH.search(few[0].text):
                 yield from ((arch, one) for one in few)
             else:
-                alike.setdefault((*entry, device.model(arch).warp_size), []).append((arch, few))
+                warp_size = device.model(arch).warp_size if _asks_for_warps(few[0].text) else 0
+                alike.setdefault((*entry, warp_size), []).append((arch, few))
     for key, every in alike.items():
         arch, few = random.Random(str(key)).choice(every)
         yield from ((arch, one) for one in few)

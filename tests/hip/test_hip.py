@@ -181,9 +181,10 @@ def test_every_matrix_core_architecture_is_compiled_for() -> None:
     ]
 
 
-def test_text_without_an_architecture_is_compiled_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_an_architecture_is_compiled_for_one_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(arch: str, _: int | None) -> list[Any]:
         texts = {"plain.cu": "#ifdef __GFX9__", "fp8.cu": "#ifdef __gfx950__", "wmma.cu": "#ifdef __GFX12__"}
+        texts["sum.cu"] = "WARP_SIZE " * 20
         signature = SimpleNamespace(entry="entry")
         return [SimpleNamespace(kernel=SimpleNamespace(file=f, signature=signature), text=t) for f, t in texts.items()]
 
@@ -195,8 +196,9 @@ def test_text_without_an_architecture_is_compiled_for_two(monkeypatch: pytest.Mo
 
     every = sorted(specialisations.ARCHS)
     assert archs("fp8.cu", every_arch=False) == archs("wmma.cu", every_arch=False) == every
-    assert archs("plain.cu", every_arch=True) == every
-    assert sorted(device.model(arch).warp_size for arch in archs("plain.cu", every_arch=False)) == [32, 64]
+    assert archs("plain.cu", every_arch=True) == archs("sum.cu", every_arch=True) == every
+    assert len(archs("plain.cu", every_arch=False)) == 1
+    assert sorted(device.model(arch).warp_size for arch in archs("sum.cu", every_arch=False)) == [32, 64]
 
 
 @pytest.mark.parametrize("arch", specialisations.ARCHS)

@@ -68,6 +68,23 @@ def test_near_and_far_accesses(run_on_host: Run, shift: int) -> None:
     assert caught.value.places[0] == ("kernels_cu/test/copy.cu", 5)
 
 
+def test_calls_around_a_fault(run_on_host: Run) -> None:
+    """A function that is not inlined is named with its call."""
+    text = """#include "vec.cuh"
+template <typename T>
+__noinline__ __device__ T read_at(const T* from, int64_t at) {
+    return from[at];
+}
+extern "C" __global__ void copy(float* out, const float* in, int64_t shift) {
+    out[threadIdx.x] = read_at(in, threadIdx.x);
+    out[threadIdx.x] += read_at(in, threadIdx.x + shift);
+}
+"""
+    with pytest.raises(pyops.KernelFault) as caught:
+        run_on_host(text, grid=1, block=32, out=floats(32), shift=1, **{"in": floats(32)})
+    assert caught.value.places == (("kernels_cu/test/copy.cu", 4), ("kernels_cu/test/copy.cu", 8))
+
+
 def test_null_pointer(run_on_host: Run) -> None:
     with pytest.raises(pyops.KernelFault, match=r"out-of-bounds global access: read of 4 bytes at 0x0\n"):
         run_on_host(RIGHT, grid=1, block=64, n=64, shift=0, out=floats(64), **{"in": None})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from pyops.integrations.vllm import library as library_module
 from pyops.integrations.vllm.schemas_0_33 import REMOVED_0_33, SCHEMAS_0_33
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, written
-from tests.support import axes
+from tests.support import axes, fresh
 from tests.support.calls import example
 
-ROOT = Path(__file__).parents[3]
 NEWER, OLDER = table("0.33"), table("0.22")
 CHANGED = {line.partition("(")[0] for text in SCHEMAS_0_33.values() for line in text.split("\n")[1:-1]} & OLDER.keys()
 MISSING = {name for name, entry in NEWER.items() if entry.kernel is None}
@@ -87,9 +85,9 @@ with override() as replaced:
 """
 
 
-def test_override_replaces_every_op_that_is_served() -> None:
+def test_override_replaces_every_op_that_is_served(tmp_path: Path) -> None:
     """Every op is replaced or named with the reason; a WARNING tells of a schema that is unknown."""
-    done = subprocess.run([sys.executable, "-c", ALL_REPLACED], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = fresh.run(tmp_path, ALL_REPLACED, os.environ)
     assert done.returncode == 0, done.stderr
     level, names, left, other, reason = (line for line in done.stdout.splitlines() if "ops of vLLM run" not in line)
     qualified = {name: f"{entry.namespace}::{name}" for name, entry in NEWER.items()}

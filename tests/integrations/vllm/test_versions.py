@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from pyops.integrations.vllm.schemas import SCHEMAS_0_22
 from pyops.integrations.vllm.table import DEFINED_IN_PYTHON
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, written
-from tests.support import axes
+from tests.support import axes, fresh
 from tests.support.calls import example
 
-ROOT = Path(__file__).parents[3]
 CHANGED = {line.partition("(")[0] for text in SCHEMAS_0_22.values() for line in text.split("\n")[1:-1]}
 TABLE = table("0.22")
 DEFINED = sorted(name for name in CHANGED - DEFINED_IN_PYTHON.keys() if TABLE[name].kernel is not None)
@@ -233,9 +231,9 @@ with override("scaled_fp4_quant") as replaced:
 
 
 @pytest.mark.slow
-def test_override_replaces_every_op_that_is_served() -> None:
+def test_override_replaces_every_op_that_is_served(tmp_path: Path) -> None:
     """Those of libraries with inferred schemas, too; and it reports the ops of vLLM that it leaves, with reasons."""
-    done = subprocess.run([sys.executable, "-c", ALL_REPLACED], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = fresh.run(tmp_path, ALL_REPLACED, os.environ)
     assert done.returncode == 0, done.stderr
     left = [("_C::not_known", "is no op of vLLM"), ("_C::rms_norm", "was left out")]
     left += [("_C::scaled_fp4_quant", "was left out"), ("_C::scaled_fp4_quant.out", "was left out")]

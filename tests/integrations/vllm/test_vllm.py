@@ -29,7 +29,7 @@ from pyops.integrations.vllm.table import DEFINED_IN_PYTHON, declared
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
 from tests.every_op.test_torch import float8_allclose  # noqa: F401
-from tests.support import axes
+from tests.support import axes, fresh
 from tests.support.calls import example
 
 ROOT = Path(__file__).parents[3]
@@ -58,13 +58,17 @@ def _torch_op(entry: Entry) -> Any:
     return getattr(getattr(torch.ops, entry.namespace), entry.name).default
 
 
-def run(code: str, *flags: str) -> str:
-    """The output of a separate process, because the namespaces belong to the whole process."""
-    words = [sys.executable, *flags, "-c", code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """run(code): the output of a separate process, because the namespaces belong to the whole process."""
+
+    def run(code: str, strict: bool = False) -> str:
+        done = fresh.run(tmp_path, code, os.environ, strict=strict)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout
+
+    return run
 
 
 # Schemas.
@@ -653,7 +657,7 @@ def test_plain_tensors_bypass_the_dispatcher() -> None:
 
 
 @pytest.mark.slow
-def test_unregistering_leaves_nothing() -> None:
+def test_unregistering_leaves_nothing(run: Callable[..., str]) -> None:
     code = """
 import torch
 from torch._decomp import core_aten_decompositions
@@ -709,7 +713,7 @@ def refused(*names):
 
 
 @pytest.mark.slow
-def test_existing_definitions_are_left_alone() -> None:
+def test_existing_definitions_are_left_alone(run: Callable[..., str]) -> None:
     run(f"""{THEIRS}
 registration = register()
 assert state() == "theirs"
@@ -727,7 +731,7 @@ torch.ops._C.mul_and_silu(out, x)
 
 
 @pytest.mark.slow
-def test_override_and_undo() -> None:
+def test_override_and_undo(run: Callable[..., str]) -> None:
     """Without the warning by which torch reports replaced kernels."""
     code = f"""{THEIRS}
 replaced = override("silu_and_mul")
@@ -754,11 +758,11 @@ import gc
 gc.collect()
 assert state() == "ours"
 """
-    assert run(code, "-W", "error") == ""
+    assert run(code, strict=True) == ""
 
 
 @pytest.mark.slow
-def test_override_refused() -> None:
+def test_override_refused(run: Callable[..., str]) -> None:
     printed = run(f"""{THEIRS}
 print(refused("silu_and_mul", "silu_and_mull"))
 assert state() == "theirs"  # nothing is replaced
@@ -980,7 +984,7 @@ def test_compile() -> None:
 
 
 @pytest.mark.slow
-def test_without_vllm() -> None:
+def test_without_vllm(run: Callable[..., str]) -> None:
     """There is nothing to override, and registering does not import CuPy."""
     run("""
 import sys
@@ -1000,7 +1004,7 @@ assert "cupy" not in sys.modules
 def test_without_torch_the_pip_line_is_named() -> None:
     from tests.repo.test_import import BLOCK
 
-    run(f"""{BLOCK}
+    code = f"""{BLOCK}
 import pyops
 from pyops.__main__ import main
 from pyops.integrations.vllm import override, register
@@ -1011,4 +1015,5 @@ for use in (register, override, lambda: __import__("pyops.integrations.vllm.cust
         assert "needs torch" in str(error) and "[torch]" in str(error), error
     else:
         raise AssertionError("no error")
-""")
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
