@@ -95,12 +95,10 @@ AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | MlaSm90Config | CodesCon
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     is_pinned = tuning.batch_invariant()  # the other kernels cut all sequences into equal shares
-    if problem.has_few_heads and problem.is_plain_fp8 and not is_pinned:
-        return mla_small_h_fp8.choose(problem, device)
     if problem.has_few_heads and not is_pinned:
-        return mla_small_h.choose(problem, device)
+        return _choose_for_few_heads(problem, device)
     if problem.uses_wgmma and not is_pinned:
-        return mla_sm90.choose(problem, device)
+        return _choose_for_wgmma(problem, device)
     if mla_sm100.refusal(problem) is None:
         heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
         return MlaTileConfig(heads, tokens, *_choose_splits(problem, device, heads, mla_sm100.HALVES))
@@ -111,6 +109,22 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
     splits = _choose_splits(problem, device, heads, 1, min_blocks)
     return MlaConfig(num_warps, heads, step_tokens, min_blocks, *splits)
+
+
+def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | FewHeadsConfig:
+    if problem.is_plain_fp8:
+        return mla_small_h_fp8.choose(problem, device)
+    return mla_small_h.choose(problem, device)
+
+
+def _choose_for_wgmma(problem: MlaProblem, device: Device) -> MlaSm90Config | CodesConfig | FewHeadsConfig:
+    """mla_decode_sm90.cu, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
+    model says that they take less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
+    config = mla_sm90.choose(problem, device)
+    if not problem.allows_few_heads or mla_schedule.may_cut(problem, config):
+        return config
+    few = _choose_for_few_heads(problem, device)
+    return min(few, config, key=lambda one: mla_schedule.call_us(problem, one, device))
 
 
 def _choose_splits(
