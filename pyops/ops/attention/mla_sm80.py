@@ -21,7 +21,9 @@ _OPERANDS = 18  # A operands of the queries of a warp
 _GEOMETRIES = ((32, 1, 14), (16, 1, 14))
 _FP8_GEOMETRIES = ((16, 2, 14), (16, 1, 15))
 STATIC_SHARED = 3200  # bytes of static shared memory: an upper bound
-_UNIT_US = 8.6  # the cost model: us per 128 tokens
+# The cost model: us per 128 tokens, and us of a block without them, by 1 x 4096 with 128 heads: queries come in two
+# passes, and P V of the last tile follows alone.
+_UNIT_US, _BLOCK_US = 8.6, 6.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class MlaSm80Config:
     num_shares: int
 
     HEADS, BLOCKS, UNIT = HEADS, 1, 128
+    BLOCK_US = _BLOCK_US
     WARPS, ACCUMULATORS = _NUM_WARPS, LATENT_SIZE // 4
     combines = False  # mla_combine.cu combines the pieces of a sequence
 

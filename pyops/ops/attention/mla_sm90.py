@@ -12,7 +12,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
-from .mla_schedule import MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
@@ -40,6 +40,7 @@ class MlaSm90Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT = _HEADS, 1, 2 * _TOKENS
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = 8, LATENT_SIZE // 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:

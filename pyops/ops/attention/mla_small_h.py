@@ -10,7 +10,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
@@ -36,6 +36,7 @@ class FewHeadsConfig:
     combines: bool
 
     HEADS, BLOCKS, UNIT = _HEADS, 1, 64
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = _HEADS // 2, 2 * LATENT_SIZE // 32
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:

@@ -9,7 +9,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
@@ -32,6 +32,7 @@ class CodesConfig:
     combines: bool
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:

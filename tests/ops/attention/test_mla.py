@@ -17,6 +17,7 @@ from pyops._core.launch.kernel import Launch
 from pyops._core.system import device as devices
 from pyops.example import ArgMaker
 from pyops.ops.attention import mla_plan, mla_problem, mla_sm80
+from pyops.ops.attention.mla_sm80 import MlaSm80Config
 from pyops.ops.attention.mla_small_h import FewHeadsConfig
 from pyops.ops.attention.mla_small_h_fp8 import CodesConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
@@ -271,6 +272,7 @@ def test_many_heads_without_wgmma(
         call = _with_tokens(call, query_tokens) if query_tokens > 1 else call
         with config.cpu("kernels"), scheduled(schedule):
             _assert_is_attention(call)
+        assert isinstance(tuning.last[MLA.name], MlaSm80Config) == (num_heads > 32)
     MLA.forget()
 
 
@@ -381,6 +383,23 @@ def test_short_sequences_choose_blocks_of_few_heads(
     assert launch.grid[:2] == grid
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "cache", "pages", "kernel", "grid"),
+    [
+        (1, 128, "bfloat16", 64, "decode", (4, 32)),  # one wave of blocks of 32 heads, each with 128 tokens
+        (2, 128, "bfloat16", 64, "decode_sm80", (2, 64)),  # two waves of them
+        (1, 128, "float8_e4m3fn", 64, "decode_sm80", (2, 32)),
+        (64, 64, "bfloat16", 64, "decode_sm80", (1, 132)),
+    ],
+)
+def test_many_heads_without_wgmma_choose_by_waves(
+    num_seqs: int, num_heads: int, cache: str, pages: int, kernel: str, grid: tuple[int, int]
+) -> None:
+    """On 132 SMs."""
+    launch = _launches(0, num_seqs, num_heads, replace(devices.model("sm_80"), num_sms=132), cache, pages)[0]
+    assert (launch.specialisation.kernel.file, launch.grid[:2]) == (f"attention/mla_{kernel}.cu", grid)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_with_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """99 KiB hold 64 heads with tiles of 16 tokens; fewer heads, only the smallest block, and for fp8 the next one."""
@@ -421,7 +440,7 @@ def test_blocks_compile_without_local_memory(
     monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
     monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
     for cache in ("bfloat16", "float8_e4m3fn", "uint8")[: 2 + (num_heads > 32)]:
-        one = _launches(1, 4, num_heads, device, cache)[0].specialisation
+        one = _launches(1, 64, num_heads, device, cache)[0].specialisation
         report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
         is_many = one.kernel.file.endswith("sm80.cu")
