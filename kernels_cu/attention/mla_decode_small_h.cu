@@ -16,11 +16,7 @@
 // 1. S = Q K^T with MMAs of 16 heads x 8 entries (mla_operands.cuh). The warps of a group add their partial sums of S.
 // 2. Online softmax of the group's entries: each of its warps computes all of them.
 // 3. O += P V with MMAs of 16 heads x 8 elements of the warp's part. The B operands of S are transposed between lanes.
-// At the end the results of the groups are combined. A group without an entry of a tile has left the main loop, and one
-// without any entry of the item has no results.
-//
-// A short sequence takes as long as the loads that wait for each other. Its length, its first page numbers and the
-// queries are loaded together, because the address of none of them depends on another.
+// At the end the results of the groups are combined.
 //
 // A token with an invalid page or slot number contributes nothing, and neither does a slot after the end of the
 // sequence.
@@ -48,8 +44,6 @@
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
 constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // PANELS: panels of latent vectors in a part
-// SCORES: accumulators of a score between which MMAs alternate: with conversions of entries, two would spill.
-constexpr int SCORES = IS_DS_MLA ? 1 : 2;
 constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
 constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
 constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), ROPE_BYTES = ENTRY_BYTES - ROPE_PLACE;
@@ -101,28 +95,20 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                                                       join_units, piece_units, gridDim.y, blockIdx.y);
     int stage = 0, phase = 0;
     for (; schedule.has_item(); schedule.next()) {
-        const MlaItem loaded = schedule.item();
-        const int seq = loaded.seq, begin = loaded.begin, end = loaded.end;
-        if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {loaded.slot, loaded.pieces};
+        const MlaItem item = schedule.item();
+        const int seq = item.seq, begin = item.begin, end = item.end;
+        if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
-        // In the warp that copies a group's entries, lane i has the page number of entry i: any number after the end.
-        const int group_begin = begin + group * GROUP;
+        // In the warp that copies a group's entries, lane i has the page number of entry i.
         const auto page_at = [&](int start) {
-            const bool has_page = lane < GROUP && start + lane < max_tokens;
-            return has_page ? table.at(start + lane) : int64_t(-1);
+            const int token = start + group * GROUP + lane;
+            const bool is_token = lane < GROUP && token < end;
+            return is_token ? table.at(token) : int64_t(-1);
         };
-        int64_t page = part == 0 ? page_at(group_begin) : int64_t(-1);  // page number in the next tile to be copied
-        QueryVecs own_queries;
-        own_queries.load([&](int head, int element) {
-            if (head >= block_heads) return Vec<query_t, 8>::full(0.0f);
-            const int64_t of = first_head + head;
-            return Vec<query_t, 8>::load(element < LATENT_SIZE
-                                             ? q_nope + seq * nope_stride + of * nope_head_stride + element
-                                             : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
-        });
-        const auto copy = [&](int stage, int start) {  // start: the group's first token of a tile
+        int64_t page = part == 0 ? page_at(begin) : int64_t(-1);  // page number in the next tile to be copied
+        const auto copy = [&](int stage, int start) {
             if (part > 0 || start >= end) return;
-            const uint32_t found = ballot(start + lane < end && table.exists(page));
+            const uint32_t found = ballot(table.exists(page));
             uint64_t* const barrier = &full[stage][group];
             if (lane == 0) {
                 exists[stage][group] = found;
@@ -132,15 +118,23 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             const uint32_t run =
                 found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
             if (lane % COPY_TOKENS == 0 && run) {
+                const int64_t offset = table.offset(page, start + group * GROUP + lane);
                 bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
-                          kv_c_and_k_pe_cache + table.offset(page, start + lane), count_bits(run) * ENTRY_BYTES,
-                          barrier);
+                          kv_c_and_k_pe_cache + offset, count_bits(run) * ENTRY_BYTES, barrier);
             }
             page = page_at(start + TOKENS);
         };
-        for (int i = 0; i < STAGES; ++i) copy((stage + i) % STAGES, group_begin + i * TOKENS);
+        for (int i = 0; i < STAGES; ++i) copy((stage + i) % STAGES, begin + i * TOKENS);
 
-        own_queries.store(queries);
+        if (threadIdx.x < HEADS * 8) {
+            store_queries(queries, [&](int head, int element) {
+                if (head >= block_heads) return Vec<query_t, 8>::full(0.0f);
+                const int64_t of = first_head + head;
+                return Vec<query_t, 8>::load(
+                    element < LATENT_SIZE ? q_nope + seq * nope_stride + of * nope_head_stride + element
+                                          : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
+            });
+        }
         __syncthreads();
         const float unit = scale * LOG2_E;
         const auto end_of = [&](int head) {
@@ -151,18 +145,18 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         float o[PANELS][8][4] = {};  // heads g and g + 8; elements 16t + 2i and 16t + 2i + 1 of a panel
 
         int turn = 0;
-        for (int start = group_begin; start < end; start += TOKENS) {
+        for (int start = begin; start < end; start += TOKENS) {
             mbarrier_wait(&full[stage][group], phase);
             const uint32_t found = exists[stage][group];
 
             // S = Q K^T over the warp's part of K.
-            float s[SCORES][2][4] = {};
+            float s[2][4] = {};
             const auto multiply = [&](int product, const uint32_t* keys, const uint32_t* next_keys) {
                 uint32_t a[4];
                 load_words(queries + product * RUN + lane * 16, a);
                 const uint32_t b[2] = {keys[0], keys[1]}, next_b[2] = {next_keys[0], next_keys[1]};
-                mma_m16n8k16<query_t>(s[product % SCORES][0], a, b);
-                mma_m16n8k16<query_t>(s[product % SCORES][1], a, next_b);
+                mma_m16n8k16<query_t>(s[0], a, b);
+                mma_m16n8k16<query_t>(s[1], a, next_b);
             };
             uint32_t elements[PANELS][2][8];  // B operands of entries g and g + 8
             const uint8_t* entries[2];
@@ -206,10 +200,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             turn ^= 1;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const float (&first)[4] = s[0][n], (&last)[4] = s[SCORES - 1][n];
-                float4 score{first[0], first[1], first[2], first[3]};
-                if (SCORES > 1) score = {score.x + last[0], score.y + last[1], score.z + last[2], score.w + last[3]};
-                *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = score;
+                *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = {s[n][0], s[n][1], s[n][2], s[n][3]};
             }
             named_barrier_sync(1 + group, PARTS * 32);
             copy(stage, start + STAGES * TOKENS);  // refills the stage: the group has read this tile
@@ -230,7 +221,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             for (int i = 0; i < 8; ++i) {
                 const int n = i / 4, upper = i % 4 / 2;
                 const int row = 8 * n + 2 * t + i % 2;
-                const bool attended = QUERY_TOKENS == 1 || start + row < ends[upper];
+                const bool attended = QUERY_TOKENS == 1 || start + group * GROUP + row < ends[upper];
                 x[n][i % 4] = attended && found >> row & 1 ? x[n][i % 4] * unit : minus_infinity();
                 top[upper] = fmaxf(top[upper], x[n][i % 4]);
             }
@@ -254,7 +245,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
 
             // O += P V for the warp's part of the elements.
-            if (start > group_begin && any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
+            if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
                 for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= correction[i / 2 % 2];
             }
@@ -277,12 +268,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
         }
         __syncthreads();
-        float* const results = reinterpret_cast<float*>(memory);                             // [group][head]
-        const MlaItem item = schedule.item();                                                // not kept in registers
-        const int num_groups = min(max(ceil_div(item.end - item.begin, GROUP), 1), GROUPS);  // groups with results
+        float* const results = reinterpret_cast<float*>(memory);  // [group][head]
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
-            if (group >= num_groups) continue;
             const int head = g + 8 * upper;
             float larger = minus_infinity();
 #pragma unroll
@@ -309,7 +297,6 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 for (int j = 0; j < GROUPS; ++j) larger[i] = fmaxf(larger[i], group_max[j][head]);
 #pragma unroll
                 for (int j = 0; j < GROUPS; ++j) {
-                    if (j >= num_groups) continue;
                     sum[i] += group_sums[j][head] * relative_exp2(group_max[j][head], larger[i]);
                     const float* const from = results + (j * HEADS + head) * RESULT_PITCH + lane * 4;
 #pragma unroll
@@ -336,7 +323,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 if (head >= num_heads) continue;
                 const float exp_sum = sum[i] * FULL_SCALE<query_t>;
                 const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
-                const int64_t row = int64_t(item.seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
+                const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
                 if (lane == 0) {
                     if (!direct) {
                         max_logits[at] = larger[i];
@@ -353,8 +340,8 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
 #pragma unroll
                     for (int j = 0; j < 4; ++j) four[j] = of_groups[i * LANE_ELEMENTS + k + j] * factor;
                     if (direct) {
-                        Vec<out_t, 4>::from_floats(four).store(out + item.seq * out_stride +
-                                                               int64_t(head) * LATENT_SIZE + element);
+                        Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                               element);
                     } else {
                         Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
                     }

@@ -39,35 +39,23 @@ DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[
     }
 }
 
-// A thread's elements of the queries of HEADS heads. Eight threads share a head.
-struct QueryVecs {
+// Stores the queries of HEADS heads as A operands, RUN bytes of shared memory for each MMA, with zeros for heads that
+// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads share a head.
+template <typename F>
+DEVICE void store_queries(uint8_t* operands, F load) {
+    const int head = threadIdx.x / 8, part = threadIdx.x % 8;
     Vec<query_t, 8> x[ENTRY_SIZE / 64];
-
-    // `load(head, i)` loads elements i to i + 7 of a head. Threads without a head have zeros: registers that are not
-    // written would keep values of the item before through its main loop.
-    template <typename F>
-    DEVICE void load(F load) {
-        const int head = threadIdx.x / 8, part = threadIdx.x % 8;
 #pragma unroll
-        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
-            x[i] = Vec<query_t, 8>::full(0.0f);
-            if (head < HEADS) x[i] = load(head, (i * 8 + part) * 8);
+    for (int i = 0; i < ENTRY_SIZE / 64; ++i) x[i] = load(head, (i * 8 + part) * 8);
+#pragma unroll
+    for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            // Elements 16t to 16t + 15 of panel i. For each MMA a lane holds two pairs of elements for each of the
+            // heads g and g + 8.
+            const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
+            *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
+                x[i].template word<2>(j);
         }
     }
-    // Stores A operands, RUN bytes of shared memory for each MMA.
-    DEVICE void store(uint8_t* operands) const {
-        const int head = threadIdx.x / 8, part = threadIdx.x % 8;
-        if (head >= HEADS) return;
-#pragma unroll
-        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
-#pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                // Elements 16t to 16t + 15 of panel i. For each MMA a lane holds two pairs of elements for each of the
-                // heads g and g + 8.
-                const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
-                *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
-                    x[i].template word<2>(j);
-            }
-        }
-    }
-};
+}
