@@ -113,7 +113,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         if (HAS_BOXES && threadIdx.x / 32 % 4 > 0) return leave_cluster<CLUSTER>();
         for (; schedule.has_item(); schedule.next()) {
             const MlaItem item = schedule.item();
-            if (item.begin == item.end) continue;
+            if (!HAS_BOXES && item.begin == item.end) continue;
             const Split own{{page_table + item.seq * table_stride, table_step, num_pages, page_stride, slot_stride},
                             item.begin - first_pair * 2 * TOKENS,
                             item.end,
@@ -124,7 +124,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             } else if constexpr (COPIES_ROWS) {
                 first_pair = RowLoader{tiles, own, kv_c_and_k_pe_cache}.run() % 2;
             } else {
-                first_pair = load_boxes(tiles, own, &cache_map, &half_map) % 2;
+                first_pair = load_boxes(tiles, own, schedule.max_tokens, &cache_map, &half_map) % 2;
             }
         }
         return leave_cluster<CLUSTER>();
@@ -261,17 +261,28 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         else mbarrier_arrive_cluster(empty + stage * 2 + warpgroup, lane);
     };
 
-    // Queries of the next item are loaded as soon as both warpgroups have multiplied by those of the last one.
+    // Queries of the next item are loaded as soon as both warpgroups have multiplied by those of the last one. They do
+    // not wait for its length, so an item without tokens has them, too; with conversion, registers would spill.
+    const auto has_queries = [&](int pairs) { return !CONVERTS_QUERIES || pairs > 0; };
     const auto load_item_queries = [&] {
-        if (threadIdx.x > 0 || !schedule.has_item()) return;
-        const MlaItem item = schedule.item();
-        if (pairs_of(item) > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, item.seq);
+        if (threadIdx.x > 0 || !schedule.has_item() || !has_queries(pairs_of(schedule.item()))) return;
+        load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, schedule.seq);
     };
     uint32_t queries_phase = 0;
     load_item_queries();
     while (schedule.has_item()) {
         const int pairs = pairs_of(schedule.item()), end_pair = first_pair + pairs;
         units[0] = units[1] = scale * LOG2_E;
+        if (has_queries(pairs)) {
+            mbarrier_wait(&queries_full, queries_phase);
+            queries_phase ^= 1;
+            if (CONVERTS_QUERIES) {
+                convert_queries<query_t>(queries, own_sums);
+                named_barrier_sync<QUERIES>(256);
+                units[0] *= own_sums[row];
+                units[1] *= own_sums[row + 8];
+            }
+        }
         if constexpr (QUERY_TOKENS > 1) {
             const MlaItem own = schedule.item();
             const int length = schedule.length_of(own.seq);
@@ -286,16 +297,6 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         exp_sum[0] = exp_sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
-        if (pairs > 0) {
-            mbarrier_wait(&queries_full, queries_phase);
-            queries_phase ^= 1;
-            if (CONVERTS_QUERIES) {
-                convert_queries<query_t>(queries, own_sums);
-                named_barrier_sync<QUERIES>(256);
-                units[0] *= own_sums[row];
-                units[1] *= own_sums[row + 8];
-            }
-        }
         if (warpgroup == 0) {
             const auto end_own = [&] {
                 warpgroup_wait<0>();

@@ -1,5 +1,5 @@
-// mla_decode_small_h: MLA decode attention for up to HEADS heads: computes what mla_decode.cu does, bound by the
-// bandwidth of the cache.
+// mla_decode_small_h: MLA decode attention for few heads, and for short sequences: computes what mla_decode.cu does,
+// bound by the bandwidth of the cache, or by the latencies of a short sequence.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
@@ -8,8 +8,8 @@
 // of every head, and its latent vector is the value of every head: an entry is read once, and converted to an MMA
 // operand once.
 //
-// Grid: a CTA for each share of the tokens of all sequences (mla_schedule.cuh). A CTA goes through each item of its
-// share in tiles of TOKENS entries.
+// Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
+// (mla_schedule.cuh). A CTA goes through each item of its share in tiles of TOKENS entries.
 //
 // Thread mapping: a group of PARTS warps shares GROUP entries of each tile, and each of its warps has a part of their
 // elements. One warp of a group issues bulk copies (whole rows) STAGES tiles ahead. Groups do not wait for each other:
@@ -61,7 +61,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                    float* max_logits,      // [slots, num_heads], in units of log 2
                    float* exp_sums,        // [slots, num_heads]
                    MlaPieces* pieces,      // [num_seqs]
-                   uint32_t* nodes,        // [shares, HEADS / 2], if COMBINES
+                   uint32_t* nodes,        // [shares, head groups, HEADS / 2], if COMBINES
                    const query_t* q_nope,  // [num_seqs, num_heads, LATENT_SIZE]
                    const query_t* q_pe,    // [num_seqs, num_heads, ROPE_SIZE]
                    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
@@ -83,6 +83,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Groups and parts are spread so that the two warps on one SM sub-partition differ in both.
     const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
+    const int first_head = blockIdx.x * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
         fence_mbarrier_init();
@@ -91,12 +92,12 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     __syncthreads();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                      join_units, piece_units, gridDim.x, blockIdx.x);
+                                                      join_units, piece_units, gridDim.y, blockIdx.y);
     int stage = 0, phase = 0;
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
-        if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // In the warp that copies a group's entries, lane i has the page number of entry i.
         const auto page_at = [&](int start) {
@@ -127,16 +128,17 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
 
         if (threadIdx.x < HEADS * 8) {
             store_queries(queries, [&](int head, int element) {
-                if (head >= num_heads) return Vec<query_t, 8>::full(0.0f);
+                if (head >= block_heads) return Vec<query_t, 8>::full(0.0f);
+                const int64_t of = first_head + head;
                 return Vec<query_t, 8>::load(
-                    element < LATENT_SIZE ? q_nope + seq * nope_stride + head * nope_head_stride + element
-                                          : q_pe + seq * pe_stride + head * pe_head_stride + element - LATENT_SIZE);
+                    element < LATENT_SIZE ? q_nope + seq * nope_stride + of * nope_head_stride + element
+                                          : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
             });
         }
         __syncthreads();
         const float unit = scale * LOG2_E;
         const auto end_of = [&](int head) {
-            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), head, num_heads) : 0;
+            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), first_head + head, num_heads) : 0;
         };
         const int ends[2] = {end_of(g), end_of(g + 8)};
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
@@ -285,7 +287,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         __syncthreads();
         // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
         // 1e-20 only guards against 0 / 0.
-        for (int pair = warp; 2 * pair < min(HEADS, int(num_heads)); pair += NUM_WARPS) {
+        for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
             constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
             float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};
 #pragma unroll
@@ -310,14 +312,14 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
             bool direct = item.is_whole();
             if constexpr (COMBINES) {
-                const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{reinterpret_cast<float4*>(tmp_out), nodes,
-                                                                         HEADS / 2, pair};
+                const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{
+                    reinterpret_cast<float4*>(tmp_out), nodes, int(gridDim.x) * HEADS / 2, first_head / 2 + pair};
                 direct = tree.combine(item, larger, sum, of_groups);
                 if (!direct) continue;
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int head = 2 * pair + i;
+                const int head = first_head + 2 * pair + i;
                 if (head >= num_heads) continue;
                 const float exp_sum = sum[i] * FULL_SCALE<query_t>;
                 const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;

@@ -1,5 +1,5 @@
-// mla_decode_small_h_fp8: MLA decode attention for up to HEADS heads and an fp8 cache: computes what mla_decode.cu
-// does. Entries stay fp8 in shared memory.
+// mla_decode_small_h_fp8: MLA decode attention for few heads, and for short sequences, over an fp8 cache: computes what
+// mla_decode.cu does. Entries stay fp8 in shared memory.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
@@ -8,8 +8,10 @@
 // of every head, and its latent vector is the value of every head: an entry is read once. With few heads the kernel is
 // bound by memory bandwidth, so several CTAs share an SM, and fp8 values are converted to MMA operands in registers.
 //
-// Grid: a CTA for each share of the tokens of all sequences (mla_schedule.cuh). A CTA goes through each item of its
-// share in tiles of TOKENS entries, and copies the next tile while it computes the current one.
+// Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
+// (mla_schedule.cuh). A CTA goes through each item of its share in tiles of TOKENS entries, and copies the next tile
+// while it computes the current one. Loads that do not depend on each other are issued together, as in
+// mla_decode_small_h.cu.
 //
 // Thread mapping, for each tile, with MMAs of 16 heads x 8 columns:
 // 1. S = Q K^T: a warp has 16 entries, those that it has copied. Four adjacent lanes have 16 fp8 values each of a panel
@@ -69,7 +71,7 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
                        float* max_logits,      // [slots, num_heads], in units of log 2
                        float* exp_sums,        // [slots, num_heads]
                        MlaPieces* pieces,      // [num_seqs]
-                       uint32_t* nodes,        // [shares, NUM_WARPS], if COMBINES
+                       uint32_t* nodes,        // [shares, head groups, NUM_WARPS], if COMBINES
                        const query_t* q_nope,  // [num_seqs, num_heads, LATENT_SIZE]
                        const query_t* q_pe,    // [num_seqs, num_heads, ROPE_SIZE]
                        const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
@@ -89,24 +91,25 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
     uint8_t* const tiles = probabilities + HEADS * PROBABILITY_PITCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
+    const int first_head = blockIdx.x * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     MlaSchedule<TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                        join_units, piece_units, gridDim.x, blockIdx.x);
+                                                        join_units, piece_units, gridDim.y, blockIdx.y);
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;
-        if (threadIdx.x == 0 && pieces && begin == 0) pieces[seq] = {item.slot, item.pieces};
+        if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
         // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
         const auto page_at = [&](int start, int i) {
             const int token = start + warp * WARP_TOKENS + i * 8 + g;
-            return token < end ? table.at(token) : int64_t(-1);
+            return token < max_tokens ? table.at(token) : int64_t(-1);
         };
         uint32_t found[2];  // bit 4j: entry j of 8 exists
         const auto copy = [&](int stage, int start, const int64_t (&pages)[2]) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = warp * WARP_TOKENS + i * 8 + g;
-                const bool exists = table.exists(pages[i]);
+                const bool exists = start + row < end && table.exists(pages[i]);
                 const int64_t place = exists ? table.offset(pages[i], start + row) : 0;
                 const cache_t* const from = kv_c_and_k_pe_cache + place + t * 16;
                 uint8_t* const to = tiles + stage * TILE_BYTES + place_in_tile(row, t);
@@ -119,25 +122,30 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
             cp_async_commit();
         };
         int64_t pages[2] = {page_at(begin, 0), page_at(begin, 1)};
+        // Queries: eight threads per head.
+        using vec_t = Vec<query_t, 8>;
+        const int own_head = threadIdx.x / 8, own_part = threadIdx.x % 8;
+        vec_t x[ENTRY_SIZE / 64];
+#pragma unroll
+        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+            const int column = (i * 8 + own_part) * 8;
+            const int64_t head = first_head + own_head;
+            x[i] = vec_t::full(0.0f);
+            if (own_head < block_heads) {
+                x[i] = vec_t::load(column < LATENT_SIZE
+                                       ? q_nope + seq * nope_stride + head * nope_head_stride + column
+                                       : q_pe + seq * pe_stride + head * pe_head_stride + column - LATENT_SIZE);
+            }
+        }
         if (begin < end) copy(0, begin, pages);
         pages[0] = page_at(begin + TOKENS, 0);
         pages[1] = page_at(begin + TOKENS, 1);
 
-        // Queries: eight threads per head. Each query is divided by a power of two.
+        // Each query is divided by a power of two.
         {
-            using vec_t = Vec<query_t, 8>;
-            const int head = threadIdx.x / 8, part = threadIdx.x % 8;
-            vec_t x[ENTRY_SIZE / 64];
             float absmax = 0.0f, element[8];
 #pragma unroll
             for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
-                const int column = (i * 8 + part) * 8;
-                x[i] = vec_t::full(0.0f);
-                if (head < num_heads) {
-                    x[i] = vec_t::load(column < LATENT_SIZE
-                                           ? q_nope + seq * nope_stride + head * nope_head_stride + column
-                                           : q_pe + seq * pe_stride + head * pe_head_stride + column - LATENT_SIZE);
-                }
                 x[i].to_floats(element);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
@@ -151,14 +159,14 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
 #pragma unroll
                 for (int j = 0; j < 8; ++j) element[j] *= factor;
                 Vec<product_t, 8>::from_floats(element).store_shared(
-                    reinterpret_cast<product_t*>(queries + place_of_query(head, i * 8 + part)));
+                    reinterpret_cast<product_t*>(queries + place_of_query(own_head, i * 8 + own_part)));
             }
-            if (part == 0) units[head] = scale * LOG2_E / factor;
+            if (own_part == 0) units[own_head] = scale * LOG2_E / factor;
             __syncthreads();
         }
         const float unit[2] = {units[g], units[g + 8]};
         const auto end_of = [&](int head) {
-            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), head, num_heads) : 0;
+            return QUERY_TOKENS > 1 ? attended_tokens(schedule.length_of(seq), first_head + head, num_heads) : 0;
         };
         const int ends[2] = {end_of(g), end_of(g + 8)};
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
@@ -245,7 +253,7 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
             __syncthreads();
 
             // O += P V for the warp's elements.
-            if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
+            if (start > begin && any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
                 for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= correction[i / 2 % 2];
             }
@@ -294,12 +302,13 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
         }
         bool direct = item.is_whole();
         if constexpr (COMBINES) {
-            const TreeCombine<WARP_DIMS / 2, 2> tree{reinterpret_cast<float4*>(tmp_out), nodes, NUM_WARPS, warp};
+            const TreeCombine<WARP_DIMS / 2, 2> tree{reinterpret_cast<float4*>(tmp_out), nodes,
+                                                     int(gridDim.x) * NUM_WARPS, int(blockIdx.x) * NUM_WARPS + warp};
             direct = tree.combine(item, max_logit, exp_sum, reinterpret_cast<float (&)[WARP_DIMS / 2]>(o));
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int head = g + 8 * half;
+            const int head = first_head + g + 8 * half;
             const float sum = exp_sum[half] * FULL_SCALE<product_t>;
             if (head >= num_heads || (COMBINES && !direct)) continue;
             const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;

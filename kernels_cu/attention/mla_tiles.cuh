@@ -102,22 +102,22 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     if (t == 0) units[row] = unit;
 }
 
-// Loads entries by TMA. Every lane of one warp calls it. Returns the number after that of the last pair.
-DEVICE int
-load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, const TensorMap* half_map) {
+// Loads entries by TMA. Every lane of one warp calls it. Returns the number after that of the last pair. The page table
+// has max_tokens tokens: the page numbers of the first pair are loaded up to there, without a wait for the length.
+DEVICE int load_boxes(const EntryTiles& tiles, const Split& split, int max_tokens, const TensorMap* cache_map,
+                      const TensorMap* half_map) {
     constexpr int BOXES = TOKENS / BOX_TOKENS;  // boxes of a panel
     const int lane = threadIdx.x % WARP_SIZE;
     // Lane i has the page of box i of a pair, or -1 if it is invalid: TMA then fills zeros.
-    const auto page_at = [&](int pair) {
+    const auto page_at = [&](int pair, int loaded_end) {
         const int token = split.token_of(pair) + lane % (2 * BOXES) * BOX_TOKENS;
-        if (token >= split.end) return -1;
-        const int64_t page = split.table.at(token);
-        return split.table.exists(page) ? int(page) : -1;
+        const int64_t page = token < loaded_end ? split.table.at(token) : int64_t(-1);
+        return token < split.end && split.table.exists(page) ? int(page) : -1;
     };
-    int pair = split.first_pair, next_page = page_at(pair);
+    int pair = split.first_pair, next_page = page_at(pair, max_tokens);
     for (; split.has(pair); ++pair) {
         const int page = next_page;
-        next_page = page_at(pair + 1);
+        next_page = page_at(pair + 1, split.end);
         const uint32_t found = ballot(page >= 0);
         const auto load = [&](int stage, int half) {
             const int start = split.token_of(pair) + stage * TOKENS, box = lane % BOXES;

@@ -41,13 +41,12 @@ class Decoder:
 
     Attributes:
         slot_bytes: bytes of a slot, which holds the states of one sequence: all of its cache that is not in blocks.
-        adds_at_once: whether outputs of projections are whole, so that they may be added to the residual at once.
 
     Examples:
         >>> model = Decoder(config, dtype="bfloat16").randomise(seed=0)  # or load(folder)
     """
 
-    adds_at_once = True
+    adds_at_once = True  # outputs of projections are whole, so they may be added to the residual at once
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config

@@ -41,6 +41,8 @@ _MAX_SPLITS = 128  # most splits of a sequence
 _MIN_SPLIT = 64
 _MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
 _MAX_WAVES = 2  # most waves of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
+# The cost model of mla_decode.cu: us of a block of 32 heads per token of a 16-bit cache, by 64 x 4096 as sm_80.
+_TIMED_HEADS, _TOKEN_US = 32, 7.9 / 128
 # mla_decode.cu: (query heads of a block, tokens of a KV tile, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
 WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # the blocks for warps of 64 lanes
@@ -95,22 +97,50 @@ AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | MlaSm90Config | CodesCon
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     is_pinned = tuning.batch_invariant()  # the other kernels cut all sequences into equal shares
-    if problem.has_few_heads and problem.is_plain_fp8 and not is_pinned:
-        return mla_small_h_fp8.choose(problem, device)
     if problem.has_few_heads and not is_pinned:
-        return mla_small_h.choose(problem, device)
+        return _choose_for_few_heads(problem, device)
     if problem.uses_wgmma and not is_pinned:
-        return mla_sm90.choose(problem, device)
+        return _choose_for_wgmma(problem, device)
     if mla_sm100.refusal(problem) is None:
         heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
         return MlaTileConfig(heads, tokens, *_choose_splits(problem, device, heads, mla_sm100.HALVES))
-    if mla_sm80.serves(problem, device) and not is_pinned:
-        return mla_sm80.choose(problem, device)
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
     splits = _choose_splits(problem, device, heads, 1, min_blocks)
-    return MlaConfig(num_warps, heads, step_tokens, min_blocks, *splits)
+    config = MlaConfig(num_warps, heads, step_tokens, min_blocks, *splits)
+    if mla_sm80.serves(problem, device) and not is_pinned:
+        many = mla_sm80.choose(problem, device)
+        if _splits_us(problem, config, device) > mla_schedule.call_us(problem, many, device):
+            return many
+    return config
+
+
+def _splits_us(problem: MlaProblem, config: MlaConfig, device: Device) -> float:
+    """The time of a call by mla_decode.cu, in us, as mla_schedule.call_us has it; infinite where nothing was timed."""
+    if problem.is_fp8 or config.heads_per_block != _TIMED_HEADS:
+        return float("inf")
+    blocks = problem.num_seqs * -(-problem.num_heads // config.heads_per_block) * config.max_splits
+    tokens = max(config.min_split, -(-problem.max_tokens // config.max_splits))
+    waves = -(-blocks // (config.min_blocks * device.num_sms))
+    combine_us = mla_schedule.kernel_us(problem, problem.num_seqs * config.max_splits) if config.max_splits > 1 else 0.0
+    return mla_schedule.BLOCK_US + waves * tokens * _TOKEN_US + combine_us
+
+
+def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | FewHeadsConfig:
+    if problem.is_plain_fp8:
+        return mla_small_h_fp8.choose(problem, device)
+    return mla_small_h.choose(problem, device)
+
+
+def _choose_for_wgmma(problem: MlaProblem, device: Device) -> MlaSm90Config | CodesConfig | FewHeadsConfig:
+    """mla_decode_sm90.cu, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
+    model says that they take less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
+    config = mla_sm90.choose(problem, device)
+    if not problem.allows_few_heads or mla_schedule.may_cut(problem, config):
+        return config
+    few = _choose_for_few_heads(problem, device)
+    return min(few, config, key=lambda one: mla_schedule.call_us(problem, one, device))
 
 
 def _choose_splits(

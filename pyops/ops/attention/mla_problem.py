@@ -18,7 +18,8 @@ LATENT_SIZE, ROPE_SIZE = 512, 64  # elements of the latent vector, of the RoPE k
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE  # elements of a token's latent KV
 DS_MLA_BYTES = 656  # bytes of a token of "fp8_ds_mla": fp8 latent, four scales, and a 16-bit RoPE key
 _MIN_HEADS_FOR_WGMMA = 8  # fewest heads of mla_decode_sm90.cu
-_MAX_FEW_HEADS = 16  # most heads of mla_decode_small_h.cu and mla_decode_small_h_fp8.cu
+_MAX_FEW_HEADS = 16  # most heads of a block of mla_decode_small_h.cu and mla_decode_small_h_fp8.cu
+_MAX_FEW_BLOCKS = 4  # most of these blocks that share the heads of a sequence
 _FEW_HEADS_SHARED = 204 * 1024  # most bytes of shared memory of a block for few heads
 # Bytes of shared memory for WGMMA: queries and two KV tiles; barriers, slots, scales, row maxima, row sums.
 _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264
@@ -136,13 +137,18 @@ class MlaProblem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu supports the call: at most 16 heads,
-        aligned 16-bit queries."""
+        """Whether the heads fit into one block of a kernel for few heads, which supports the call."""
+        return self.num_heads <= _MAX_FEW_HEADS and self.allows_few_heads
+
+    @property
+    def allows_few_heads(self) -> bool:
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu supports the call: a few blocks of 16
+        heads, aligned 16-bit queries."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
             and device.shared_memory >= _FEW_HEADS_SHARED
-            and self.num_heads <= _MAX_FEW_HEADS
+            and self.num_heads <= _MAX_FEW_HEADS * _MAX_FEW_BLOCKS
             and self.cache_dtype in (self.q_nope.dtype, float8_e4m3fn)
             and all(arg.dtype in (float16, bfloat16) and arg.alignment == 16 for arg in args)
             and all(rows_are_aligned(arg) for arg in (*args, self.cache))

@@ -22,6 +22,7 @@ _JOIN_US, _BYTES_PER_US = 2.6, 2.8e6
 # The cost model of mla_tree_combine.cuh: us of a node without its bytes (the node, a store, two loads, one after
 # another), and bytes per us between an SM and L2: 64 per cycle.
 _NODE_US, _SM_BYTES_PER_US = 0.45, 1.1e5
+BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
 _MAX_UNITS = 2**30  # most units of all sequences: the kernels count them in ints
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
@@ -33,6 +34,8 @@ class SharesConfig(Protocol):
     Attributes:
         num_shares: shares of the tokens of all sequences; a block for each, and for each group of heads.
         combines: whether blocks combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does.
+        HEADS, BLOCKS: query heads of a block, blocks that run at once on an SM.
+        BLOCK_US: us of a block without its units.
         UNIT: tokens; sequences are cut at multiples of it.
         WARPS, ACCUMULATORS: warps of a block with results, and float32 results of a lane, for mla_tree_combine.cuh.
     """
@@ -42,15 +45,17 @@ class SharesConfig(Protocol):
     @property
     def combines(self) -> bool: ...
     @property
+    def HEADS(self) -> int: ...
+    @property
+    def BLOCKS(self) -> int: ...
+    @property
+    def BLOCK_US(self) -> float: ...
+    @property
     def UNIT(self) -> int: ...
     @property
     def WARPS(self) -> int: ...
     @property
     def ACCUMULATORS(self) -> int: ...
-
-    def head_groups(self, problem: MlaProblem) -> int:
-        """Groups of heads; each has its own blocks."""
-        ...
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a unit, in us."""
@@ -59,24 +64,40 @@ class SharesConfig(Protocol):
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch: ...
 
 
-def choose_shares(problem: MlaProblem, config: SharesConfig, blocks: int) -> tuple[int, bool]:
-    """The number of shares: one for each of the `blocks` that run at once, or one per sequence if none is cut. And
+def head_groups(problem: MlaProblem, config: SharesConfig) -> int:
+    """Groups of heads; each has its own blocks."""
+    return -(-problem.num_heads // config.HEADS)
+
+
+def choose_shares(problem: MlaProblem, config: SharesConfig, device: Device) -> tuple[int, bool]:
+    """The number of shares: one for each of the blocks that run at once, or one per sequence if none is cut. And
     whether the blocks combine the pieces, by the cost model for sequences of equal lengths."""
-    num_seqs = problem.num_seqs
-    if not _may_cut(problem, config):
+    num_seqs, blocks = problem.num_seqs, _blocks(problem, config, device)
+    if not may_cut(problem, config):
         return min(num_seqs, MAX_SHARES), False
     shares = max(1, min(blocks, num_seqs * _units(problem, config)))
     cuts = min(shares, num_seqs) if shares % num_seqs else 0  # shares of equal parts of a sequence are not cut again
-    return shares, _tree_us(config, _pieces(shares, num_seqs)) < _kernel_us(problem, shares + cuts)
+    return shares, _tree_us(config, _pieces(shares, num_seqs)) < kernel_us(problem, shares + cuts)
+
+
+def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
+    """The time of a call by the cost model, in us, if all sequences are as long as the page table allows."""
+    num_seqs, units, unit_us = problem.num_seqs, _units(problem, config), config.unit_us(problem, device)
+    if not may_cut(problem, config):
+        return -(-num_seqs // max(1, _blocks(problem, config, device))) * (config.BLOCK_US + units * unit_us)
+    shares = config.num_shares
+    cuts = min(shares, num_seqs) if shares % num_seqs else 0
+    by_tree, by_kernel = _tree_us(config, _pieces(shares, num_seqs)), kernel_us(problem, shares + cuts)
+    return config.BLOCK_US + -(-num_seqs * units // shares) * unit_us + (by_tree if config.combines else by_kernel)
 
 
 def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     """The kernel that computes the shares, and the combine if sequences may be cut and its blocks do not combine."""
     device, num_seqs, num_heads, shares = problem.cache.device, problem.num_seqs, problem.num_heads, config.num_shares
-    is_cut = _may_cut(problem, config)
+    is_cut = may_cut(problem, config)
     in_tree, by_kernel = is_cut and config.combines, is_cut and not config.combines
     unit_us = config.unit_us(problem, device)
-    join_us = _tree_us(config, _pieces(shares, num_seqs)) if in_tree else _kernel_us(problem, 0)
+    join_us = _tree_us(config, _pieces(shares, num_seqs)) if in_tree else kernel_us(problem, 0)
     shared = {
         **absent(lse=problem.lse),
         **workspace(_SLOTS * shares * num_heads if by_kernel else 0, LATENT_SIZE),
@@ -92,7 +113,7 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
         "nodes": 0,
     }
     if in_tree:
-        groups = config.head_groups(problem)
+        groups = head_groups(problem, config)
         arguments["tmp_out"] = Scratch(_SLOTS * shares * groups * _partial_bytes(config))
         arguments["nodes"] = Scratch(shares * groups * config.WARPS * 4, zeroed=True)
     launches = [config.launch(problem, shared | arguments)]
@@ -101,6 +122,11 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
         grid = min(num_seqs * num_heads * _PARTS, _BLOCKS * device.num_sms)
         launches.append(kernel.launch(grid, _NUM_THREADS, **shared))
     return launches
+
+
+def _blocks(problem: MlaProblem, config: SharesConfig, device: Device) -> int:
+    """Blocks of a group of heads that run at once."""
+    return config.BLOCKS * device.num_sms // head_groups(problem, config)
 
 
 def _units(problem: MlaProblem, config: SharesConfig) -> int:
@@ -128,13 +154,13 @@ def _piece_us(problem: MlaProblem) -> float:
     return 2 * 4 * problem.num_heads * LATENT_SIZE / _BYTES_PER_US
 
 
-def _kernel_us(problem: MlaProblem, pieces: int) -> float:
+def kernel_us(problem: MlaProblem, pieces: int) -> float:
     """The time of mla_combine.cu for some partial results, and of writing them."""
     return _JOIN_US + pieces * _piece_us(problem)
 
 
-def _may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
+def may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be long enough to be cut: a combine takes the time of some units."""
-    units, two_us = _units(problem, config), min(_tree_us(config, 2), _kernel_us(problem, 2))
+    units, two_us = _units(problem, config), min(_tree_us(config, 2), kernel_us(problem, 2))
     is_long = units > 1 + two_us / config.unit_us(problem, problem.cache.device)
     return is_long and problem.num_kv_splits != 1 and problem.num_seqs * units <= _MAX_UNITS

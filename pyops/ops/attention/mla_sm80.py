@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares
+from .mla_schedule import MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm80.cu")
 
@@ -21,7 +21,9 @@ _OPERANDS = 18  # A operands of the queries of a warp
 _GEOMETRIES = ((32, 1, 14), (16, 1, 14))
 _FP8_GEOMETRIES = ((16, 2, 14), (16, 1, 15))
 STATIC_SHARED = 3200  # bytes of static shared memory: an upper bound
-_UNIT_US = 8.6  # the cost model: us per 128 tokens
+# The cost model: us per 128 tokens, and us of a block without them, by 1 x 4096 with 128 heads: queries come in two
+# passes, and P V of the last tile follows alone.
+_UNIT_US, _BLOCK_US = 8.6, 6.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class MlaSm80Config:
     held: int
     num_shares: int
 
-    UNIT = 128
+    HEADS, BLOCKS, UNIT = HEADS, 1, 128
+    BLOCK_US = _BLOCK_US
     WARPS, ACCUMULATORS = _NUM_WARPS, LATENT_SIZE // 4
     combines = False  # mla_combine.cu combines the pieces of a sequence
 
@@ -51,10 +54,6 @@ class MlaSm80Config:
             for tokens, ahead, held in _geometries_that_fit(problem, device)
         ]
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
-
-    def head_groups(self, problem: MlaProblem) -> int:
-        """Blocks that share the heads of a sequence."""
-        return -(-problem.num_heads // HEADS)
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 128 tokens, in us."""
@@ -75,7 +74,7 @@ class MlaSm80Config:
             OUT_ACCESS=min(2, check.vector_width(LATENT_SIZE, problem.out)),
         )
         return kernel.launch(
-            (self.head_groups(problem), self.num_shares),
+            (head_groups(problem, self), self.num_shares),
             _NUM_WARPS * 32,
             shared_memory(problem, self.step_tokens, self.ahead, self.held),
             **arguments_of(problem),
@@ -113,5 +112,5 @@ def serves(problem: MlaProblem, device: Device) -> bool:
 def choose(problem: MlaProblem, device: Device) -> MlaSm80Config:
     """A block on every SM."""
     config = MlaSm80Config(*_geometries_that_fit(problem, device)[0], 1)
-    num_shares, _ = choose_shares(problem, config, device.num_sms // config.head_groups(problem))
+    num_shares, _ = choose_shares(problem, config, device)
     return replace(config, num_shares=num_shares)

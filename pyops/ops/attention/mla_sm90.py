@@ -12,7 +12,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
-from .mla_schedule import MAX_SHARES, choose_shares
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
@@ -39,7 +39,8 @@ class MlaSm90Config:
     num_shares: int
     combines: bool
 
-    UNIT = 2 * _TOKENS
+    HEADS, BLOCKS, UNIT = _HEADS, 1, 2 * _TOKENS
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = 8, LATENT_SIZE // 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
@@ -48,10 +49,6 @@ class MlaSm90Config:
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
         found += tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
-
-    def head_groups(self, problem: MlaProblem) -> int:
-        """Blocks that share the heads of a sequence."""
-        return head_groups(problem)
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a pair of KV tiles, in us."""
@@ -74,7 +71,7 @@ class MlaSm90Config:
             HALF_BOXES=has_half_boxes,
             COMBINES=self.combines,
         )
-        grid = (head_groups(problem) // self.cluster, self.num_shares * self.cluster)
+        grid = (head_groups(problem, self) // self.cluster, self.num_shares * self.cluster)
         return kernel.launch(
             grid,
             384,
@@ -88,11 +85,6 @@ class MlaSm90Config:
         )
 
 
-def head_groups(problem: MlaProblem) -> int:
-    """Blocks that share the heads of a sequence."""
-    return -(-problem.num_heads // _HEADS)
-
-
 def _box_tokens(problem: MlaProblem) -> int:
     """Tokens of a TMA box of latent KV; 1 where a warpgroup loads one token after another: from an fp8 cache, for lists
     of slots, and from pages that no box divides."""
@@ -102,7 +94,7 @@ def _box_tokens(problem: MlaProblem) -> int:
 
 def _may_share(problem: MlaProblem) -> bool:
     """Whether two CTAs of a cluster may each dequantize half of a KV tile: with an "fp8_ds_mla" cache."""
-    return head_groups(problem) % 2 == 0 and problem.is_ds_mla
+    return -(-problem.num_heads // _HEADS) % 2 == 0 and problem.is_ds_mla
 
 
 def _map(arg: TensorArg, rows: int) -> TensorMap:
@@ -125,5 +117,5 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     """A block on every SM; clusters where two CTAs may share dequantization."""
     config = MlaSm90Config(2 if _may_share(problem) else 1, 1, combines=False)
-    num_shares, combines = choose_shares(problem, config, device.num_sms // head_groups(problem))
+    num_shares, combines = choose_shares(problem, config, device)
     return replace(config, num_shares=num_shares, combines=combines)

@@ -10,7 +10,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
@@ -35,7 +35,8 @@ class FewHeadsConfig:
     num_shares: int
     combines: bool
 
-    UNIT = 64
+    HEADS, BLOCKS, UNIT = _HEADS, 1, 64
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = _HEADS // 2, 2 * LATENT_SIZE // 32
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
@@ -44,18 +45,14 @@ class FewHeadsConfig:
         found = tuning.varied(self, groups=_GROUPS, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
 
-    def head_groups(self, problem: MlaProblem) -> int:
-        """All heads have one block."""
-        del problem
-        return 1
-
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 64 tokens, in us, if all SMs are busy."""
-        bytes_us = self.UNIT * _entry_bytes(problem) * device.num_sms / _BYTES_PER_US
+        num_readers = device.num_sms / head_groups(problem, self)  # the other blocks read the same from L2
+        bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
         return max(_UNIT_US, bytes_us) * _GROUPS[0] / self.groups
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
-        """A block for each share."""
+        """A block for each share and each 16 heads."""
         kernel = _decode(
             **constants_of(problem),
             GROUPS=self.groups,
@@ -63,7 +60,7 @@ class FewHeadsConfig:
             COPY_TOKENS=_copy_tokens(problem),
         )
         return kernel.launch(
-            self.num_shares,
+            (head_groups(problem, self), self.num_shares),
             self.groups * _GROUP_THREADS,
             shared_memory(problem, self.groups),
             **arguments_of(problem),
@@ -94,5 +91,5 @@ def _copy_tokens(problem: MlaProblem) -> int:
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """A block of four groups on every SM: two blocks of two groups would have twice the partial results."""
     config = FewHeadsConfig(_GROUPS[0], 1, combines=False)
-    num_shares, combines = choose_shares(problem, config, device.num_sms)
+    num_shares, combines = choose_shares(problem, config, device)
     return replace(config, num_shares=num_shares, combines=combines)

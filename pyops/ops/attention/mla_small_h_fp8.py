@@ -9,7 +9,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
@@ -31,7 +31,8 @@ class CodesConfig:
     num_shares: int
     combines: bool
 
-    UNIT = _TOKENS
+    HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
+    BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
@@ -40,20 +41,15 @@ class CodesConfig:
         found = tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
 
-    def head_groups(self, problem: MlaProblem) -> int:
-        """All heads have one block."""
-        del problem
-        return 1
-
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a KV tile, in us."""
         del problem, device
         return _TILE_US
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
-        """A block for each share."""
+        """A block for each share and each 16 heads."""
         return _decode(**constants_of(problem), COMBINES=self.combines).launch(
-            self.num_shares,
+            (head_groups(problem, self), self.num_shares),
             _NUM_THREADS,
             SHARED_MEMORY,
             **arguments_of(problem),
@@ -65,4 +61,4 @@ class CodesConfig:
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     """Two blocks on every SM."""
     config = CodesConfig(1, combines=False)
-    return CodesConfig(*choose_shares(problem, config, _BLOCKS * device.num_sms))
+    return CodesConfig(*choose_shares(problem, config, device))

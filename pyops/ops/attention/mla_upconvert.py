@@ -8,7 +8,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from .mla_problem import ENTRY_SIZE, SparseMlaProblem
-from .mla_sm90 import MlaSm90Config, head_groups
+from .mla_sm90 import MlaSm90Config
 
 _upconvert = Kernel("attention/mla_upconvert.cu")
 
@@ -51,7 +51,8 @@ def pays(problem: SparseMlaProblem) -> bool:
     if not (problem.is_ds_mla and problem.uses_wgmma) or problem.has_few_heads or tuning.batch_invariant():
         return False
     units, nbytes = -(-problem.max_tokens // MlaSm90Config.UNIT), _nbytes(problem)
-    pairs = problem.num_seqs * units * head_groups(problem) / problem.cache.device.num_sms
+    groups = -(-problem.num_heads // MlaSm90Config.HEADS)
+    pairs = problem.num_seqs * units * groups / problem.cache.device.num_sms
     cost = _LAUNCH_US + (problem.cache.nbytes + nbytes) / _BYTES_PER_US
     return nbytes <= _MAX_BYTES and cost < pairs * _PAIR_US
 

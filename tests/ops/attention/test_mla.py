@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from pyops import offline
+from pyops import offline, tuning
 from pyops._core import config
 from pyops._core.launch.kernel import Launch
 from pyops._core.system import device as devices
 from pyops.example import ArgMaker
 from pyops.ops.attention import mla_plan, mla_problem, mla_sm80
+from pyops.ops.attention.mla_sm80 import MlaSm80Config
+from pyops.ops.attention.mla_small_h import FewHeadsConfig
+from pyops.ops.attention.mla_small_h_fp8 import CodesConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
 from tests.support.calls import DEVICES
@@ -269,7 +272,33 @@ def test_many_heads_without_wgmma(
         call = _with_tokens(call, query_tokens) if query_tokens > 1 else call
         with config.cpu("kernels"), scheduled(schedule):
             _assert_is_attention(call)
+        assert isinstance(tuning.last[MLA.name], MlaSm80Config) == (num_heads > 32)
     MLA.forget()
+
+
+# (config of a kernel for few heads, heads, dtype, cache, query tokens)
+FEW_BLOCKS = [
+    (FewHeadsConfig(4, 5, combines=True), 40, BF16, None, 1),
+    (CodesConfig(5, combines=True), 20, torch.float16, FP8, 2),
+    (FewHeadsConfig(4, 5, combines=False), 17, BF16, torch.uint8, 1),
+    (CodesConfig(5, combines=False), 33, BF16, FP8, 1),
+]
+
+
+@pytest.mark.parametrize(("one", "num_heads", "dtype", "kind", "query_tokens"), few(FEW_BLOCKS, 1), ids=str)
+def test_several_blocks_of_few_heads(
+    one: FewHeadsConfig | CodesConfig,
+    num_heads: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+    query_tokens: int,
+) -> None:
+    """Under every schedule: sequences without a token, with tokens for some warps, and cut ones."""
+    for schedule in SCHEDULES:
+        call = _call([0, 130, 15, 1], num_heads, dtype=dtype, kind=kind, page_size=5)
+        call = _with_tokens(call, query_tokens) if query_tokens > 1 else call
+        with config.cpu("kernels"), tuning.forced(MLA.name, one), scheduled(schedule):
+            _assert_is_attention(call)
 
 
 def test_refused_query_tokens() -> None:
@@ -288,9 +317,16 @@ def test_refused_query_tokens() -> None:
 
 
 def _launches(
-    num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None, cache: str = "bfloat16"
+    num_kv_splits: int,
+    num_seqs: int = 4,
+    num_heads: int = 16,
+    device: Any = None,
+    cache: str = "bfloat16",
+    pages: int = 64,
 ) -> list[Launch]:
-    """The workspaces planned for sequences of up to 4096 tokens. A `cache` of uint8 has the format "fp8_ds_mla"."""
+    """The launches planned for page tables with some pages of 64 tokens. A `cache` of uint8 has the format
+    "fp8_ds_mla".
+    """
     make = ArgMaker(device or devices.model())
     args = (
         make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
@@ -299,7 +335,7 @@ def _launches(
         make.empty(num_seqs, num_heads, ROPE, dtype="bfloat16"),
         make.empty(999, 64, 656 if cache == "uint8" else ENTRY, dtype=cache),
         make.empty(num_seqs, dtype="int32"),
-        make.empty(num_seqs, 64, dtype="int32"),
+        make.empty(num_seqs, pages, dtype="int32"),
         None,
         0.1,
         num_kv_splits,
@@ -321,8 +357,47 @@ def test_splits() -> None:
 def test_shares() -> None:
     """On Hopper sequences are cut into as many pieces as the caller allows, and are whole for one split."""
     (single,) = _launches(1)
-    assert single.grid == (4, 1, 1)
+    assert single.grid == (1, 4, 1)
     assert [_launches(splits)[0].fixed["max_splits"] for splits in (5, 0, -1)] == [5, 2**31 - 1, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "cache", "pages", "kernel", "grid"),
+    [
+        (2, 32, "bfloat16", 1, "small_h", (2, 2)),
+        (2, 64, "uint8", 2, "small_h", (4, 4)),  # pieces of 64 tokens
+        (2, 17, "float8_e4m3fn", 1, "small_h_fp8", (2, 2)),
+        (66, 32, "bfloat16", 1, "small_h", (2, 66)),
+        (67, 32, "bfloat16", 1, "sm90", (1, 67)),  # two blocks on some SMs
+        (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
+        (2, 32, "bfloat16", 3, "sm90", (1, 4)),  # WGMMA cuts sequences
+        (2, 65, "bfloat16", 1, "sm90", (2, 2)),
+    ],
+)
+def test_short_sequences_choose_blocks_of_few_heads(
+    num_seqs: int, num_heads: int, cache: str, pages: int, kernel: str, grid: tuple[int, int]
+) -> None:
+    """By the capacity of the page table, if as many blocks run at once."""
+    launch = _launches(0, num_seqs, num_heads, cache=cache, pages=pages)[0]
+    assert launch.specialisation.kernel.file == f"attention/mla_decode_{kernel}.cu"
+    assert launch.grid[:2] == grid
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "cache", "pages", "kernel", "grid"),
+    [
+        (1, 128, "bfloat16", 64, "decode", (4, 32)),  # one wave of blocks of 32 heads, each with 128 tokens
+        (2, 128, "bfloat16", 64, "decode_sm80", (2, 64)),  # two waves of them
+        (1, 128, "float8_e4m3fn", 64, "decode_sm80", (2, 32)),
+        (64, 64, "bfloat16", 64, "decode_sm80", (1, 132)),
+    ],
+)
+def test_many_heads_without_wgmma_choose_by_waves(
+    num_seqs: int, num_heads: int, cache: str, pages: int, kernel: str, grid: tuple[int, int]
+) -> None:
+    """On 132 SMs."""
+    launch = _launches(0, num_seqs, num_heads, replace(devices.model("sm_80"), num_sms=132), cache, pages)[0]
+    assert (launch.specialisation.kernel.file, launch.grid[:2]) == (f"attention/mla_{kernel}.cu", grid)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -365,7 +440,7 @@ def test_blocks_compile_without_local_memory(
     monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
     monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
     for cache in ("bfloat16", "float8_e4m3fn", "uint8")[: 2 + (num_heads > 32)]:
-        one = _launches(1, 4, num_heads, device, cache)[0].specialisation
+        one = _launches(1, 64, num_heads, device, cache)[0].specialisation
         report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
         is_many = one.kernel.file.endswith("sm80.cu")
