@@ -113,8 +113,8 @@ struct SplitCombine {
 #pragma unroll
         for (int i = 0; i < JOIN_BATCH; ++i) {
             if (first + i >= count) continue;
-            const float factor = float_at(i, 2 * LANE_PAIRS + 1) * (1.0f / FULL_SCALE<float>)*relative_exp2(
-                                     float_at(i, 2 * LANE_PAIRS), larger);
+            const float factor = float_at(i, 2 * LANE_PAIRS + 1) *
+                                 (1.0f / FULL_SCALE<float>)*relative_exp2(float_at(i, 2 * LANE_PAIRS), larger);
             exp_sum += factor;
 #pragma unroll
             for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, float_at(i, e), sum[e]);

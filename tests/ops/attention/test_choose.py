@@ -261,7 +261,7 @@ def test_clusters_of_many_heads() -> None:
     ],
 )
 def test_choose_num_warps(blocks: int, min_blocks: int, warps: int) -> None:
-    """All blocks in one wave, if whole blocks of three warps fit; else whole waves. Eight warps are two blocks of three."""
+    """All blocks in one wave, if blocks of three warps fit; else whole waves. Eight warps are two blocks of three."""
     assert choose_num_warps(blocks, min_blocks, device.model()) == warps
 
 
