@@ -291,7 +291,7 @@ def example_skinny_experts_sum(
     dtype: str = "bfloat16",
     id_dtype: Literal["int32", "int64"] = "int32",
     with_bias: bool = False,
-    with_addend: bool = False,
+    with_addend: bool = True,
 ) -> tuple[Any, ...]:
     return (
         make.empty(num_tokens, output_size, dtype=dtype),
