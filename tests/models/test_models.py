@@ -180,7 +180,6 @@ def test_few_kernels_serve_a_real_model() -> None:
     assert set(counts) == {
         "rms_norm",
         "fused_add_rms_norm",
-        "silu_and_mul",
         "skinny_linear",
         "linear",
         "fused_qk_rope_cache",
@@ -188,7 +187,8 @@ def test_few_kernels_serve_a_real_model() -> None:
         "paged_attention_varlen",
         "top_k_top_p_sampling_from_logits",
     }
-    assert counts.total() < 50, counts
+    assert counts.total() <= 53, counts  # 21 are `linear` of 2 to 64 rows
+    assert counts["skinny_linear"] == 5, counts  # with a norm, and an activation; with a residual, of two K; the LM head
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 8192])

@@ -189,6 +189,7 @@ class GemmProblem:
         a: [M, K]; b: [N, K], of the same dtype. With a gated activation b has 2 N rows: first the gates, then the ups.
         k: elements of K.
         constant_weight: the kernel before this one does not write b.
+        norm_weight: [K], the weight of an RMS norm of the rows of a, which gemv.cu alone computes; or None.
     """
 
     a: Operand
@@ -196,6 +197,7 @@ class GemmProblem:
     k: int
     epilogue: Epilogue
     constant_weight: bool = False
+    norm_weight: TensorArg | None = None
 
     @property
     def op(self) -> str:
@@ -230,8 +232,9 @@ class GemmProblem:
 
     @property
     def vec_size(self) -> int:
-        """Elements of one access to a and b."""
-        return min(self.a.vec_size(self.k), self.b.vec_size(self.k))
+        """Elements of one access to a and b, and to the weight of a norm."""
+        of_norm = () if self.norm_weight is None else (self.norm_weight.alignment // self.dtype.itemsize,)
+        return min(self.a.vec_size(self.k), self.b.vec_size(self.k), *of_norm)
 
     @property
     def out_access(self) -> int:
@@ -257,6 +260,7 @@ class GemmProblem:
             *([] if self.out_is_aligned else ["unaligned out"]),
             *(["blocks"] if epilogue.block_scaled else []),
             *([epilogue.activation] if epilogue.activation != "none" else []),
+            *(["normalised"] if self.norm_weight is not None else []),
         ]
         return " ".join(words)
 
@@ -326,6 +330,7 @@ def check_linear(
     bias: TensorArg | None,
     activation: str = "none",
     constant_weight: bool = False,
+    norm_weight: TensorArg | None = None,
 ) -> GemmProblem:
     """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
     check.floating(input)
@@ -340,4 +345,6 @@ def check_linear(
     check.dtype(weight, input.dtype)
     check.row_stride(out)
     epilogue = Epilogue(out, bias=column_bias(bias, input.dtype, output_size), activation=activation)
-    return GemmProblem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue, constant_weight)
+    check.elements(norm_weight, input.dtype, hidden_size)
+    operands = Operand.of_rows(input), Operand.of_rows(weight)
+    return GemmProblem(*operands, hidden_size, epilogue, constant_weight, norm_weight)

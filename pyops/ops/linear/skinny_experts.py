@@ -51,81 +51,91 @@ class ExpertRows:
     activation: str = "none"
     is_sum: bool = False
 
-    def __post_init__(self) -> None:
-        out, input, weight = self.out, self.input, self.weight
-        check.floating(input)
-        if self.activation not in ACTIVATIONS:
-            raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {self.activation}")
-        check.index(self.ids, num_tokens=None, top_k=None)
-        check.contiguous(self.ids)
-        num_tokens, top_k = self.ids.shape
-        choices = num_tokens * top_k
-        if not 1 <= top_k <= _MAX_TOP_K:
-            raise self.ids.error(f"expected 1 to {_MAX_TOP_K} choices of a token, got shape {self.ids.shape}")
-        check.sizes(input, rows=choices if self.is_sum else num_tokens, hidden_size=None)
-        check.sizes(out, rows=num_tokens if self.is_sum else choices, output_size=None)
-        columns, hidden_size = check.row_size(out), check.row_size(input)
-        if not hidden_size:
-            raise input.error(f"expected rows of at least one element, got shape {input.shape}")
-        rows = columns * 2 if ACTIVATIONS[self.activation] else columns
-        check.sizes(weight, num_experts=None, rows=rows, hidden_size=hidden_size)
-        if not weight.shape[0]:
-            raise weight.error(f"expected at least one expert, got shape {weight.shape}")
-        for one in (out, weight):
-            check.dtype(one, input.dtype)
-            check.row_size(one)
-        if self.bias is not None:
-            check.shape(self.bias, input.dtype, num_experts=weight.shape[0], rows=rows)
-            check.contiguous(self.bias)
-        if choices > _MAX_CHOICES:
-            raise self.ids.error(f"expected at most {_MAX_CHOICES} choices, got shape {self.ids.shape}")
-
     def bucket(self) -> str:
         num_experts, rows, hidden_size = self.weight.shape
         return f"choices={tuning.power_of_two(self.ids.numel)} weight={num_experts}x{rows}x{hidden_size}"
 
-    def launch(self, topk_weights: TensorArg | None = None, addend: TensorArg | None = None) -> Launch:
-        """The launch; with `topk_weights` for a sum."""
-        device, columns = self.out.device, self.out.shape[1]
-        config = tuning.config(self.out.op, self, device, choose)
-        rows = self.out.shape[0]
-        absent = {} if self.is_sum else {"topk_weights": 0, "addend": 0}
-        return _gemv_experts(
-            scalar_t=self.input.dtype,
-            input_t=self.input.dtype,
-            id_t=self.ids.dtype,
-            HIDDEN_SIZE=self.input.shape[1],
-            VEC_SIZE=config.vec_size,
-            TOKENS=1,
-            SPLIT=config.split,
-            BATCH=config.batch,
-            TOP_K=self.ids.shape[1],
-            COMBINES=self.is_sum,
-            HAS_BIAS=self.bias is not None,
-            HAS_ADDEND=addend is not None,
-            ACTIVATION=f"expert_{self.activation}",
-            GATED=ACTIVATIONS[self.activation],
-            NUM_THREADS=config.num_threads,
-            MIN_BLOCKS=config.min_blocks,
-        ).launch(
-            grid=(config.num_blocks(columns, device, rows), rows),
-            block=config.num_threads,
-            num_experts=self.weight.shape[0],
-            output_size=columns,
-            out_stride=check.row_stride(self.out),
-            input_stride=check.row_stride(self.input),
-            addend_stride=0 if addend is None else check.row_stride(addend),
-            weight_stride=self.weight.strides[1],
-            expert_stride=self.weight.strides[0],
-            bias_stride=0 if self.bias is None else self.bias.shape[1],
-            **absent,
-        )
+
+def check_rows(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    ids: TensorArg,
+    bias: TensorArg | None,
+    activation: str = "none",
+    is_sum: bool = False,
+) -> ExpertRows:
+    """The problem of a call; OpError for tensors that do not fit together."""
+    check.floating(input)
+    if activation not in ACTIVATIONS:
+        raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
+    check.index(ids, num_tokens=None, top_k=None)
+    check.contiguous(ids)
+    num_tokens, top_k = ids.shape
+    choices = num_tokens * top_k
+    if not 1 <= top_k <= _MAX_TOP_K:
+        raise ids.error(f"expected 1 to {_MAX_TOP_K} choices of a token, got shape {ids.shape}")
+    if choices > _MAX_CHOICES:
+        raise ids.error(f"expected at most {_MAX_CHOICES} choices, got shape {ids.shape}")
+    check.sizes(input, rows=choices if is_sum else num_tokens, hidden_size=None)
+    check.sizes(out, rows=num_tokens if is_sum else choices, output_size=None)
+    columns, hidden_size = check.row_size(out), check.row_size(input)
+    if not hidden_size:
+        raise input.error(f"expected rows of at least one element, got shape {input.shape}")
+    rows = columns * 2 if ACTIVATIONS[activation] else columns
+    check.sizes(weight, num_experts=None, rows=rows, hidden_size=hidden_size)
+    if not weight.shape[0]:
+        raise weight.error(f"expected at least one expert, got shape {weight.shape}")
+    for one in (out, weight):
+        check.dtype(one, input.dtype)
+        check.row_size(one)
+    if bias is not None:
+        check.shape(bias, input.dtype, num_experts=weight.shape[0], rows=rows)
+        check.contiguous(bias)
+    return ExpertRows(out, input, weight, ids, bias, activation, is_sum)
 
 
 def choose(problem: ExpertRows, device: Device) -> SkinnyConfig:
     hidden_size = problem.input.shape[1]
     vec_size = check.vector_width(hidden_size, problem.input, problem.weight)
     return config_of(hidden_size, vec_size, several=False, warp_size=device.warp_size)
+
+
+def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
+    """The launch for a problem."""
+    device, (rows, columns), is_sum = problem.out.device, problem.out.shape, problem.is_sum
+    config = tuning.config(problem.out.op, problem, device, choose)
+    absent = {} if is_sum else {"topk_weights": 0, "addend": 0}
+    return _gemv_experts(
+        scalar_t=problem.input.dtype,
+        input_t=problem.input.dtype,
+        id_t=problem.ids.dtype,
+        HIDDEN_SIZE=problem.input.shape[1],
+        VEC_SIZE=config.vec_size,
+        TOKENS=config.tokens,
+        SPLIT=config.split,
+        BATCH=config.batch,
+        TOP_K=problem.ids.shape[1],
+        COMBINES=is_sum,
+        HAS_BIAS=problem.bias is not None,
+        HAS_ADDEND=addend is not None,
+        ACTIVATION=f"expert_{problem.activation}",
+        GATED=ACTIVATIONS[problem.activation],
+        NUM_THREADS=config.num_threads,
+        MIN_BLOCKS=config.min_blocks,
+    ).launch(
+        grid=(config.num_blocks(columns, device, rows), rows),
+        block=config.num_threads,
+        num_experts=problem.weight.shape[0],
+        output_size=columns,
+        out_stride=check.row_stride(problem.out),
+        input_stride=check.row_stride(problem.input),
+        addend_stride=0 if addend is None else check.row_stride(addend),
+        weight_stride=problem.weight.strides[1],
+        expert_stride=problem.weight.strides[0],
+        bias_stride=0 if problem.bias is None else problem.bias.shape[1],
+        **absent,
+    )
 
 
 @op(out="out", atol=2.0**-18)
@@ -182,7 +192,7 @@ def plan_skinny_experts(
     bias: TensorArg | None,
     activation: str,
 ) -> Launch:
-    return ExpertRows(out, input, weight, topk_ids, bias, activation).launch()
+    return launch(check_rows(out, input, weight, topk_ids, bias, activation))
 
 
 @op(out="out", atol=2.0**-18, in_place={"out": "addend"})
@@ -237,13 +247,13 @@ def plan_skinny_experts_sum(
     bias: TensorArg | None,
     addend: TensorArg | None,
 ) -> Launch:
-    problem = ExpertRows(out, input, weight, topk_ids, bias, is_sum=True)
+    problem = check_rows(out, input, weight, topk_ids, bias, is_sum=True)
     check.shape(topk_weights, float32, num_tokens=topk_ids.shape[0], top_k=topk_ids.shape[1])
     check.contiguous(topk_weights)
     if addend is not None:
         check.shape(addend, input.dtype, num_tokens=out.shape[0], output_size=out.shape[1])
         check.row_stride(addend)
-    return problem.launch(topk_weights, addend)
+    return launch(problem, addend)
 
 
 @skinny_experts.bad_indices

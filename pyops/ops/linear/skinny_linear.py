@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check, tuning
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg
@@ -60,58 +60,60 @@ class SkinnyConfig:
         waves = -(-groups * num_weights // (device.num_sms * self.min_blocks))
         return -(-groups // max(1, waves))
 
-    def candidates(self, problem: GemmProblem, device: Device) -> list[SkinnyConfig]:
+    def candidates(self, problem: Any, device: Device) -> list[SkinnyConfig]:
         """Other warps per row, vectors in flight, registers, and rows of the input per block if there are several."""
         found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]
         return found + tuning.varied(
             self,
             batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
             min_blocks=tuning.occupancies(self.num_threads, self.min_blocks),
-            tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if problem.m > 1 else (),
+            tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if self.tokens > 1 else (),
         )
 
-    def launch(self, problem: GemmProblem, norm_weight: TensorArg | None = None, epsilon: float = 0.0) -> Launch:
+    def launch(self, problem: GemmProblem, has_epsilon: bool = False) -> Launch:
         """The launch for a problem with the epilogue of a linear layer: at most a bias and an activation.
 
         Args:
-            norm_weight, epsilon: of the norm of the input; None for none.
+            has_epsilon: whether the op has an argument `epsilon`, which feeds the kernel's.
         """
-        epilogue, tokens = problem.epilogue, self.tokens if norm_weight is None else 1
-        given = (epilogue.out, problem.a.source, problem.b.source, epilogue.bias, norm_weight)
+        epilogue = problem.epilogue
+        given = (epilogue.out, problem.a.source, problem.b.source, epilogue.bias, problem.norm_weight)
         pairs = dict(zip(("out", "input", "weight", "bias", "norm_weight"), given, strict=True))
         kernel = _gemv.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
-        pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
+        arguments: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
+        if not has_epsilon:
+            arguments["epsilon"] = 0.0
         constants = epilogue.constants()
         return kernel(
             scalar_t=problem.b.dtype,
             input_t=problem.a.dtype,
             HIDDEN_SIZE=problem.k,
             VEC_SIZE=self.vec_size,
-            TOKENS=tokens,
+            TOKENS=self.tokens,
             SPLIT=self.split,
             BATCH=self.batch,
             HAS_BIAS=epilogue.bias is not None,
             ACTIVATION=constants["ACTIVATION"],
             GATED=epilogue.is_gated,
-            NORMALISED=norm_weight is not None,
+            NORMALISED=problem.norm_weight is not None,
             CONSTANT_WEIGHT=problem.constant_weight,
             NUM_THREADS=self.num_threads,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            grid=(self.num_blocks(problem.n, problem.device), -(-problem.m // tokens)),
+            grid=(self.num_blocks(problem.n, problem.device), -(-problem.m // self.tokens)),
             block=self.num_threads,
             num_tokens=problem.m,
             output_size=problem.n,
             out_stride=epilogue.arguments()["out_stride"],
             input_stride=problem.a.stride,
             weight_stride=problem.b.stride,
-            epsilon=epsilon,
-            **pointers,
+            **arguments,
         )
 
 
 def choose(problem: GemmProblem, device: Device) -> SkinnyConfig:
-    return config_for(GemmShape.of(problem), device)
+    shape = GemmShape.of(problem)
+    return config_for(shape if problem.norm_weight is None else shape.of_rows(1), device)
 
 
 def config_for(shape: GemmShape, device: Device) -> SkinnyConfig:
@@ -187,17 +189,12 @@ def plan_skinny_linear(
     norm_weight: TensorArg | None,
     epsilon: float,
 ) -> Launch:
-    problem = check_linear(out, input, weight, bias, activation, constant_weight)
+    problem = check_linear(out, input, weight, bias, activation, constant_weight, norm_weight)
     if not problem.k:
         raise input.error(f"expected rows of at least one element, got shape {input.shape}")
-    config = tuning.config(problem.op, problem, problem.device, choose)
-    if norm_weight is None:
-        return config.launch(problem)
-    check.elements(norm_weight, input.dtype, problem.k)
-    if problem.k * input.dtype.itemsize > _MAX_NORMALISED_BYTES:
+    if norm_weight is not None and problem.k * input.dtype.itemsize > _MAX_NORMALISED_BYTES:
         raise input.error(f"expected rows of at most {_MAX_NORMALISED_BYTES} bytes with norm_weight, got {input.shape}")
-    vec_size = min(config.vec_size, norm_weight.alignment // input.dtype.itemsize)
-    return replace(config, vec_size=vec_size).launch(problem, norm_weight, epsilon)
+    return tuning.config(problem.op, problem, problem.device, choose).launch(problem, has_epsilon=True)
 
 
 @skinny_linear.example
