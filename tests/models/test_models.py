@@ -188,7 +188,8 @@ def test_few_kernels_serve_a_real_model() -> None:
         "top_k_top_p_sampling_from_logits",
     }
     assert counts.total() <= 53, counts  # 21 are `linear` of 2 to 64 rows
-    assert counts["skinny_linear"] == 5, counts  # with a norm, and an activation; with a residual, of two K; the LM head
+    # With a norm, and with an activation, too; with a residual, for two K; the LM head.
+    assert counts["skinny_linear"] == 5, counts
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 8192])

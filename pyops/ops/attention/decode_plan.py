@@ -17,7 +17,7 @@ from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill
 from .arguments import PagedKV
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
-from .prefill_problem import PrefillProblem
+from .prefill_problem import PrefillProblem, shares_rows
 
 # Bytes per microsecond of an H200 at which the CTAs of attention_decode.cu with 16 heads read, most of them from L2,
 # and at which prefill_sm90.cu reads for few query rows: docs/performance/decode.md, "Many heads per KV head".
@@ -106,7 +106,7 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
     if layout.dtype is query.dtype or not rows.uses_wgmma:
         rows = replace(rows, p_hi_lo=True)
     # The rate of the prefill kernels is that of heads with which a warp has all accumulators of 16 rows.
-    is_served = rows.uses_mma and rows.slices == 1 and not rows.shares_rows
+    is_served = rows.uses_mma and rows.slices == 1 and not shares_rows(rows)
     return rows if is_served and rows.has_aligned_out and rows.few_rows else None
 
 

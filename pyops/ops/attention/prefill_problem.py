@@ -19,7 +19,7 @@ from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 MAX_FEW_TOKENS = 16  # most query tokens of a sequence that count as few: those of speculative decoding
-MAX_COLUMN_WARPS = 4  # most warps that share rows in prefill_mma.cu
+_MAX_COLUMN_WARPS = 4  # most warps that share rows in prefill_mma.cu
 _MAX_WGMMA_HEAD_SIZE = 256  # largest head size of prefill_sm90.cu
 # Bytes of 64 rows of queries of 512 elements, 32 keys and 32 values, with P: of sm_80, sm_9x and sm_10x, not of others.
 _SHARED_MEMORY_OF_SHARED_ROWS = 140 * 1024
@@ -126,25 +126,9 @@ class PrefillProblem:
         return self.layout.value_size
 
     @property
-    def shares_rows(self) -> bool:
-        """Whether warps of prefill_mma.cu share rows of values with more columns than a warp has accumulators."""
-        device = self.query.device
-        return (
-            self.value_size > _max_slice(device)
-            and not self.layout.packed
-            and device.supports("async_copies")
-            and device.shared_memory >= _SHARED_MEMORY_OF_SHARED_ROWS
-        )
-
-    @property
     def slices(self) -> int:
         """The fewest slices of a value in prefill_mma.cu."""
-        return self.count_slices(MAX_COLUMN_WARPS if self.shares_rows else 1)
-
-    def count_slices(self, column_warps: int) -> int:
-        """Slices of a value in prefill_mma.cu, each with its own CTAs, if so many warps share rows. All CTAs of a tile
-        compute its scores, so that keys are read once per slice."""
-        return -(-self.value_size // (column_warps * _max_slice(self.query.device)))
+        return count_slices(self, _MAX_COLUMN_WARPS if shares_rows(self) else 1)
 
     @property
     def is_fp8(self) -> bool:
@@ -250,6 +234,23 @@ class PrefillProblem:
         ]
         words += [] if self.has_plain_logits else ["logits_changed"]
         return " ".join(words)
+
+
+def shares_rows(problem: PrefillProblem) -> bool:
+    """Whether warps of prefill_mma.cu share rows of values with more columns than a warp has accumulators."""
+    device = problem.query.device
+    return (
+        problem.value_size > _max_slice(device)
+        and not problem.layout.packed
+        and device.supports("async_copies")
+        and device.shared_memory >= _SHARED_MEMORY_OF_SHARED_ROWS
+    )
+
+
+def count_slices(problem: PrefillProblem, column_warps: int) -> int:
+    """Slices of a value in prefill_mma.cu, each with its own CTAs, if so many warps share rows. All CTAs of a tile
+    compute its scores, so that keys are read once per slice."""
+    return -(-problem.value_size // (column_warps * _max_slice(problem.query.device)))
 
 
 def check_varlen(

@@ -17,7 +17,8 @@ from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
+from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.attention.prefill_sm90_fp8 import GEOMETRIES, E4m3Config

@@ -21,7 +21,8 @@ from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
 from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
+from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled

@@ -16,7 +16,8 @@ from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
+from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING

@@ -15,7 +15,8 @@ from pyops._core.system.device import Device
 from pyops.example import ArgMaker
 from pyops.ops.attention import decode_plan, prefill_sm100
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
+from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
 from pyops.ops.attention.prefill_sm100 import PrefillTileConfig
 from pyops.testing import assert_matches_reference

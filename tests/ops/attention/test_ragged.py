@@ -19,7 +19,8 @@ from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, RaggedKV
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
+from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_ragged
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, strategies

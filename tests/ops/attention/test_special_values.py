@@ -11,7 +11,7 @@ import pyops
 from pyops import tuning
 from pyops._core import config
 from pyops._core.system import device as devices
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
 from tests.ops.attention.test_attention import paged_call

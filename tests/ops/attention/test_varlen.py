@@ -13,7 +13,7 @@ from pyops import tuning
 from pyops._core import config
 from pyops._core.system import device
 from pyops.ops.attention import decode_plan
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
 from tests.support.calls import DEVICES, Host

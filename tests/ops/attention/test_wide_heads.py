@@ -13,7 +13,7 @@ from pyops._core import config
 from pyops._core.launch.kernel import Launch
 from pyops._core.system import device
 from pyops.example import ArgMaker
-from pyops.ops.attention.prefill_plan import PrefillMmaConfig
+from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.every_op.test_nvrtc import MISSING
 from tests.ops.attention.test_attention import in_codes_of_heads
