@@ -137,7 +137,7 @@ def _choose_for_wgmma(problem: MlaProblem, device: Device) -> MlaSm90Config | Co
     """mla_decode_sm90.cu, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
     model says that they take less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
     config = mla_sm90.choose(problem, device)
-    if not problem.allows_few_heads or mla_schedule.may_cut(problem, config):
+    if not problem.allows_few_heads or mla_schedule.may_be_long(problem, config):
         return config
     few = _choose_for_few_heads(problem, device)
     return min(few, config, key=lambda one: mla_schedule.call_us(problem, one, device))

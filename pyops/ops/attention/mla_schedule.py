@@ -159,8 +159,13 @@ def kernel_us(problem: MlaProblem, pieces: int) -> float:
     return _JOIN_US + pieces * _piece_us(problem)
 
 
+def may_be_long(problem: MlaProblem, config: SharesConfig) -> bool:
+    """Whether sequences may be long enough to be worth a cut: a combine takes the time of some units."""
+    two_us = min(_tree_us(config, 2), kernel_us(problem, 2))
+    return _units(problem, config) > 1 + two_us / config.unit_us(problem, problem.cache.device)
+
+
 def may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
-    """Whether sequences may be long enough to be cut: a combine takes the time of some units."""
-    units, two_us = _units(problem, config), min(_tree_us(config, 2), kernel_us(problem, 2))
-    is_long = units > 1 + two_us / config.unit_us(problem, problem.cache.device)
-    return is_long and problem.num_kv_splits != 1 and problem.num_seqs * units <= _MAX_UNITS
+    """Whether sequences may be cut."""
+    is_allowed = problem.num_kv_splits != 1 and problem.num_seqs * _units(problem, config) <= _MAX_UNITS
+    return is_allowed and may_be_long(problem, config)
