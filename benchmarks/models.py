@@ -47,7 +47,9 @@ GROUPS = {
 }
 _BEHIND = 1.02  # a row is behind above this ratio
 _WORST = 10
-_HUNG_S = 120.0  # seconds after which a row counts as hanging: a compiling rival takes up to a minute
+# Seconds after which a row counts as hanging. Most rivals compile within a minute; FLA's scans take several on a fresh
+# machine, and need --hang.
+_HUNG_S = 120.0
 
 
 def module(kind: str) -> Any:
@@ -128,7 +130,11 @@ def _measure(row: Row) -> tuple[dict[str, float], str | None]:
 
 
 def measured(
-    rows: Iterable[Row], minutes: float, without: Collection[str], start: Callable[[Collection[str]], Executor]
+    rows: Iterable[Row],
+    minutes: float,
+    without: Collection[str],
+    start: Callable[[Collection[str]], Executor],
+    hang_s: float = _HUNG_S,
 ) -> Iterator[tuple[Row, dict[str, float]]]:
     """(row, {contender: microseconds}) until the minutes are over. `start` makes a process that leaves rivals out.
 
@@ -141,7 +147,7 @@ def measured(
             break
         pool = pool or start([*without, *(name for name, count in faults.items() if name and count > 1)])
         try:
-            times, faulty = pool.submit(_measure, row).result(_HUNG_S)
+            times, faulty = pool.submit(_measure, row).result(hang_s)
         except Exception as error:
             print(f"{row}: {installed.reason(error)}", file=sys.stderr, flush=True)
             times, faulty = {}, ""
@@ -169,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=24, help="most rows of each kind")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this time")
     parser.add_argument("--without", action="append", default=[], metavar="RIVAL", help="leave out, such as compile")
+    parser.add_argument("--hang", type=float, default=_HUNG_S, metavar="SECONDS", help="give a row up after this time")
     parser.add_argument("--out", type=Path, help="write every time to this file as JSON")
     asked = parser.parse_args(arguments)
     print(f"seed {asked.seed}", flush=True)
@@ -179,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def start(without: Collection[str]) -> Executor:
         return ProcessPoolExecutor(1, spawn, _start, (without,))
 
-    for row, times in measured(in_rounds(kinds, asked.rows, asked.seed), asked.minutes, asked.without, start):
+    drawn = in_rounds(kinds, asked.rows, asked.seed)
+    for row, times in measured(drawn, asked.minutes, asked.without, start, asked.hang):
         if len(times) > 1 and "pyops" in times:
             timed[row] = times
         print(f"{row} ({row.layer}): " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)
