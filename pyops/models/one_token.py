@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..ops.linear.skinny_linear import MAX_NORMALISED_BYTES
 from ..tuning import batch_invariant
 from .attention import Attention
 from .batch import Batch
@@ -33,7 +34,8 @@ def serves(decoder: Any, batch: Batch) -> bool:
         or config.residual_in_float32
     ):
         return False
-    return all(_adds(layer) for layer in decoder.layers)
+    fits = config.hidden_size * decoder.dtype.itemsize <= MAX_NORMALISED_BYTES
+    return fits and all(_adds(layer) for layer in decoder.layers)
 
 
 def _adds(layer: Layer) -> bool:

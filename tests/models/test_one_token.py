@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyops._core.system import device
-from pyops.models import Engine, SamplingParams, attention, experts, linear, load, one_token
+from pyops.models import Config, Engine, SamplingParams, attention, experts, linear, load, one_token, serving_kernels
 from tests.support.small_models import PROMPTS, folders, texts
 
 COUNT = 8
@@ -53,6 +53,18 @@ def test_biases_of_outputs(folder: Callable[[str], Path], steps: list[int]) -> N
     case, params = "deepseek v2, no rank of queries, the best experts, biases", SamplingParams(max_tokens=COUNT)
     assert Engine(load(folder(case)), max_num_seqs=1).generate(PROMPTS[:1], params) == texts(case, COUNT)[:1]
     assert not steps
+
+
+def test_rows_that_no_kernel_normalises() -> None:
+    """A projection has its normalised token in shared memory; longer ones have norms of their own."""
+    sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    limits = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}
+    for hidden_size, has_norms in ((8192, False), (8200, True)):
+        config = Config(
+            **sizes, num_key_value_heads=1, head_dim=64, hidden_size=hidden_size, max_position_embeddings=16
+        )
+        found = serving_kernels(config, device.model(), dtype="float32", **limits)
+        assert any(one.constants["NORMALISED"] for op, one in found if op.name == "skinny_linear") != has_norms
 
 
 def test_batch_invariance(folder: Callable[[str], Path], steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ _MAX_BATCH = 4  # vectors that a lane multiplies while it waits for the next one
 # 701 and 808; Qwen3-30B-A3B 2662, 2554, 2613 and 2939. Each block normalises its token; few blocks start late.
 _MIN_WARPS = 8
 _SPLITS = 1, 2, 4, 8  # warps that share a row of the weight
-_MAX_NORMALISED_BYTES = 32 << 10  # bytes of a normalised row in shared memory
+MAX_NORMALISED_BYTES = 32 << 10  # bytes of a normalised row in shared memory
 _RESIDENT = 1024, 512  # threads per SM that registers allow: for one row of the input, for several
 
 
@@ -192,8 +192,8 @@ def plan_skinny_linear(
     problem = check_linear(out, input, weight, bias, activation, constant_weight, norm_weight)
     if not problem.k:
         raise input.error(f"expected rows of at least one element, got shape {input.shape}")
-    if norm_weight is not None and problem.k * input.dtype.itemsize > _MAX_NORMALISED_BYTES:
-        raise input.error(f"expected rows of at most {_MAX_NORMALISED_BYTES} bytes with norm_weight, got {input.shape}")
+    if norm_weight is not None and problem.k * input.dtype.itemsize > MAX_NORMALISED_BYTES:
+        raise input.error(f"expected rows of at most {MAX_NORMALISED_BYTES} bytes with norm_weight, got {input.shape}")
     return tuning.config(problem.op, problem, problem.device, choose).launch(problem, has_epsilon=True)
 
 
