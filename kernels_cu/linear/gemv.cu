@@ -22,15 +22,9 @@
 
 constexpr int OUT_ROWS = GATED ? 2 : 1;  // rows of the weight for each column of out
 
-// The column of out that row i of the warp contributes to.
-DEVICE int64_t column_of(int i) {
-    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
-}
-
 // The row of the weight that is row i of the warp. Rows out of range are clamped; their results are not used.
 DEVICE int64_t weight_row(int i, int64_t output_size) {
-    const int64_t column = column_of(i) < output_size ? column_of(i) : output_size - 1;
-    return column + i % OUT_ROWS * output_size;
+    return loaded_column<OUT_ROWS>(i, output_size) + i % OUT_ROWS * output_size;
 }
 
 // The first chunk, before the previous kernel has ended: in `w` if the weight is constant, else in L2.
@@ -80,8 +74,7 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
     await_previous_kernel();
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int64_t first_token = int64_t(blockIdx.y) * TOKENS;
-    const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
-    const int num_rows = blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
+    const int num_rows = count_rows<OUT_ROWS>(output_size);
     if (num_rows == 0) return;
 
     const auto row = [&](int i) { return weight + weight_row(i, output_size) * weight_stride; };
@@ -100,7 +93,7 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
             for (int t = 0; t < TOKENS; ++t) gates[t] = acc[t];
             return;
         }
-        const int64_t column = column_of(i);
+        const int64_t column = column_of<OUT_ROWS>(i);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             if (lane == t && warp % SPLIT == 0 && column < output_size && first_token + t < num_tokens) {

@@ -32,11 +32,6 @@
 constexpr int OUT_ROWS = COMBINES ? TOP_K : GATED ? 2 : 1;
 constexpr int CHOICES = COMBINES ? TOP_K : 1;  // choices of the block
 
-// The column of out that row i of the warp contributes to.
-DEVICE int64_t column_of(int i) {
-    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
-}
-
 // The row of an expert's weight, or the element of its bias, for row i of the warp.
 DEVICE int64_t expert_row(int i, int64_t column, int64_t output_size) {
     if constexpr (COMBINES || GATED == 0) return column;
@@ -59,7 +54,7 @@ struct WeightRows {
 
     // The offset of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
     DEVICE int64_t offset(int i) const {
-        const int64_t column = column_of(i) < output_size ? column_of(i) : output_size - 1;
+        const int64_t column = loaded_column<OUT_ROWS>(i, output_size);
         const int64_t expert = experts[COMBINES ? i % OUT_ROWS : 0];
         return (expert < 0 ? 0 : expert) * expert_stride + expert_row(i, column, output_size) * weight_stride;
     }
@@ -105,20 +100,19 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
         }
         load_chunk(next, row(0), 0);
     }
-    const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
-    const int num_rows = blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
+    const int num_rows = count_rows<OUT_ROWS>(output_size);
     const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
     const auto token = [&](int i, int) {
         if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * TOP_K + i % OUT_ROWS) * input_stride;
         return input + int64_t(blockIdx.y / TOP_K) * input_stride;
     };
     const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
-        if (!HAS_ADDEND || !stores || column_of(i) >= output_size) return 0.0f;
-        return to_float(addend[blockIdx.y * addend_stride + column_of(i)]);
+        if (!HAS_ADDEND || !stores || column_of<OUT_ROWS>(i) >= output_size) return 0.0f;
+        return to_float(addend[blockIdx.y * addend_stride + column_of<OUT_ROWS>(i)]);
     };
     float kept = start(0);  // the gate, or the sum of the choices so far
     const auto done = [&](int i, const float (&acc)[TOKENS]) {
-        const int64_t column = column_of(i), expert = experts[COMBINES ? i % OUT_ROWS : 0];
+        const int64_t column = column_of<OUT_ROWS>(i), expert = experts[COMBINES ? i % OUT_ROWS : 0];
         if (!stores || column >= output_size) return;
         float x = acc[0];
         if (HAS_BIAS && expert >= 0) x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);

@@ -25,6 +25,25 @@ DEVICE int vector_of(int chunk, int b) {
 }
 DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
 
+// The column of out that row i of the warp contributes to: OUT_ROWS rows for each column. Blocks along x stride over the
+// columns together.
+template <int OUT_ROWS>
+DEVICE int64_t column_of(int i) {
+    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
+}
+// The same for loads: columns out of range are clamped to the last one.
+template <int OUT_ROWS>
+DEVICE int64_t loaded_column(int i, int64_t output_size) {
+    const int64_t column = column_of<OUT_ROWS>(i);
+    return column < output_size ? column : output_size - 1;
+}
+// The number of rows of each warp of the block.
+template <int OUT_ROWS>
+DEVICE int count_rows(int64_t output_size) {
+    const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
+    return blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
+}
+
 // Loads the thread's vectors of a chunk of a row. Vectors out of range are replaced by the first one, so that the loads
 // need no branch; their results are not used.
 DEVICE void load_chunk(vec_t (&w)[BATCH], const scalar_t* row, int chunk) {
