@@ -6,6 +6,7 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..ops.linear.grouped_blocks import Quants, limits_of_experts, of_rows
 from ..ops.linear.grouped_packed import grouped_gemm_packed
 from ..ops.linear.grouped_shape import Scales
 from ..ops.linear.quantized_experts import MX_BLOCK
+from ..ops.linear.skinny_experts import skinny_experts, skinny_experts_sum
 from ..ops.moe.align import moe_align
 from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
 from ..tuning import pinned_rows
@@ -32,15 +34,18 @@ __all__ = [
     "clamp_limit_of",
     "codes_of",
     "multiply_experts",
+    "multiply_experts_of_token",
     "scale_is_of_all",
     "sorted_choices",
+    "within",
 ]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
 # {argument of the GEMM ops: argument of `fused_experts` for the first GEMM}; "1" becomes "2" for the second GEMM
 _NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
-_NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
+_NAMES |= {"weight": "w1", "scale": "a1_scale", "top_k": "topk_ids"}
+_NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states")
 _SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # the fixed constants of "swigluoai"
 
 
@@ -123,8 +128,7 @@ def multiply_experts(
             else:
                 grouped_gemm_packed(out, x, w, scale, zeros, *rows, weights, bias, *options, codes)
         except OpError as error:
-            names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
-            raise error.within("fused_experts", names) from None
+            raise within(error, "fused_experts", _NAMES, number) from None
 
     if scale_is_of_all(config) and config.a2_scale is None:
         first[...] = 0  # rows of experts on other devices are not written, but the per-tensor absmax reads them
@@ -134,6 +138,40 @@ def multiply_experts(
     if limit is not None:
         silu_and_mul_with_clamp(between, first, limit)
     multiply(2, of_choices, between, of_w2, weights[1], 1, "none")
+
+
+def multiply_experts_of_token(
+    out: Tensor,
+    between: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    config: Any,
+    addend: Tensor | None = None,
+) -> None:
+    """Both GEMMs of one token with weights that are not quantised, and the sum of its choices and of `addend`.
+
+    The experts of one token share no rows, so nothing is sorted. Arguments are those of `multiply_experts`.
+
+    Raises:
+        OpError: the GEMM ops refuse the arguments; the error has the argument names of `fused_experts`.
+    """
+    number = 1
+    try:
+        skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation)
+        number = 2
+        skinny_experts_sum(out, between, w2, topk_ids, topk_weights, config.w2_bias, addend)
+    except OpError as error:
+        raise within(error, "fused_experts", _NAMES, number) from None
+
+
+def within(error: OpError, function: str, names: Mapping[str, str], number: int) -> OpError:
+    """The error of a GEMM op for `function`. `names` are {argument of the op: argument for the first GEMM}; "1" becomes
+    the number of the GEMM."""
+    return error.within(function, {op: name.replace("1", str(number)) for op, name in names.items()})
 
 
 def sorted_choices(

@@ -2,7 +2,8 @@
 
 A call with 16-bit weights is four launches: `moe_align`, which sorts rows by expert; a grouped GEMM with the activation
 in its epilogue; a grouped GEMM that multiplies by the router weights; and the sum. Inputs are not permuted, and gate
-and up are not written to global memory. A clamped activation takes one more launch.
+and up are not written to global memory. A clamped activation takes one more launch. One token takes two: its experts
+share no rows, so nothing is sorted, and the second GEMM adds the choices.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .._core.errors import OpError
 from .._core.tensors.tensor import new
 from ..ops.linear.grouped_problem import ACTIVATIONS
-from ..ops.linear.skinny_experts import skinny_experts, skinny_experts_sum
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from ..ops.moe.rows import moe_sum_experts
 from ..tuning import batch_invariant
-from .expert_products import clamp_limit_of, codes_of, multiply_experts
+from .expert_products import clamp_limit_of, codes_of, multiply_experts, multiply_experts_of_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,8 @@ def experts_into(
     between = new(out, (num_rows, intermediate_size))
     is_plain = config.quant_dtype is None and codes_of(config) is None and not limited and a1_scale is None
     if num_tokens == 1 and is_plain and expert_map is None and not (apply_router_weight_on_input or batch_invariant()):
-        _of_one_token(out, between, hidden_states, w1, w2, topk_weights, topk_ids, activation, config, addend)
+        experts = w1, w2, topk_weights, topk_ids
+        multiply_experts_of_token(out, between, hidden_states, *experts, activation, config, addend)
         return
     first = new(out, (num_rows, 2 * intermediate_size)) if limited else between
     of_choices = new(out, (num_rows, hidden_size))
@@ -175,31 +176,6 @@ def experts_into(
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
     if addend is not None:
         out += addend
-
-
-def _of_one_token(
-    out: Tensor,
-    between: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    config: FusedMoEQuantConfig,
-    addend: Tensor | None,
-) -> None:
-    """`experts_into` for one token: its experts share no rows, so two launches do without a sort."""
-    try:
-        skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation)
-    except OpError as error:
-        names = {"input": "hidden_states", "weight": "w1", "bias": "w1_bias", "out": "hidden_states"}
-        raise error.within("fused_experts", names) from None
-    try:
-        skinny_experts_sum(out, between, w2, topk_ids, topk_weights, config.w2_bias, addend)
-    except OpError as error:
-        names = {"input": "hidden_states", "weight": "w2", "bias": "w2_bias", "out": "hidden_states"}
-        raise error.within("fused_experts", names) from None
 
 
 def _check(

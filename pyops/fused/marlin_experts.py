@@ -13,7 +13,7 @@ from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
 from ..ops.linear.packed_grouped_engines import block_size_of_packed
 from ..ops.moe.rows import moe_sum_experts
 from ..ops.quantize import scaled_fp8_quant, scaled_int8_quant
-from .expert_products import sorted_choices
+from .expert_products import sorted_choices, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,8 +165,7 @@ def fused_marlin_moe(
             given: list[Any] = [bias, scales, a_scales, *others, workspace, *routing, quant_type_id, *sizes, is_k_full]
             moe_wna16_marlin_gemm(x, c, weight, *given)
         except OpError as error:
-            names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
-            raise error.within("fused_marlin_moe", names) from None
+            raise within(error, "fused_marlin_moe", _NAMES, number) from None
         return c
 
     of_w1 = bias1, w1_scale, input_global_scale1, global_scale1, w1_zeros, g_idx1, sort_indices1

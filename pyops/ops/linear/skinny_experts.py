@@ -151,8 +151,8 @@ def skinny_experts(
 
     ``out[t * top_k + j] = f(input[t] @ weight[e].T + bias[e])`` with e ``topk_ids[t, j]``. It is meant for the decode
     step of one sequence: choices need not be sorted, and each reads the weight of its expert; with more tokens, which
-    share experts, `grouped_gemm` is faster. Sums are in float32 and rounded once. Rows of experts that do not exist are
-    zeros.
+    share experts, `grouped_gemm` is faster. Accumulation is in float32, rounded once. Rows of experts that do not exist
+    are zeros.
 
     Args:
         out: [num_tokens * top_k, N], written; constant row stride.
