@@ -43,7 +43,7 @@ DEVICE int token_of(int lane) { return ON_MATRIX_CORES ? lane % 16 : lane / 4; }
 DEVICE int column_of(int lane) { return ON_MATRIX_CORES ? matrix_row(lane) : lane / 4; }
 
 struct Fragment {
-    uint32_t rows[OPERAND_ROWS][RUN_WORDS];
+    alignas(16) uint32_t rows[OPERAND_ROWS][RUN_WORDS];
 
     // Loads RUN elements of a row from `column` on; those from `size` on are zeros, as is a row that does not exist.
     template <int VEC, typename T>
@@ -51,13 +51,17 @@ struct Fragment {
         constexpr int ACCESS = VEC < RUN ? VEC : RUN;
 #pragma unroll
         for (int j = 0; j < RUN; j += ACCESS) {
-            float x[ACCESS] = {};
-            Vec<T, ACCESS> given = Vec<T, ACCESS>::from_floats(x);
-            if (exists && column + j < size) given = Vec<T, ACCESS>::load(row + column + j);
+            const bool loads = exists && column + j < size;
             if constexpr (is_same<T, scalar_t>) {
-#pragma unroll
-                for (int k = 0; k < ACCESS; ++k) reinterpret_cast<scalar_t*>(rows[i])[j + k] = given.data[k];
+                // Words, not elements: a load would wait until the elements of the one before are unpacked.
+                using word_t = typename word_of<ACCESS* int(sizeof(T))>::type;
+                word_t& words = *reinterpret_cast<word_t*>(reinterpret_cast<T*>(rows[i]) + j);
+                words = word_t{};
+                if (loads) words = *reinterpret_cast<const word_t*>(row + column + j);
             } else {
+                float x[ACCESS] = {};
+                Vec<T, ACCESS> given = Vec<T, ACCESS>::from_floats(x);
+                if (loads) given = Vec<T, ACCESS>::load(row + column + j);
                 given.to_floats(x);
 #pragma unroll
                 for (int k = 0; k < ACCESS; ++k) {
