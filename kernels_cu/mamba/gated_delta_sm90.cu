@@ -27,6 +27,8 @@
 //     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE and, without OUTPUTS, KEY_SIZE
 //     OUTPUTS        whether the launch writes o and final_state, or what segments do to the state
 //     STAGES         tiles in shared memory
+//     STATE_V_FIRST  states are [VALUE_SIZE, KEY_SIZE], else the other order
+//     STATE_ACCESS   elements of a state in one memory access: 1, or 2 where keys are adjacent
 
 #include "gated_delta_norm.cuh"
 #include "gated_delta_sm90_tiles.cuh"
@@ -39,8 +41,10 @@ constexpr int TOKEN_STEPS = TOKENS / 16;
 // Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal
 // share.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int ROW_STRIDE = STATE_V_FIRST ? KEY_SIZE : 1, COLUMN_STRIDE = STATE_V_FIRST ? 1 : VALUE_SIZE;  // of a state
 constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTES);  // without OUTPUTS, no weights
 static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
+static_assert(STATE_ACCESS == 1 || STATE_V_FIRST);
 
 struct alignas(1024) Stage {
     uint8_t rows[PANELS][2][TILE_BYTES];  // keys, then queries
@@ -59,6 +63,19 @@ DEVICE void scale_rows(const tile_t& tile, uint64_t rows) {
     }
 }
 
+// Two elements of a state, in adjacent columns.
+DEVICE Vec<float, 2> load_two(const initial_t* from) {
+    Vec<float, 2> two;
+    if constexpr (STATE_ACCESS == 2) Vec<initial_t, 2>::load(from).to_floats(two.data);
+    else two.data[0] = to_float(from[0]), two.data[1] = to_float(from[COLUMN_STRIDE]);
+    return two;
+}
+
+DEVICE void store_two(state_t* to, const float (&two)[2]) {
+    if constexpr (STATE_ACCESS == 2) Vec<state_t, 2>::from_floats(two).store(to);
+    else to[0] = from_float<state_t>(two[0]), to[COLUMN_STRIDE] = from_float<state_t>(two[1]);
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SIZE]
                  state_t* final_state,     // [num_seqs, value_heads, VALUE_SIZE, KEY_SIZE], or the last two in
@@ -73,8 +90,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                  const scalar_t* v,               // [num_tokens, value_heads, VALUE_SIZE]
                  const starts_t* cu_seqlens,      // [num_seqs + 1]
                  int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key, int64_t segments,
-                 int64_t o_stride, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t state_stride,
-                 int64_t state_row_stride, int64_t state_column_stride) {
+                 int64_t o_stride, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t state_stride) {
     extern __shared__ __align__(1024) uint8_t memory[];
     Stage* const stages = reinterpret_cast<Stage*>(memory);
     __shared__ uint64_t barriers[2 * STAGES];
@@ -157,34 +173,42 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     if constexpr (WARPGROUPS > 1) warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4, t = lane % 4;
     float s[KEY_SIZE / 2];
-    const int own_row = first_row + warpgroup * 64 + quarter * 16 + lane / 4;  // the lane also holds row + 8
-    // Calls visit(i, row, column) for each pair of accumulators of the lane: i and i + 1, in adjacent columns.
+    const int own_row = first_row + warpgroup * 64 + quarter * 16 + lane / 4, own_column = 2 * t;
+    // Calls visit(i, row, column) for each pair of accumulators of the lane: i and i + 1, in adjacent columns. Rows and
+    // columns count from the lane's own.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < KEY_SIZE / 2; i += 2) visit(i, own_row + i / 2 % 2 * 8, i / 4 * 8 + 2 * t);
+        for (int i = 0; i < KEY_SIZE / 2; i += 2) visit(i, i / 2 % 2 * 8, i / 4 * 8);
     };
-    const auto state_at = [&](int64_t row, int64_t column) {
-        return seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride +
-               column * state_column_stride;
+    const int64_t own_of_state =
+        seq * state_stride + head * (VALUE_SIZE * KEY_SIZE) + own_row * ROW_STRIDE + own_column * COLUMN_STRIDE;
+    // The lane's own elements of what segment `of` adds.
+    const auto added_at = [&](int of) {
+        return added + ((chain * (segments - 1) + of) * VALUE_SIZE + own_row) * KEY_SIZE + own_column;
     };
-    // Elements (row, column) and the next of what segment `of` adds.
-    const auto added_at = [&](int of, int row, int column) {
-        return added + ((chain * (segments - 1) + of) * VALUE_SIZE + row) * KEY_SIZE + column;
-    };
-    each_of_state([&](int i, int row, int column) {
-        if (is_transition) {
-            s[i] = row == column;
-            s[i + 1] = row == column + 1;
-        } else if (segment == 0) {
-            s[i] = initial_state ? to_float(initial_state[state_at(row, column)]) : 0.0f;
-            s[i + 1] = initial_state ? to_float(initial_state[state_at(row, column + 1)]) : 0.0f;
-        } else {
-            const auto two =
-                OUTPUTS ? Vec<float, 2>::load(added_at(segment - 1, row, column)) : Vec<float, 2>::full(0.0f);
+    // A branch for each pair would keep loads of others from being in flight.
+    const auto load_state = [&](auto load) {
+        each_of_state([&](int i, int row, int column) {
+            const Vec<float, 2> two = load(row, column);
             s[i] = two[0];
             s[i + 1] = two[1];
-        }
-    });
+        });
+    };
+    if (is_transition) {
+        const int diagonal = own_row - own_column;
+        load_state([&](int row, int column) {
+            const float two[2] = {float(diagonal + row == column), float(diagonal + row == column + 1)};
+            return Vec<float, 2>::from_floats(two);
+        });
+    } else if (segment == 0 && initial_state) {
+        const initial_t* const from = initial_state + own_of_state;
+        load_state([&](int row, int column) { return load_two(from + row * ROW_STRIDE + column * COLUMN_STRIDE); });
+    } else if (OUTPUTS && segment > 0) {
+        const float* const from = added_at(segment - 1);
+        load_state([&](int row, int column) { return Vec<float, 2>::load(from + row * KEY_SIZE + column); });
+    } else {
+        load_state([&](int row, int column) { return Vec<float, 2>::full(0.0f); });
+    }
 
     // The lane stores 8 elements of every sixteenth token.
     scalar_t* const own_outputs =
@@ -308,20 +332,25 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         sync_warp();  // all lanes have read the outputs
         ring.release(ring.stage);
     }
-    each_of_state([&](int i, int row, int column) {
-        const float two[2] = {s[i], s[i + 1]};
-        if constexpr (OUTPUTS) {
-            if (!final_state || segment != segments - 1) return;
-            for (int j = 0; j < 2; ++j) final_state[state_at(row, column + j)] = from_float<state_t>(two[j]);
-        } else if (is_transition) {
-            Transition& to = transitions[chain * (segments - 2) + segment - 1];
+    if constexpr (OUTPUTS) {
+        if (!final_state || segment != segments - 1) return;
+        state_t* const to = final_state + own_of_state;
+        each_of_state([&](int i, int row, int column) {
+            store_two(to + row * ROW_STRIDE + column * COLUMN_STRIDE, {s[i], s[i + 1]});
+        });
+    } else if (is_transition) {
+        Transition& to = transitions[chain * (segments - 2) + segment - 1];
+        each_of_state([&](int i, int row, int column) {
             float rest[2];
-            const uint32_t rounded = pack_pair<bf16_t>(two[0], two[1]);
+            const uint32_t rounded = pack_pair<bf16_t>(s[i], s[i + 1]);
             unpack_pair<bf16_t>(rounded, rest[0], rest[1]);
-            *to.pair_at(0, row, column) = rounded;
-            *to.pair_at(1, row, column) = pack_pair<bf16_t>(two[0] - rest[0], two[1] - rest[1]);
-        } else {
-            Vec<float, 2>::from_floats(two).store(added_at(segment, row, column));
-        }
-    });
+            *to.pair_at(0, own_row + row, own_column + column) = rounded;
+            *to.pair_at(1, own_row + row, own_column + column) = pack_pair<bf16_t>(s[i] - rest[0], s[i + 1] - rest[1]);
+        });
+    } else {
+        float* const to = added_at(segment);
+        each_of_state([&](int i, int row, int column) {
+            Vec<float, 2>::from_floats({s[i], s[i + 1]}).store(to + row * KEY_SIZE + column);
+        });
+    }
 }

@@ -139,12 +139,19 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     )
     chains, segments = problem.num_seqs * value_heads, config.segments
     state_bytes = 4 * value_size * key_size
+    v_first, slot_stride = problem.tokens.state_v_first, arguments_of(problem, _walk)["state_stride"]
+    in_pairs = slot_stride % 2 == 0 and all(arg.alignment >= 2 * arg.dtype.itemsize for arg in problem.states)
     added = Scratch(chains * (segments - 1) * state_bytes)
     transitions = Scratch(chains * max(0, segments - 2) * _transition_bytes(key_size))
 
     def walk(blocks: int, rows: int, outputs: bool) -> Launch:
         kernel = _walk.for_arch(arch)(
-            **{name: constants[name] for name in _OF_WALK}, ROWS=rows, STAGES=_STAGES, OUTPUTS=outputs
+            **{name: constants[name] for name in _OF_WALK},
+            ROWS=rows,
+            STAGES=_STAGES,
+            OUTPUTS=outputs,
+            STATE_V_FIRST=v_first,
+            STATE_ACCESS=2 if v_first and in_pairs else 1,
         )
         arguments = arguments_of(problem, _walk) | {"segments": segments, "prepared": prepared}
         arguments |= {"added": added if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
