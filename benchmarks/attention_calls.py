@@ -12,10 +12,15 @@ from pyops.ops.attention.prefill_problem import MAX_FEW_TOKENS
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 LATENT, ROPE, DS_MLA_BYTES = 512, 64, 656
+INDEXER_HEAD = 128  # elements of a head, and of a key, of sparse attention's indexer
 
 
 def randn(*shape: int) -> Any:
     return torch.randn(*shape).to(torch.bfloat16)
+
+
+def _e4m3(*shape: int) -> Any:
+    return randn(*shape).to(torch.float8_e4m3fn)
 
 
 def _ints(values: Sequence[int]) -> Any:
@@ -133,4 +138,36 @@ def _latent(cache: str, num_rows: int, num_heads: int, num_pages: int, page: int
         "kv_c_and_k_pe_cache": entries,
         "scale": (LATENT + ROPE) ** -0.5,
         "num_kv_splits": 0,
+    }
+
+
+def indexer_pages(lengths: Sequence[int], num_heads: int, new: int, page: int) -> dict[str, Any]:
+    """The arguments of `fp8_paged_mqa_logits` for the last `new` tokens of sequences of these lengths."""
+    tables, num_pages = _tables(lengths, page)
+    keys = _e4m3(num_pages, page, INDEXER_HEAD).view(torch.uint8).flatten(1)
+    scales = (torch.rand(num_pages, page) + 0.5).view(torch.uint8)
+    num_rows, columns = len(lengths) * new, max(lengths)
+    return {
+        "logits": torch.zeros(num_rows, columns),
+        "q": _e4m3(len(lengths), new, num_heads, INDEXER_HEAD),
+        "kv_cache": torch.cat((keys, scales), 1).view(num_pages, page, INDEXER_HEAD + 4),
+        "weights": torch.randn(num_rows, num_heads),
+        "context_lens": _ints(lengths)[:, None] - torch.arange(new - 1, -1, -1, dtype=torch.int32),
+        "block_tables": tables,
+        "clean_logits": False,
+    }
+
+
+def indexer_rows(num_tokens: int, num_keys: int, num_heads: int) -> dict[str, Any]:
+    """The arguments of `fp8_mqa_logits` for the last tokens of a prompt."""
+    return {
+        "logits": torch.zeros(num_tokens, num_keys),
+        "q": _e4m3(num_tokens, num_heads, INDEXER_HEAD),
+        "k": _e4m3(num_keys, INDEXER_HEAD),
+        "k_scales": torch.rand(num_keys) + 0.5,
+        "weights": torch.randn(num_tokens, num_heads),
+        "cu_seqlen_ks": torch.zeros(num_tokens, dtype=torch.int32),
+        "cu_seqlen_ke": torch.arange(num_keys - num_tokens + 1, num_keys + 1, dtype=torch.int32),
+        "clean_logits": False,
+        "compressed": False,
     }

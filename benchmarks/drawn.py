@@ -46,11 +46,18 @@ def log_uniform(generator: random.Random, most: int, least: int = 1) -> int:
     return round(math.exp(generator.uniform(math.log(least), math.log(most))))
 
 
-def agreeing(row: Row, contenders: Contenders, call: dict[str, Any], out: str, allowed: float) -> Contenders:
+def agreeing(
+    row: object,
+    contenders: Contenders,
+    call: dict[str, Any],
+    out: str,
+    allowed: float,
+    compared: Callable[[torch.Tensor], torch.Tensor] = lambda result: result,
+) -> Contenders:
     """pyops, and the rivals that compute the same from copies of the arguments `call`; others are reported.
 
     A rival's call returns its result or writes the argument `out`. `allowed` is the largest difference from pyops in
-    the 2-norm, relative to that of the result.
+    the 2-norm, relative to that of the result; `compared` makes what is compared from a result.
     """
     found: Contenders = {}
     expected = None
@@ -61,7 +68,7 @@ def agreeing(row: Row, contenders: Contenders, call: dict[str, Any], out: str, a
         try:
             result = build(copies)()
             returned = isinstance(result, torch.Tensor) and name != "pyops"
-            actual = (result if returned else copies[out]).reshape(call[out].shape)
+            actual = compared((result if returned else copies[out]).reshape(call[out].shape))
             expected = actual if expected is None else expected
             _, relative = difference(actual, expected)
             if not relative <= allowed:

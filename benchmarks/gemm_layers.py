@@ -166,7 +166,10 @@ def _apart(out: Any, a: Any, b: Any) -> Call:
 def measure(row: Row) -> dict[str, float]:
     """{contender: microseconds}."""
     sets = [operands(row) for _ in range(products.num_sets(num_bytes(row)))]
-    return products.in_turn(str(row), contenders(row.kind), sets)
+    found = contenders(row.kind)
+    if row.kind not in packed_products.KINDS:
+        found = products.agreeing(row, found, sets[0])
+    return products.in_turn(str(row), found, sets)
 
 
 def num_bytes(row: Row) -> int:

@@ -54,6 +54,14 @@ def module(name: str) -> Any:
     return module
 
 
+def deep_gemm() -> Any:
+    """DeepGEMM: the package, or the one in vLLM's wheel. nvcc compiles its kernels when they are first called."""
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        if not isinstance(found := _import(name), Exception):
+            return found
+    return module("deep_gemm")
+
+
 def libraries() -> str:
     """vLLM's shared objects in load order, for machines where the package cannot be imported."""
     return os.environ.get("PYOPS_VLLM_LIBRARIES", "")

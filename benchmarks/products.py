@@ -1,14 +1,14 @@
-"""Time GEMMs of language models against cuBLAS and vLLM; contenders alternate within one process.
+"""Time GEMMs of language models against cuBLAS, vLLM and DeepGEMM; contenders alternate within one process.
 
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 
 A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 with per-row scales, fp8 to float16 (half) and fp8 with
-block scales (blocks), by `cutlass_scaled_mm`; 4-bit weights in groups of 128 rows: w4 by `marlin_gemm`, awq and gptq by
-their ops, w4a8 by `cutlass_w4a8_mm`; w8, e4m3 weights with 16-bit activations, by `marlin_gemm`; allspark, 8-bit
-weights, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with e4m3 activations; gptq2 and gptq3, 2 and 3 bits; gidx,
-GPTQ with act order; sparse, 2:4 weights, by `gptq_marlin_24_gemm`; hqq, by `marlin_gemm` with float zero points;
-w4a8half, w4a8 to float16.
+block scales (blocks), by `cutlass_scaled_mm`; rivals of these are timed if they compute the same. 4-bit weights in
+groups of 128 rows: w4 by `marlin_gemm`, awq and gptq by their ops, w4a8 by `cutlass_w4a8_mm`; w8, e4m3 weights with
+16-bit activations, by `marlin_gemm`; allspark, 8-bit weights, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with
+e4m3 activations; gptq2 and gptq3, 2 and 3 bits; gidx, GPTQ with act order; sparse, 2:4 weights, by
+`gptq_marlin_24_gemm`; hqq, by `marlin_gemm` with float zero points; w4a8half, w4a8 to float16.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 
 import pyops
 
-from . import packed_products
-from .installed import check_gpu, libraries, load_vllm, reason
+from . import drawn, packed_products
+from .installed import check_gpu, deep_gemm, libraries, load_vllm, reason
 from .timing import QUICK, Call, gpu_us
 
 ROWS = (
@@ -39,6 +39,7 @@ _BLOCK = 128  # side of a scale block, along K and N
 _COLD = 200 << 20  # bytes of operands over which calls rotate, several times L2
 _MAX_SETS = 256  # most sets of operands
 _TURNS = 3
+_ALLOWED = 0.02  # largest difference of a rival in the 2-norm: sums of fp8 MMAs are rounded in several ways
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
@@ -85,9 +86,30 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     }
     if hasattr(torch.ops._C, "cutlass_scaled_mm"):
         found["vLLM"] = lambda *args: partial(torch.ops._C.cutlass_scaled_mm, *args, None)
+    if kind == "blocks":
+        found["DeepGEMM"] = _deep_gemm
     if kind != "int8":
         found["cuBLAS"] = lambda out, *args: partial(torch._scaled_mm, *args, out_dtype=out.dtype)
     return found
+
+
+def _deep_gemm(out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any) -> Call:
+    """DeepGEMM's product, with the scales of rows in the layout that vLLM's quantization writes for it."""
+    library = deep_gemm()
+    operands = (a, library.get_mn_major_tma_aligned_tensor(a_scales)), (b.t(), b_scales.t())
+    return partial(library.fp8_gemm_nt, *operands, out, disable_ue8m0_cast=True)
+
+
+def agreeing(row: object, contenders: dict[str, Callable[..., Call]], operands: tuple[Any, ...]) -> drawn.Contenders:
+    """pyops, and the contenders that compute the same; the first operand is the result."""
+    named: drawn.Contenders = {name: partial(_of_values, build) for name, build in contenders.items()}
+    call = {f"operand {i}": value for i, value in enumerate(operands)}
+    found = drawn.agreeing(row, named, call, "operand 0", _ALLOWED)
+    return {name: contenders[name] for name in found}
+
+
+def _of_values(build: Callable[..., Call], call: dict[str, Any]) -> Call:
+    return build(*call.values())
 
 
 def measure(row: str) -> dict[str, float]:
@@ -95,7 +117,8 @@ def measure(row: str) -> dict[str, float]:
     kind, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
     sets = [operands(kind, m, n, k) for _ in range(num_sets(num_bytes(kind, m, n, k)))]
-    return in_turn(row, contenders(kind), sets)
+    found = contenders(kind)
+    return in_turn(row, found if kind in packed_products.KINDS else agreeing(row, found, sets[0]), sets)
 
 
 def num_bytes(kind: str, m: int, n: int, k: int) -> int:

@@ -14,7 +14,18 @@ import pytest
 import torch
 
 import pyops
-from benchmarks import attention, attention_batches, drawn, installed, models, rivals, row_layers, scan_layers
+from benchmarks import (
+    attention,
+    attention_batches,
+    drawn,
+    indexer,
+    installed,
+    models,
+    products,
+    rivals,
+    row_layers,
+    scan_layers,
+)
 from benchmarks.accuracy import Check
 from benchmarks.attention_batches import Heads
 from benchmarks.installed import Unavailable
@@ -367,6 +378,105 @@ def test_sparse_flash_mla_computes_the_same(cache: str, libraries: None) -> None
     with cpu("reference"):
         contenders["pyops"](call)()
     torch.testing.assert_close(theirs.view_as(call["out"]), call["out"], rtol=0.02, atol=0.01)
+
+
+def indexer_logits(q: Any, keys: Any, scales: Any, weights: Any) -> Any:
+    """[rows, keys] of queries [rows, heads, size]."""
+    products = torch.einsum("rhd,nd->rhn", q.float(), keys.float()).relu()
+    return torch.einsum("rh,rhn->rn", weights, products) * scales
+
+
+class DeepGemm:
+    """DeepGEMM: logits of whole pages, where a row has none, too."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def get_num_sms(self) -> int:
+        return 132
+
+    def get_paged_mqa_logits_metadata(self, lengths: Any, page: int, num_sms: int) -> Any:
+        assert lengths.ndim == 2
+        return torch.tensor([page, num_sms])
+
+    def fp8_paged_mqa_logits(
+        self, q: Any, cache: Any, weights: Any, lengths: Any, tables: Any, schedule: Any, columns: int, clean: bool
+    ) -> Any:
+        assert schedule.tolist() == [64, 132]
+        assert (cache.ndim, cache.shape[1:], clean) == (4, (64, 1, 132), False)
+        found = torch.full((len(weights), columns), torch.nan)
+        for s, length in enumerate(lengths.amax(1).tolist()):
+            pages = cache[tables[s].long()].flatten(1)
+            keys = pages[:, : 64 * 128].contiguous().view(torch.float8_e4m3fn).view(-1, 128)[:length]
+            scales = pages[:, 64 * 128 :].contiguous().view(torch.float32).flatten()[:length]
+            rows = slice(s * q.shape[1], (s + 1) * q.shape[1])
+            found[rows, :length] = indexer_logits(q[s], keys, scales, weights[rows]) * self.factor
+        return found
+
+    def fp8_mqa_logits(self, q: Any, kv: Any, weights: Any, starts: Any, ends: Any, clean_logits: bool) -> Any:
+        assert (starts == 0).all()
+        assert not clean_logits
+        return indexer_logits(q, *kv, weights) * self.factor
+
+
+@pytest.mark.parametrize("row", ["decode:3x1-200:4:2", "decode:2x70:32", "prompt:5x100:4"])
+def test_rivals_of_the_indexer_compute_the_same(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "TOP_K", 20)
+    of_vllm = {name: getattr(pyops, name) for name in ("top_k_per_row_decode", "top_k_per_row_prefill")}
+
+    def persistent(logits: Any, lengths: Any, indices: Any, workspace: Any, k: int, longest: int) -> None:
+        assert (workspace.nbytes, longest) == (2**20, lengths.max())
+        strides = logits.stride()
+        pyops.top_k_per_row_decode(logits, lengths.shape[1], lengths, indices, len(indices), *strides, k)
+
+    monkeypatch.setattr(indexer, "vllm_op", lambda _, name: (of_vllm | {"persistent_topk": persistent})[name])
+    kind, call = indexer.operands(row, seed=1)
+    rivals_of = {"logits": {"DeepGEMM"}, "top-k": {"vLLM"}, "both": {"DeepGEMM + vLLM"}}
+    if kind == "decode":
+        rivals_of["top-k"] |= {"vLLM, persistent"}
+        rivals_of["both"] |= {"DeepGEMM + vLLM, persistent"}
+    with cpu("reference"):
+        indexer._ours(call)()
+        for factor in (1.0, 1.02):
+            monkeypatch.setattr(indexer, "deep_gemm", partial(DeepGemm, factor))
+            for stage, names in rivals_of.items():
+                # The order of logits that are all 2 % larger is the same.
+                right = {"pyops", *(names if stage != "logits" or factor == 1.0 else ())}
+                assert set(indexer.agreeing(row, kind, stage, call)) == right
+        of_vllm |= dict.fromkeys(of_vllm, lambda *args: None)
+        assert "vLLM" not in indexer.agreeing(row, kind, "top-k", call)
+
+
+def test_products_that_differ_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepGEMM is given rows of b, and scales in its own layout; it is named if it computes something else."""
+    (a, a_scales), (b, b_scales) = (products._in_blocks(torch.randn(n, 256), min(n, 128)) for n in (1, 128))
+    out = torch.zeros(1, 128, dtype=torch.bfloat16)
+    scales = torch.repeat_interleave
+
+    def gemm(left: Any, right: Any, out: Any, factor: float, disable_ue8m0_cast: bool) -> None:
+        wide = [scales(x[1], 128, 1) * x[0].float() for x in (left, (right[0], scales(right[1], 128, 0)))]
+        out.copy_(wide[0] @ wide[1].T * factor)
+
+    def library(factor: float) -> Any:
+        aligned = lambda x: x.t().contiguous().t()  # noqa: E731
+        return SimpleNamespace(fp8_gemm_nt=partial(gemm, factor=factor), get_mn_major_tma_aligned_tensor=aligned)
+
+    operands = out, a, b.t(), a_scales, b_scales.t()
+    ours = lambda *args: partial(pyops.cutlass_scaled_mm, *args, None)  # noqa: E731
+    for factor, found in ((1.0, {"pyops", "DeepGEMM"}), (1.1, {"pyops"})):
+        with cpu("reference"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(products, "deep_gemm", partial(library, factor))
+            contenders = {"pyops": ours, "DeepGEMM": products._deep_gemm}
+            assert set(products.agreeing("row", contenders, operands)) == found
+    assert "row: DeepGEMM: differs from pyops" in capsys.readouterr().err
+
+
+def test_deep_gemm_is_named_if_it_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    _, call = indexer.operands("prompt:2x9:4", seed=1)
+    with cpu("reference"):
+        indexer._ours(call)()
+        assert set(indexer.agreeing("prompt", "prompt", "logits", call)) == {"pyops"}
+    assert "DeepGEMM: import deep_gemm: ModuleNotFoundError: No module named 'deep_gemm'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
