@@ -119,8 +119,9 @@ mqa_logits(float* logits,                 // [num_rows, columns]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const Key key = keys.at(first + warp * WARP_KEYS + i * 8 + g);
+            const float of_key = key.load_scale();
             if (i == t) {
-                scale = key.scale;
+                scale = of_key;
                 exists = key.values != nullptr;
             }
 #pragma unroll

@@ -40,10 +40,12 @@ struct LogitRows {
     }
 };
 
-// The key of a position: HEAD_SIZE fp8 values. `values` is null if the key does not exist.
+// The key of a position: HEAD_SIZE fp8 values, and a float. Both are null if the key does not exist.
 struct Key {
     const fp8_e4m3_t* values;
-    float scale;
+    const uint8_t* scale;
+
+    DEVICE float load_scale() const { return scale ? load_float<PAGED ? SCALE_ACCESS : 4>(scale) : 0.0f; }
 };
 
 struct Keys {
@@ -53,17 +55,19 @@ struct Keys {
     const table_t* blocks;  // [max_blocks], the row of the sequence, if PAGED
     int64_t num_keys, key_stride, num_blocks, block_stride, table_step;
 
-    DEVICE Key at(int n) const {
-        if (n >= num_keys) return {nullptr, 0.0f};
-        if constexpr (PAGED) {
-            const int64_t block = blocks[n / BLOCK_SIZE * table_step];
-            if (block < 0 || block >= num_blocks) return {nullptr, 0.0f};
-            const uint8_t* const from = cache + block * block_stride;
-            const int slot = n % BLOCK_SIZE;
-            return {reinterpret_cast<const fp8_e4m3_t*>(from + slot * HEAD_SIZE),
-                    load_float<SCALE_ACCESS>(from + BLOCK_SIZE * HEAD_SIZE + slot * 4)};
-        } else {
-            return {k + n * key_stride, k_scales[n]};
-        }
+    // The block of a position, or -1 if the key does not exist; 0 unless PAGED.
+    DEVICE int64_t block_of(int n) const {
+        if (n >= num_keys) return -1;
+        if constexpr (!PAGED) return 0;
+        const int64_t block = blocks[n / BLOCK_SIZE * table_step];
+        return block < num_blocks ? block : -1;
+    }
+    DEVICE Key at(int n) const { return in_block(block_of(n), n); }
+    DEVICE Key in_block(int64_t block, int n) const {
+        if (block < 0) return {nullptr, nullptr};
+        if constexpr (!PAGED) return {k + n * key_stride, reinterpret_cast<const uint8_t*>(k_scales + n)};
+        const uint8_t* const from = cache + block * block_stride;
+        const int slot = n % BLOCK_SIZE;
+        return {reinterpret_cast<const fp8_e4m3_t*>(from + slot * HEAD_SIZE), from + BLOCK_SIZE * HEAD_SIZE + slot * 4};
     }
 };

@@ -36,6 +36,7 @@ mqa_logits_simt(float* logits,                 // [num_rows, columns]
     const int positions = int(CLEAN ? max(columns, num_keys) : num_keys);
     for (int n = blockIdx.y * WARPS + warp; n < positions; n += gridDim.y * WARPS) {
         const Key key = keys.at(n);
+        const float scale = key.load_scale();
         float x[LANE_ELEMENTS];
 #pragma unroll
         for (int i = 0; i < LANE_ELEMENTS; ++i) {
@@ -59,7 +60,7 @@ mqa_logits_simt(float* logits,                 // [num_rows, columns]
                 total = fmaf(weights[row * weights_stride + head], fmaxf(sum, 0.0f), total);
             }
             if (lane == 0) {
-                rows.write(logits + row * logits_stride, of_row, n, key.values ? key.scale * total : minus_infinity());
+                rows.write(logits + row * logits_stride, of_row, n, key.values ? scale * total : minus_infinity());
             }
         }
     }

@@ -137,8 +137,7 @@ def plan_fp8_mqa_logits(
     check.sizes(logits, num_tokens=num_tokens, columns=None if compressed else num_keys)
     if compressed and clean_logits:
         raise check.refuse(logits, "clean_logits", "expected False for compressed logits, got True")
-    tiles = -(-num_keys // TILE)
-    rows = num_tokens * tiles // blocks_in_flight(q)
+    rows = num_tokens * -(-num_keys // TILE) // blocks_in_flight(q)
     group_rows = max(1, min(rows, _MAX_GROUP))
     stride = k.strides[0]
     return launch(
@@ -146,7 +145,7 @@ def plan_fp8_mqa_logits(
         q_stride=heads_stride(q),
         aligned=k.alignment == 16 and (stride % 16 == 0 or num_keys == 1),
         groups=-(-num_tokens // group_rows),
-        tiles=tiles,
+        positions=num_keys,
         constants={"PAGED": False, "COMPRESSED": compressed, "CLEAN": clean_logits},
         num_rows=num_tokens,
         group_rows=group_rows,
@@ -271,13 +270,12 @@ def plan_fp8_paged_mqa_logits(
     check.sizes(logits, num_rows=num_seqs * next_n, columns=None)
     columns = logits.shape[1]
     num_keys = min(block_tables.shape[1] * block_size, columns)
-    tiles = -(-(columns if clean_logits else num_keys) // TILE)
     return launch(
         (logits, q, weights),
         q_stride=num_heads * head_size,
         aligned=keys.alignment == 16 and kv_cache.strides[0] % 16 == 0,
         groups=num_seqs,
-        tiles=min(tiles, -(-blocks_in_flight(q) // max(1, num_seqs))),
+        positions=columns if clean_logits else num_keys,
         constants={
             "PAGED": True,
             "BLOCK_SIZE": block_size,

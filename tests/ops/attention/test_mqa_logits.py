@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,18 @@ def test_hostile_indices(head_size: int) -> None:
     assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], True, warp_sizes=(32, 64))
 
 
+@pytest.mark.parametrize(("block_size", "next_n"), [(256, 2), (200, 1)])
+def test_blocks_with_many_tiles(block_size: int, next_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go around the stages of shared memory; two keys of a thread are in one block of the cache, or in two."""
+    monkeypatch.setitem(devices._HOST, 32, replace(devices.host(), num_sms=1))
+    call = _paged(3, next_n, 20, 64, block_size)
+    call["block_tables"].clamp_(min=0)[0, 2] = 6
+    order = [call[name] for name in ("q", "kv_cache", "weights")]
+    lengths = torch.tensor([5 * block_size, 5 * block_size - 77, 129])
+    logits = torch.full((3 * next_n, 5 * block_size), UNTOUCHED)
+    assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], False)
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
 def test_kernel_of_a_device(arch: str) -> None:
     """Tensor cores for head sizes of 64 and 128, and keys that are aligned; any GPU serves every call."""
@@ -176,10 +189,20 @@ def test_kernel_of_a_device(arch: str) -> None:
             op = ROWS if example is ROWS.example else PAGED
             (launch,) = op.launches(*example(make, head_size=head_size))
             right = "mqa_logits_simt" if arch == "gfx942" else kernel
+            if (op, arch, kernel) == (PAGED, "sm_90", "mqa_logits"):
+                right = "mqa_logits_sm90"
             assert launch.specialisation.kernel.file == f"attention/{right}.cu"
     # 64 sequences fill some waves of blocks, whatever the columns: blocks beyond a context end at once.
     (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=64))  # type: ignore[misc]
     assert launch.grid[0] == 64
+    if arch == "sm_90":
+        # {(sequences, pages of 64 tokens): blocks of each sequence}: a whole number of waves, with four tiles a block.
+        grids = {(64, 512): 16, (1, 2048): 264, (16, 128): 16, (300, 4): 1, (600, 512): 1}
+        for (num_seqs, pages), blocks in grids.items():
+            (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=num_seqs, max_blocks=pages))  # type: ignore[misc]
+            assert launch.grid == (num_seqs, blocks, 1)
+        (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=8, next_n=2))  # type: ignore[misc]
+        assert launch.specialisation.kernel.file == "attention/mqa_logits_sm90.cu"
 
 
 @pytest.mark.parametrize("device", DEVICES)
