@@ -87,6 +87,7 @@ from .ops.linear.rocm_skinny import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_experts import *
 from .ops.linear.skinny_linear import *
+from .ops.linear.skinny_qkv import *
 from .ops.linear.sparse_mm import *
 from .ops.linear.w4a8_mm import *
 from .ops.mamba import *

@@ -17,8 +17,7 @@
 //     NORMALISED    whether the input is normalised; TOKENS is 1 then
 
 #include "gemm_activation.cuh"
-#include "gemv_rows.cuh"
-#include "norm.cuh"
+#include "gemv_norm.cuh"
 
 constexpr int OUT_ROWS = GATED ? 2 : 1;  // rows of the weight for each column of out
 
@@ -38,26 +37,6 @@ DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const scalar_t* weight, int64_t ou
             if (exists(0, b)) prefetch_line(row + int64_t(vector_of(0, b)) * VEC_SIZE);
         }
     }
-}
-
-// The largest number of vectors of a normalised row that a thread keeps in registers between sum and product.
-constexpr int MAX_KEPT_VECS = 4;
-
-// Writes the normalised row to shared memory. All threads of the block call it.
-DEVICE void normalise(scalar_t* normalised, const scalar_t* input, const scalar_t* norm_weight, float epsilon) {
-    __shared__ float partial[NUM_WARPS];
-    constexpr bool KEEP = ceil_div(VECS, NUM_THREADS) <= MAX_KEPT_VECS;
-    using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, NUM_THREADS, KEEP>;
-    const row_t x = row_t::load(input);
-    const auto weights = RowWeight<row_t, KEEP>::load(norm_weight, x);
-    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
-    const float scale = rsqrtf(row_mean_square<NUM_THREADS>(x, values, partial) + epsilon);
-    x.for_each([&](int i, int column) {
-        float v[VEC_SIZE];
-        values(i, column, v);
-        scale_and_weigh<vec_t>(v, scale, weights.get(i, column)).store_shared(normalised + column);
-    });
-    __syncthreads();
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

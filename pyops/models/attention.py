@@ -19,6 +19,7 @@ from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import fused_qk_rope_cache, reshape_and_cache_flash
 from ..ops.linear.dense import linear
 from ..ops.linear.skinny_linear import skinny_linear
+from ..ops.linear.skinny_qkv import skinny_qkv_rope_cache
 from ..ops.norm import fused_qk_norm_rope
 from ..ops.rotary import rotary_embedding
 from ..tuning import batch_invariant
@@ -99,7 +100,33 @@ class Attention:
         """``residual + self(norm.of(residual), ...)`` for one token: see `one_token`."""
         assert isinstance(self.qkv, Linear)
         assert isinstance(self.o, Linear)
+        if self.rope is not None and self._is_projected_at_once(residual, cache):
+            query = self._projected_and_inserted(residual, norm, self.rope, batch, cache, tables[self.rope])
+            return self.o.add_to(residual, self._over_cache(query, batch, cache).flatten(1))
         return self.o.add_to(residual, self._attended(self.qkv.of_norm(residual, *norm.terms), batch, cache, tables))
+
+    def _is_projected_at_once(self, residual: Tensor, cache: tuple[Tensor, ...]) -> bool:
+        """Whether one kernel computes queries, keys and values. Where heads have norms, their blocks are clusters."""
+        gpu = gpu_of(residual)
+        is_fast = self.q_norm is None or (gpu is not None and gpu.supports("clusters"))
+        return is_fast and self._is_fused(residual) and cache[0].dtype == residual.dtype
+
+    def _projected_and_inserted(
+        self, residual: Tensor, norm: Norm, rope: Rope, batch: Batch, cache: tuple[Tensor, ...], table: Tensor
+    ) -> Tensor:
+        """The rotated queries of one token, [1, heads, head_dim]. Its keys and values are inserted into `cache`."""
+        assert isinstance(self.qkv, Linear)
+        normalised = residual, self.qkv.weight, self.qkv.bias, *norm.terms
+        rotated = table, not rope.interleaved, batch.positions, batch.slot_mapping
+        options = self._head_weights | {"head_epsilon": self.config.rms_norm_eps}
+        query = skinny_qkv_rope_cache.new(*normalised, *rotated, *cache, **options)
+        return query.unflatten(-1, (-1, self.config.head_dim))
+
+    @property
+    def _head_weights(self) -> dict[str, Any]:
+        """The weights of the norms of heads, None without norms, as arguments of an op."""
+        norms = {"q_weight": self.q_norm, "k_weight": self.k_norm}
+        return {name: None if norm is None else norm.weight for name, norm in norms.items()}
 
     def _attended(
         self, projected: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]
@@ -129,8 +156,15 @@ class Attention:
                     halves = not self.rope.interleaved
                     rotary_embedding(batch.positions, query, key, head_dim, tables[self.rope], halves)
             reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
+        out = self._over_cache(query, batch, cache)
+        return (out if gate is None else out.mul_(gate.sigmoid_())).flatten(1)
+
+    def _over_cache(self, query: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
+        """The heads of the tokens after attention: like `query`, [num_tokens, heads, head_dim]."""
+        config, (key_cache, value_cache) = self.config, cache
         if self.rope is not None:
             self.rope.scale_queries(query, batch.positions)
+        scales = self.scales.arguments(key_cache.dtype)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
@@ -147,7 +181,7 @@ class Attention:
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
-        return (out if gate is None else out.mul_(gate.sigmoid_())).flatten(1)
+        return out
 
     def _is_fused(self, projected: Tensor) -> bool:
         """Whether one kernel normalises heads, where they have norms, and rotates queries and keys of these sizes."""
@@ -174,8 +208,7 @@ class Attention:
             *rotated,
             key_cache,
             value_cache,
-            q_weight=None if self.q_norm is None else self.q_norm.weight,
-            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            **self._head_weights,
             eps=config.rms_norm_eps,
         )
 

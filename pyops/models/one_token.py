@@ -1,6 +1,6 @@
 """A decode step of one token: projections normalise their input, and add their output to the residual.
 
-Such a step is short kernels that wait for each other, so fewer kernels are faster: a Llama layer has six, not nine.
+Such a step is short kernels that wait for each other, so fewer kernels are faster: a Llama layer has five, not nine.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ TOKENS_OF = {
     "kda_update": 20,
     "paged_attention_varlen": 100,
     "selective_state_update": 20,
+    "skinny_qkv_rope_cache": 6,
     "sm100_cutlass_mla_decode": 6,
 }
 SIZES = {"hidden_size": 256, "vocab_size": 1000}

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyops._core.system import device
-from pyops.models import Config, Engine, SamplingParams, attention, experts, linear, load, one_token, serving_kernels
+from pyops.models import (
+    Config,
+    Decoder,
+    Engine,
+    SamplingParams,
+    attention,
+    experts,
+    linear,
+    load,
+    one_token,
+    serving_kernels,
+)
+from pyops.models.batch import Batch
 from tests.support.small_models import PROMPTS, folders, texts
 
 COUNT = 8
@@ -46,6 +60,34 @@ def test_the_same_tokens(case: str, folder: Callable[[str], Path], steps: list[i
     found = [Engine(model, max_num_seqs=1).generate([prompt], params)[0] for prompt in PROMPTS]
     assert found == texts(case, COUNT)
     assert len(steps) >= (COUNT - 1) * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("architecture", "head_dim"), [("Qwen2", 64), ("Qwen3", 128)])
+def test_one_kernel_up_to_the_cache(
+    architecture: str, head_dim: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, values and the result are those of the kernels that it replaces, which round queries and keys twice."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    sizes |= {"max_position_embeddings": 32, "architectures": [f"{architecture}ForCausalLM"]}
+    model = Decoder(Config.parse(sizes), "bfloat16", "cpu")
+    model.randomise(0).prepare()
+    numbers = (torch.tensor(one) for one in ([3], [20], [20], [[0, 1]], [21], [0, 1], [-1]))
+    batch, empty, results = Batch(*numbers, None, 1), model.new_cache(2, 16, 1), []
+    for kept in empty:
+        for tensor in kept:
+            tensor.normal_(generator=torch.Generator().manual_seed(1))
+    for replaced in ("fused_qk_rope_cache", "skinny_qkv_rope_cache"):
+        cache = [tuple(tensor.clone() for tensor in kept) for kept in empty]
+        with monkeypatch.context() as changed, torch.no_grad():
+            changed.setattr(attention, replaced, None)
+            if replaced == "skinny_qkv_rope_cache":
+                changed.setattr(attention.Attention, "_is_projected_at_once", lambda *_: False)
+            results.append((model.forward(batch, cache, model.new_tables(32)), *chain(*cache)))
+    assert len(steps) == 2
+    for at_once, one_by_one, before in zip(*results, (None, *chain(*empty)), strict=True):
+        torch.testing.assert_close(at_once, one_by_one, rtol=2.0**-5, atol=2.0**-5)
+        assert before is None or (at_once != before).flatten(0, 1).any(-1).any(-1).nonzero().tolist() == [[20]]
 
 
 def test_biases_of_outputs(folder: Callable[[str], Path], steps: list[int]) -> None:

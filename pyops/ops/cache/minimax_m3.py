@@ -8,6 +8,7 @@ from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg
+from .._shared.heads import known_positions, normed, rotated
 from . import _qk_norm_rope as shared
 from ._common import bad_slots, example_cache, example_slots, indexable
 
@@ -95,8 +96,8 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
     index_k = heads[:, ends[3] :]
 
     def changed(x: Tensor, weight: Tensor | None) -> Tensor:
-        y = shared.normed(x, weight, 1.0, eps)
-        return shared.rotated(y, positions, *tables, pairs, True).to(qkv.dtype)
+        y = normed(x, weight, 1.0, eps)
+        return rotated(y, positions, *tables, pairs, True).to(qkv.dtype)
 
     y = changed(q, q_norm_weight)
     if q_fp8_out is not None:
@@ -106,7 +107,7 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
     elif q_fp8_out is None:
         q.copy_(y)
     k.copy_(changed(k, k_norm_weight))
-    known = shared.known_positions(positions, cos_sin_cache)
+    known = known_positions(positions, cos_sin_cache)
     if kv_cache is not None and slot_mapping is not None:
         both = kv_cache.transpose(1, 2)
         for x, start in ((k, 0), (v, head_size)):
@@ -210,7 +211,7 @@ def bad_indices_fused_minimax_m3_qknorm_rope_kv_insert(
     index_cache: Tensor | None,
     skip_index_branch: bool,
 ) -> dict[str, Tensor]:
-    wrong = {"positions": ~shared.known_positions(positions, cos_sin_cache)}
+    wrong = {"positions": ~known_positions(positions, cos_sin_cache)}
     if slot_mapping is None or kv_cache is None:
         return wrong
     wrong |= bad_slots(slot_mapping, kv_cache.shape[0], kv_cache.shape[2])

@@ -9,6 +9,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
+from .._shared.heads import known_positions, normed, rotated
 from . import _qk_norm_rope as shared
 from ._common import bad_slots, example_cache, example_slots
 
@@ -73,10 +74,10 @@ def fused_qknorm_rope_cache(
     num_tokens = len(qkv)
     heads = qkv.reshape(num_tokens, -1, head_dim)
     q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), 1)
-    known = shared.known_positions(positions, cos if rotary_pairs else None)
+    known = known_positions(positions, cos if rotary_pairs else None)
     for out, x, weight in ((q_out, q, q_weight), (k_out, k, k_weight)):
-        y = shared.normed(x, weight, norm_weight_bias, epsilon)
-        out.copy_(shared.rotated(y, positions, cos, sin, rotary_pairs, True).reshape(num_tokens, -1))
+        y = normed(x, weight, norm_weight_bias, epsilon)
+        out.copy_(rotated(y, positions, cos, sin, rotary_pairs, True).reshape(num_tokens, -1))
     v_out.copy_(v.reshape(num_tokens, -1))
     for cache, x, scale in ((k_cache, k_out, k_scale), (v_cache, v_out, v_scale)):
         shared.insert(x.view(num_tokens, -1, head_dim), cache, slot_mapping, known, kv_cache_dtype, scale)
@@ -142,7 +143,7 @@ def plan_fused_qknorm_rope_cache(
 def bad_indices_fused_qknorm_rope_cache(
     cos: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, rotary_pairs: int
 ) -> dict[str, Tensor]:
-    outside = ~shared.known_positions(positions, cos if rotary_pairs else None)
+    outside = ~known_positions(positions, cos if rotary_pairs else None)
     return {"positions": outside, **bad_slots(slot_mapping, *k_cache.shape[:2])}
 
 
@@ -230,13 +231,13 @@ def fused_muse_spark_qknorm_rope_kv_insert(
     cos, sin = (None, None) if cos_sin_cache is None else (cos_sin_cache[:, :pairs], cos_sin_cache[:, pairs:])
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
     for x in (q, k):
-        y = shared.rotated(shared.normed(x, None, 0.0, eps), positions, cos, sin, pairs, False).to(qkv.dtype)
+        y = rotated(normed(x, None, 0.0, eps), positions, cos, sin, pairs, False).to(qkv.dtype)
         if x is q and q_fp8_out is not None and q_scale is not None:
             q_fp8_out.copy_(shared.as_fp8(y, q_scale).reshape(num_tokens, -1))
         else:
             x.copy_(y)
     if kv_cache is not None and slot_mapping is not None:
-        known = shared.known_positions(positions, cos)
+        known = known_positions(positions, cos)
         both = kv_cache.transpose(1, 2)
         for x, start, scale in ((k, 0, k_scale), (v, head_dim, v_scale)):
             part = both[..., start : start + head_dim]
@@ -296,7 +297,7 @@ def plan_fused_muse_spark_qknorm_rope_kv_insert(
 def bad_indices_fused_muse_spark_qknorm_rope_kv_insert(
     positions: Tensor, cos_sin_cache: Tensor | None, slot_mapping: Tensor | None, kv_cache: Tensor | None
 ) -> dict[str, Tensor]:
-    wrong = {"positions": ~shared.known_positions(positions, cos_sin_cache)}
+    wrong = {"positions": ~known_positions(positions, cos_sin_cache)}
     if slot_mapping is not None and kv_cache is not None:
         wrong |= bad_slots(slot_mapping, kv_cache.shape[0], kv_cache.shape[2])
     return wrong

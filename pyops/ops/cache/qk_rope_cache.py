@@ -8,6 +8,7 @@ from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg
+from .._shared.heads import known_positions, normed, rotated
 from . import _qk_norm_rope as shared
 from ._common import bad_slots, example_cache, example_slots
 
@@ -67,9 +68,9 @@ def fused_qk_rope_cache(
     heads = qkv[:, : (num_heads_q + 2 * num_heads_kv) * head_dim].unflatten(-1, (-1, head_dim))
     q, k, v = heads.split((num_heads_q, num_heads_kv, num_heads_kv), 1)
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y = x.float() if weight is None else shared.normed(x, weight, 0.0, eps)
-        x.copy_(shared.rotated(y, positions, cos, sin, pairs, is_neox))
-    known = shared.known_positions(positions, cos)
+        y = x.float() if weight is None else normed(x, weight, 0.0, eps)
+        x.copy_(rotated(y, positions, cos, sin, pairs, is_neox))
+    known = known_positions(positions, cos)
     for cache, x, scale in ((key_cache, k, k_scale), (value_cache, v, v_scale)):
         shared.insert(x, cache, slot_mapping, known, kv_cache_dtype, scale)
 
@@ -128,7 +129,7 @@ def plan_fused_qk_rope_cache(
 def bad_indices_fused_qk_rope_cache(
     cos_sin_cache: Tensor, positions: Tensor, slot_mapping: Tensor, key_cache: Tensor
 ) -> dict[str, Tensor]:
-    outside = ~shared.known_positions(positions, cos_sin_cache)
+    outside = ~known_positions(positions, cos_sin_cache)
     return {"positions": outside, **bad_slots(slot_mapping, *key_cache.shape[:2])}
 
 

@@ -26,6 +26,7 @@ from . import rocm_skinny as _rocm_skinny
 from . import scaled_mm as _scaled_mm
 from . import skinny_experts as _skinny_experts
 from . import skinny_linear as _skinny_linear
+from . import skinny_qkv as _skinny_qkv
 from . import sparse_mm as _sparse_mm
 from . import w4a8_mm as _w4a8_mm
 from .allspark_mm import *
@@ -52,6 +53,7 @@ from .rocm_skinny import *
 from .scaled_mm import *
 from .skinny_experts import *
 from .skinny_linear import *
+from .skinny_qkv import *
 from .sparse_mm import *
 from .w4a8_mm import *
 
@@ -80,5 +82,6 @@ __all__ += _grouped_wna16.__all__
 __all__ += _scaled_mm.__all__
 __all__ += _skinny_experts.__all__
 __all__ += _skinny_linear.__all__
+__all__ += _skinny_qkv.__all__
 __all__ += _sparse_mm.__all__
 __all__ += _w4a8_mm.__all__
