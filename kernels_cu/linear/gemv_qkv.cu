@@ -10,11 +10,11 @@
 // A token with a position outside the table is not rotated, and nothing of it is inserted; nor is a token without a
 // slot.
 //
-// blockIdx.x counts the heads, blockIdx.z the tokens; PARTS blocks along y share a head. Warps multiply as gemv_rows.cuh says, and a warp
-// multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in shared memory,
-// where each pair has a thread. With HEAD_NORMS the blocks of a head are a cluster: they read each other's sums of
-// squares. The plan promises that no kernel which may still run writes the weight: the first chunk is loaded while the
-// previous kernel runs.
+// blockIdx.x counts the heads, blockIdx.z the tokens; PARTS blocks along y share a head. Warps multiply as gemv_rows.cuh
+// says, and a warp multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in
+// shared memory, where each pair has a thread. With HEAD_NORMS the blocks of a head are a cluster: they read each
+// other's sums of squares. The plan promises that no kernel which may still run writes the weight: the first chunk is
+// loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
