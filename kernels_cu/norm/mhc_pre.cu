@@ -9,7 +9,7 @@
 // The Sinkhorn iterations begin with the softmax of each row plus hc_sinkhorn_eps. Then columns are divided by their
 // sum plus hc_sinkhorn_eps, and sinkhorn_repeat - 1 times rows and columns. All in float32; T rounds once.
 //
-// A CTA has a token. Its last threads have no part of the row: one warp of them iterates while the others load.
+// A CTA has a token. Its last threads have no part of the row: one warp of them iterates while the others write.
 //
 // hc_head: layer_input alone, of a projection that has no other columns than pre.
 //
@@ -33,12 +33,17 @@ DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // The streams of a token, and their weighted sum.
 struct Streams {
-    vec_t held[HOLDS ? VECS : 1][HC];
+    // Words, not elements: a thread would wait for its loads here, to unpack them.
+    using word_t = typename vec_t::template word_t<VEC_SIZE>;
+    word_t held[HOLDS ? VECS : 1][HC];
     const scalar_t* of_token;
     int64_t stride;
 
     static DEVICE int column_of(int i) { return (i * ROW_THREADS + int(threadIdx.x)) * VEC_SIZE; }
     static DEVICE bool exists(int i) { return threadIdx.x < ROW_THREADS && column_of(i) < HIDDEN_SIZE; }
+    DEVICE const word_t* address(int i, int h) const {
+        return reinterpret_cast<const word_t*>(of_token + h * stride + column_of(i));
+    }
 
     DEVICE Streams(const scalar_t* residual, int64_t token_stride, int64_t stream_stride)
         : of_token(residual + blockIdx.x * token_stride), stride(stream_stride) {
@@ -47,7 +52,7 @@ struct Streams {
             for (int i = 0; i < VECS; ++i) {
 #pragma unroll
                 for (int h = 0; h < HC; ++h) {
-                    if (exists(i)) held[i][h] = vec_t::load(of_token + h * stride + column_of(i));
+                    if (exists(i)) held[i][h] = *address(i, h);
                 }
             }
         }
@@ -55,7 +60,10 @@ struct Streams {
     DEVICE void mix(float (&y)[VEC_SIZE], int i, const float (&pre)[HC]) const {
 #pragma unroll
         for (int h = 0; h < HC; ++h) {
-            const vec_t x = HOLDS ? held[HOLDS ? i : 0][h] : vec_t::load(of_token + h * stride + column_of(i));
+            vec_t given;
+            given.template word<VEC_SIZE>(0) = HOLDS ? held[HOLDS ? i : 0][h] : *address(i, h);
+            float x[VEC_SIZE];
+            given.to_floats(x);
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) y[j] = h == 0 ? pre[h] * x[j] : fmaf(pre[h], x[j], y[j]);
         }
@@ -64,13 +72,24 @@ struct Streams {
 
 // Logit `lane` of the token, in each group of 32 lanes.
 DEVICE float logit(const float* partials, const float* hc_scale, const float* hc_base, int splits, float rms_eps) {
+    constexpr int AT_A_TIME = 8;  // splits that a thread loads at a time
     __shared__ float of_groups[GROUPS][LANES];
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, column = min(lane, COLUMNS - 1);
+    const float scale = hc_scale[min(column / HC, 2)], base = hc_base[column];
+    const int64_t split_stride = int64_t(gridDim.x) * WIDTH;
+    const float* of_split = partials + group * split_stride + int64_t(blockIdx.x) * WIDTH + lane;
     float sum = 0.0f;
-#pragma unroll 4
-    for (int split = group; split < splits; split += GROUPS) {
-        const int64_t row = split * int64_t(gridDim.x) + blockIdx.x;
-        if (lane < WIDTH) sum += partials[row * WIDTH + lane];
+#pragma unroll 1
+    for (int first = group; first < splits; first += AT_A_TIME * GROUPS) {
+        float x[AT_A_TIME];
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i) {
+            x[i] = 0.0f;
+            if (first + i * GROUPS < splits && lane < WIDTH) x[i] = *of_split;
+            of_split += GROUPS * split_stride;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i) sum += x[i];
     }
     of_groups[group][lane] = sum;
     __syncthreads();
@@ -78,8 +97,7 @@ DEVICE float logit(const float* partials, const float* hc_scale, const float* hc
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) sum += of_groups[i][lane];
     const float square = shfl<LANES>(sum, COLUMNS);
-    const int column = min(lane, COLUMNS - 1);
-    return sum * rsqrtf(square / (HC * HIDDEN_SIZE) + rms_eps) * hc_scale[min(column / HC, 2)] + hc_base[column];
+    return sum * rsqrtf(square * (1.0f / (HC * HIDDEN_SIZE)) + rms_eps) * scale + base;
 }
 
 // Writes the layer's input of the token. `gate`: sigmoid of the logit of each lane.
@@ -155,6 +173,7 @@ mhc_pre(float* post_mix,              // [num_tokens, HC]
     await_previous_kernel();
     const Streams streams(residual, token_stride, stream_stride);
     const float mixed = logit(partials, hc_scale, hc_base, splits, rms_eps), gate = sigmoid(mixed);
+    write_input(layer_input + blockIdx.x * out_stride, norm_weight, streams, gate, hc_pre_eps, norm_eps);
     if (threadIdx.x >= ROW_THREADS) {
         const int lane = threadIdx.x % LANES;
         float row[HC];
@@ -168,7 +187,6 @@ mhc_pre(float* post_mix,              // [num_tokens, HC]
             post_mix[int64_t(blockIdx.x) * HC + lane - HC] = gate * hc_post_mult_value;
         }
     }
-    write_input(layer_input + blockIdx.x * out_stride, norm_weight, streams, gate, hc_pre_eps, norm_eps);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

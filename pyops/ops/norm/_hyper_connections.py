@@ -14,13 +14,15 @@ from ..._core.tensors.tensor import TensorArg
 _simt, _mma = Kernel("norm/mhc_logits_simt.cu"), Kernel("norm/mhc_logits_mma.cu")
 _pre = Kernel("norm/mhc_pre.cu")
 _STREAMS = 1, 2, 4  # numbers of streams: the coefficients of a token and its sum of squares fit in 32 lanes
-_SM_THREADS = 256  # threads of mhc_logits_simt.cu and mhc_logits_mma.cu on an SM: with up to 255 registers each
 _SIMT_THREADS = 128  # threads of a CTA of mhc_logits_simt.cu
-_MMA_WARPS = 8  # most warps of a CTA of mhc_logits_mma.cu
-_MMA_PARTIALS = 8192  # most partials of a CTA of mhc_logits_mma.cu in shared memory, 32 KB
+_SIMT_BLOCKS = 2  # CTAs of mhc_logits_simt.cu on an SM: with up to 255 registers of a thread
+_MMA_WARPS = 8  # warps of a CTA of mhc_logits_mma.cu
+_MMA_BLOCKS = 2  # CTAs of mhc_logits_mma.cu on an SM: with up to 128 registers of a thread
 _MMA_STEP = 32  # elements of K of a step of a warp of mhc_logits_mma.cu
-_MMA_TILES = 4  # most 16-row tiles of tokens of a CTA of mhc_logits_mma.cu
-_BATCH_TILES = 4  # tiles of tokens times steps that a warp of mhc_logits_mma.cu loads at a time
+_MMA_TILES = 2  # most 16-row tiles of tokens of a warp of mhc_logits_mma.cu
+_MMA_BATCH = 2  # most steps that a warp of mhc_logits_mma.cu loads at a time: the elements of a cache line
+_M_WARPS = 4  # most warps of a CTA of mhc_logits_mma.cu along its tokens
+_M_WARP_TOKENS = 64  # tokens of the call for each warp of a CTA of mhc_logits_mma.cu along its tokens
 _SIMT_TOKENS = 4  # most tokens of a CTA of mhc_logits_simt.cu: 100 accumulators
 _SIMT_BYTES = 16  # bytes of an access of mhc_logits_simt.cu to the projection
 _THREAD_VECS = 2  # vectors of a stream of a thread of mhc_pre.cu
@@ -76,18 +78,18 @@ def _logits(residual: TensorArg, fn: TensorArg) -> _Logits:
     mma = device.supports("bfloat16_products") and not device.supports("matrix_cores")
     mma = mma and residual.dtype is bfloat16 and vec_size == 4 and check.vector_width(hidden_size, residual) == 8
     if mma:
-        tiles = tuning.power_of_two(min(_MMA_TILES, -(-pinned // 16)))
-        tokens, warps = 16 * tiles, _MMA_WARPS
-        while warps * tokens * (columns + 1) > _MMA_PARTIALS:
-            warps //= 2
-        kernel, num_threads, step = _mma, 32 * warps, _MMA_STEP * warps
-        constants |= {"TILES_M": tiles, "BATCH": _BATCH_TILES // tiles}
+        tiles = min(_MMA_TILES, -(-pinned // 16))
+        m_warps = min(_M_WARPS, tuning.power_of_two(-(-pinned // _M_WARP_TOKENS)))
+        tokens, step = 16 * tiles * m_warps, _MMA_STEP * _MMA_WARPS // m_warps
+        batch = min(_MMA_BATCH, -(-(-(-size // step) * -(-pinned // tokens)) // device.num_sms))
+        kernel, num_threads, min_blocks, step = _mma, 32 * _MMA_WARPS, _MMA_BLOCKS, step * batch
+        constants |= {"TILES_M": tiles, "M_WARPS": m_warps, "BATCH": batch, "MIN_BLOCKS": min_blocks}
     else:
         tokens = tuning.power_of_two(min(_SIMT_TOKENS, pinned))
-        kernel, num_threads, step = _simt, _SIMT_THREADS, _SIMT_THREADS * vec_size
+        kernel, num_threads, min_blocks, step = _simt, _SIMT_THREADS, _SIMT_BLOCKS, _SIMT_THREADS * vec_size
         constants |= {"TOKENS": tokens, "VEC_SIZE": vec_size}
     steps = -(-size // step)
-    split_steps = -(-steps // max(1, device.num_sms * (_SM_THREADS // num_threads) // -(-pinned // tokens)))
+    split_steps = -(-steps // max(1, device.num_sms * min_blocks // -(-pinned // tokens)))
     splits = -(-steps // split_steps)
     named = kernel.renamed(residual=residual.name, fn=fn.name)
     element_type = {} if mma else {"scalar_t": residual.dtype}
@@ -114,7 +116,6 @@ def launches(
     vec_size = check.vector_width(hidden_size, *rows)
     row_threads = check.threads(-(-hidden_size // (vec_size * _THREAD_VECS)), max_threads=_MAX_ROW_THREADS)
     vecs = -(-hidden_size // (vec_size * row_threads))
-    holds = tuning.pinned(num_tokens) <= residual.device.num_sms and vecs * streams <= _HELD_VECS
     specialised = kernel(
         scalar_t=residual.dtype,
         HC=streams,
@@ -123,8 +124,8 @@ def launches(
         VEC_SIZE=vec_size,
         ROW_THREADS=row_threads,
         NUM_THREADS=row_threads + _COMB_THREADS,
-        MIN_BLOCKS=1 if holds else _MIN_BLOCKS,
-        HOLDS=holds,
+        MIN_BLOCKS=1 if tuning.pinned(num_tokens) <= residual.device.num_sms else _MIN_BLOCKS,
+        HOLDS=vecs * streams <= _HELD_VECS,
         HAS_NORM=weight is not None,
     )
     arguments |= {"partials": logits.partials, "splits": logits.splits, "out_stride": out.strides[0]}
