@@ -95,8 +95,8 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
          int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
          float scale) {
     await_previous_kernel();
-    __shared__ float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
-    __shared__ int64_t rows[TOKENS];                         // the tokens
+    __shared__ alignas(16) float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
+    __shared__ int64_t rows[TOKENS];                                     // the tokens
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int k_warp = warp % K_WARPS, n_warp = warp / K_WARPS;
     const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
@@ -108,8 +108,9 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
     int64_t token = first_token + lane;
     bool may_have_lora = lane < TOKENS && token < num_tokens;
     if constexpr (HAS_ORDER) {
+        const int64_t ordered = may_have_lora ? int64_t(order[token]) : 0;  // in flight with the counts
         may_have_lora &= token < num_ordered(num_tokens_per_lora, num_counts, num_tokens);
-        if (may_have_lora) token = int64_t(order[token]);
+        if (may_have_lora) token = ordered;
     }
     const bool has_token = lane < TOKENS && token >= 0 && token < num_tokens;
     const int64_t index = may_have_lora && has_token ? int64_t(indices[token]) : -1;
@@ -130,6 +131,25 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
     if ((computed | cleared) == 0) return;
     if (warp == 0 && lane < TOKENS) rows[lane] = token;
     __syncthreads();
+
+    // The tile of out in vectors. What is added comes to L2 while products are computed, for which the registers are
+    // needed.
+    using out_vec = Vec<out_t, OUT_VEC>;
+    constexpr int ROW_VECS = COLUMNS / OUT_VEC, VECS = TOKENS * ROW_VECS;
+    const auto address = [&](int i) -> out_t* {
+        const int row = i / ROW_VECS;
+        const Slices::Column at = slices.at(first_column + i % ROW_VECS * OUT_VEC);
+        if (i >= VECS || !at.exists() || !((computed | cleared) >> row & 1)) return nullptr;
+        return out + rows[row] * out_stride + at.slice * out_slice_stride + at.before + at.column;
+    };
+    if constexpr (ADDS) {
+        constexpr int LINE = 128 / int(sizeof(out_vec)), LINE_VECS = LINE < ROW_VECS ? LINE : ROW_VECS;
+#pragma unroll 1
+        for (int i = threadIdx.x * LINE_VECS; i < VECS; i += NUM_THREADS * LINE_VECS) {
+            const out_t* line = address(i);
+            if (line != nullptr) prefetch_line(line);
+        }
+    }
 
     x += slices.at(first_column).slice * x_slice_stride;
     const int warp_column = first_column + n_warp * WARP_COLUMNS;
@@ -202,34 +222,39 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
     }
     __syncthreads();
 
-    // A thread loads what it adds to several vectors before it stores the first.
-    constexpr int VECS = TOKENS * COLUMNS / OUT_VEC, AT_A_TIME = 4;
+    // A thread loads what it adds to several vectors before it stores the first: as words, not elements, because a load
+    // would wait until the elements of the one before are unpacked.
+    using word_t = typename out_vec::template word_t<OUT_VEC>;
+    constexpr int AT_A_TIME = 4, SUM_VEC = OUT_VEC < 4 ? OUT_VEC : 4;
     for (int first = threadIdx.x; first < VECS; first += AT_A_TIME * NUM_THREADS) {
         out_t* addresses[AT_A_TIME];
-        float results[AT_A_TIME][OUT_VEC] = {};
+        word_t words[AT_A_TIME];
 #pragma unroll
         for (int v = 0; v < AT_A_TIME; ++v) {
-            const int i = first + v * NUM_THREADS, row = i / (COLUMNS / OUT_VEC);
-            const Slices::Column at = slices.at(first_column + i % (COLUMNS / OUT_VEC) * OUT_VEC);
-            addresses[v] = nullptr;
-            if (i >= VECS || !at.exists() || !((computed | cleared) >> row & 1)) continue;
-            addresses[v] = out + rows[row] * out_stride + at.slice * out_slice_stride + at.before + at.column;
-            if constexpr (ADDS) Vec<out_t, OUT_VEC>::load(addresses[v]).to_floats(results[v]);
+            addresses[v] = address(first + v * NUM_THREADS);
+            words[v] = word_t{};
+            if (ADDS && addresses[v] != nullptr) words[v] = *reinterpret_cast<const word_t*>(addresses[v]);
         }
 #pragma unroll
         for (int v = 0; v < AT_A_TIME; ++v) {
             if (addresses[v] == nullptr) continue;
-            const int i = first + v * NUM_THREADS, row = i / (COLUMNS / OUT_VEC);
-#pragma unroll
-            for (int j = 0; j < OUT_VEC; ++j) {
-                float sum = 0.0f;
+            const int i = first + v * NUM_THREADS, row = i / ROW_VECS;
+            float sums[OUT_VEC] = {}, y[OUT_VEC];
+            if (computed >> row & 1) {
 #pragma unroll
                 for (int k = 0; k < K_WARPS; ++k) {
-                    if (computed >> row & 1) sum += partial[k][row][i % (COLUMNS / OUT_VEC) * OUT_VEC + j];
+                    float part[OUT_VEC];
+                    load_floats<SUM_VEC>(&partial[k][row][i % ROW_VECS * OUT_VEC], part);
+#pragma unroll
+                    for (int j = 0; j < OUT_VEC; ++j) sums[j] += part[j];
                 }
-                results[v][j] += sum * scale;
             }
-            Vec<out_t, OUT_VEC>::from_floats(results[v]).store(addresses[v]);
+            out_vec added;
+            added.template word<OUT_VEC>(0) = words[v];
+            added.to_floats(y);
+#pragma unroll
+            for (int j = 0; j < OUT_VEC; ++j) y[j] += sums[j] * scale;
+            out_vec::from_floats(y).store(addresses[v]);
         }
     }
 }

@@ -20,7 +20,7 @@ _NUM_WARPS = 8  # most warps of a CTA
 _WARP_K = 128  # fewest elements of K for each warp that splits it
 _MAX_SUMS = 8192  # most float32 of a CTA in shared memory
 _BATCH_TILES = 8  # operand tiles of a warp that it loads at a time: 64 registers
-_MIN_BLOCKS = 2  # CTAs of lora_mma.cu per SM, so that one loads while the other stores
+_MIN_BLOCKS = 2  # CTAs of lora_mma.cu per SM, so that one loads while the other stores; 1 for elements one by one
 _SIMT_THREADS = 256  # threads of a CTA of lora_simt.cu
 _IN_FLIGHT = 8  # vectors of the weight that a thread of lora_simt.cu loads at a time
 _MAX_LORAS = 2**30  # adapters: kernels have their numbers in 32 bits
@@ -240,7 +240,7 @@ def plan(
         INPUT_VEC=input_vec,
         OUT_VEC=check.vector_width(math.gcd(*columns), out),
         NUM_THREADS=num_threads,
-        MIN_BLOCKS=_MIN_BLOCKS,
+        MIN_BLOCKS=_MIN_BLOCKS if vec_size > 1 else 1,
     ).launch(grid=chosen.grid(problem), block=num_threads, **arguments)
 
 
