@@ -239,21 +239,21 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
         for (int v = 0; v < AT_A_TIME; ++v) {
             if (addresses[v] == nullptr) continue;
             const int i = first + v * NUM_THREADS, row = i / ROW_VECS;
-            float sums[OUT_VEC] = {}, y[OUT_VEC];
+            float total[OUT_VEC] = {}, y[OUT_VEC];
             if (computed >> row & 1) {
 #pragma unroll
                 for (int k = 0; k < K_WARPS; ++k) {
                     float part[OUT_VEC];
                     load_floats<SUM_VEC>(&partial[k][row][i % ROW_VECS * OUT_VEC], part);
 #pragma unroll
-                    for (int j = 0; j < OUT_VEC; ++j) sums[j] += part[j];
+                    for (int j = 0; j < OUT_VEC; ++j) total[j] += part[j];
                 }
             }
             out_vec added;
             added.template word<OUT_VEC>(0) = words[v];
             added.to_floats(y);
 #pragma unroll
-            for (int j = 0; j < OUT_VEC; ++j) y[j] += sums[j] * scale;
+            for (int j = 0; j < OUT_VEC; ++j) y[j] += total[j] * scale;
             out_vec::from_floats(y).store(addresses[v]);
         }
     }

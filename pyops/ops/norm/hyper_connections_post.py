@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import check
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
-from ._hyper_connections import check_rows, plan_mhc_pre, streams_of, strides_of
+from ._hyper_connections import check_mhc_pre, check_rows, has_mma, post_logits, pre_launches, streams_of, strides_of
 from .hyper_connections import example_mhc_pre, mhc_pre, result_mhc_pre
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = ["mhc_fused_post_pre", "mhc_post"]
 
 _post = Kernel("norm/mhc_post.cu")
 _POST_THREADS = 128  # threads of a CTA of mhc_post.cu
+_FUSED_TOKENS = 256  # most tokens of mhc_post_logits_mma; of more, its instructions take as long as two launches
 
 
 @op(returns="out", in_place={"out": "residual"}, ulps=0)
@@ -52,21 +53,28 @@ def result_mhc_post(residual: TensorArg) -> Result:
 def plan_mhc_post(
     x: TensorArg, residual: TensorArg, post_layer_mix: TensorArg, comb_res_mix: TensorArg, out: TensorArg
 ) -> Launch:
-    num_tokens, n, hidden_size = streams_of(residual)
-    check_rows(x, residual.dtype, num_tokens=num_tokens, hidden_size=hidden_size)
-    check.shape(post_layer_mix, float32, num_tokens=num_tokens, hc_mult=n, one=1)
-    check_rows(comb_res_mix, float32, num_tokens=num_tokens, hc_mult=n, streams=n)
-    check_rows(out, residual.dtype, num_tokens=num_tokens, hc_mult=n, hidden_size=hidden_size)
+    strides = _checked_strides(x, residual, post_layer_mix, comb_res_mix, out)
+    num_tokens, n, hidden_size = residual.shape
     vec_size = check.vector_width(hidden_size, x, residual, out)
     threads = num_tokens * (hidden_size // vec_size)
     specialised = _post.renamed(out=out.name)(
         scalar_t=residual.dtype, HC=n, HIDDEN_SIZE=hidden_size, VEC_SIZE=vec_size, NUM_THREADS=_POST_THREADS
     )
+    return specialised.launch(grid=-(-threads // _POST_THREADS), block=_POST_THREADS, num_tokens=num_tokens, **strides)
+
+
+def _checked_strides(
+    x: TensorArg, residual: TensorArg, post_layer_mix: TensorArg, comb_res_mix: TensorArg, out: TensorArg
+) -> dict[str, int]:
+    """The strides of the arguments of `mhc_post`, which fit together."""
+    num_tokens, n, hidden_size = streams_of(residual)
+    check_rows(x, residual.dtype, num_tokens=num_tokens, hidden_size=hidden_size)
+    check.shape(post_layer_mix, float32, num_tokens=num_tokens, hc_mult=n, one=1)
+    check_rows(comb_res_mix, float32, num_tokens=num_tokens, hc_mult=n, streams=n)
+    check_rows(out, residual.dtype, num_tokens=num_tokens, hc_mult=n, hidden_size=hidden_size)
     strides = {"out_token_stride": out.strides[0], "out_stream_stride": out.strides[1], "x_stride": x.strides[0]}
     strides |= {"comb_token_stride": comb_res_mix.strides[0], "comb_row_stride": comb_res_mix.strides[1]}
-    return specialised.launch(
-        grid=-(-threads // _POST_THREADS), block=_POST_THREADS, num_tokens=num_tokens, **strides, **strides_of(residual)
-    )
+    return strides | strides_of(residual)
 
 
 @op(returns=("residual_cur", "post_mix_cur", "comb_mix_cur", "layer_input_cur"), atol=2.0**-18)
@@ -129,9 +137,14 @@ def plan_mhc_fused_post_pre(
     comb_mix_cur: TensorArg,
     layer_input_cur: TensorArg,
 ) -> list[Launch]:
-    post = plan_mhc_post(x, residual, post_layer_mix, comb_res_mix, residual_cur)
+    strides = _checked_strides(x, residual, post_layer_mix, comb_res_mix, residual_cur)
     outputs = post_mix_cur, comb_mix_cur, layer_input_cur
-    return [post, *plan_mhc_pre(residual_cur, fn, hc_scale, hc_base, sinkhorn_repeat, norm_weight, *outputs)]
+    check_mhc_pre(residual_cur, fn, hc_scale, hc_base, sinkhorn_repeat, norm_weight, *outputs)
+    if has_mma(residual, fn, x, residual_cur) and tuning.pinned(residual.shape[0]) <= _FUSED_TOKENS:
+        logits = post_logits(residual, fn, residual_cur, strides)
+        return pre_launches(residual_cur, fn, norm_weight, *outputs, logits)
+    post = plan_mhc_post(x, residual, post_layer_mix, comb_res_mix, residual_cur)
+    return [post, *pre_launches(residual_cur, fn, norm_weight, *outputs)]
 
 
 @mhc_fused_post_pre.traffic
