@@ -8073,6 +8073,7 @@ class _skinny_experts(_Attributes, Protocol):
         topk_ids: Tensor,
         bias: Tensor | None = None,
         activation: str = 'none',
+        shared: Tensor | None = None,
     ) -> None:
         """The first GEMM of a layer of experts for few tokens.
 
@@ -8081,13 +8082,18 @@ class _skinny_experts(_Attributes, Protocol):
         share experts, `grouped_gemm` is faster. Accumulation is in float32, rounded once. Rows of experts that do not exist
         are zeros.
 
+        A shared MLP with S times the channels of an expert is S more choices of each token, of N channels each. The kernel
+        reads its weight while the previous kernel runs: that kernel must not write it.
+
         Args:
-            out: [num_tokens * top_k, N], written; constant row stride.
+            out: [num_tokens * (top_k + S), N], written; constant row stride.
             input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
             weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
             topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
             bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
             activation: one of those of `grouped_gemm`.
+            shared: the first weight of the shared MLP, [S * rows of weight[e], K] of the same dtype, constant row stride,
+                gates and ups in the order of those of experts; or None.
         """
     @staticmethod
     def new(
@@ -8096,6 +8102,7 @@ class _skinny_experts(_Attributes, Protocol):
         topk_ids: Tensor,
         bias: Tensor | None = None,
         activation: str = 'none',
+        shared: Tensor | None = None,
     ) -> Tensor:
         """The first GEMM of a layer of experts for few tokens.
 
@@ -8104,15 +8111,20 @@ class _skinny_experts(_Attributes, Protocol):
         share experts, `grouped_gemm` is faster. Accumulation is in float32, rounded once. Rows of experts that do not exist
         are zeros.
 
+        A shared MLP with S times the channels of an expert is S more choices of each token, of N channels each. The kernel
+        reads its weight while the previous kernel runs: that kernel must not write it.
+
         Args:
             input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
             weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
             topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
             bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
             activation: one of those of `grouped_gemm`.
+            shared: the first weight of the shared MLP, [S * rows of weight[e], K] of the same dtype, constant row stride,
+                gates and ups in the order of those of experts; or None.
 
         Returns:
-            out: [num_tokens * top_k, N].
+            out: [num_tokens * (top_k + S), N].
         """
 
 skinny_experts: _skinny_experts
@@ -8127,22 +8139,25 @@ class _skinny_experts_sum(_Attributes, Protocol):
         topk_weights: Tensor,
         bias: Tensor | None = None,
         addend: Tensor | None = None,
+        shared: Tensor | None = None,
     ) -> None:
         """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
 
         ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
         ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
         rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
-        write them. It is meant to be `skinny_experts`, which does not.
+        write them. It is meant to be `skinny_experts`, which does not. The S parts of a shared MLP are added likewise, with
+        weight 1 and without a bias.
 
         Args:
             out: [num_tokens, N], written; constant row stride. It may be `addend`.
-            input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+            input: [num_tokens * (top_k + S), K], float32, float16 or bfloat16; constant row stride.
             weight: [num_experts, N, K] of the same dtype.
             topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
             topk_weights: [num_tokens, top_k] float32, contiguous.
             bias: [num_experts, N] of the same dtype, contiguous; or None.
             addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+            shared: the second weight of the shared MLP, [N, S * K] of the same dtype, constant row stride; or None.
         """
     @staticmethod
     def new(
@@ -8152,21 +8167,24 @@ class _skinny_experts_sum(_Attributes, Protocol):
         topk_weights: Tensor,
         bias: Tensor | None = None,
         addend: Tensor | None = None,
+        shared: Tensor | None = None,
     ) -> Tensor:
         """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
 
         ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
         ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
         rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
-        write them. It is meant to be `skinny_experts`, which does not.
+        write them. It is meant to be `skinny_experts`, which does not. The S parts of a shared MLP are added likewise, with
+        weight 1 and without a bias.
 
         Args:
-            input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+            input: [num_tokens * (top_k + S), K], float32, float16 or bfloat16; constant row stride.
             weight: [num_experts, N, K] of the same dtype.
             topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
             topk_weights: [num_tokens, top_k] float32, contiguous.
             bias: [num_experts, N] of the same dtype, contiguous; or None.
             addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+            shared: the second weight of the shared MLP, [N, S * K] of the same dtype, constant row stride; or None.
 
         Returns:
             out: [num_tokens, N]. It may be `addend`.

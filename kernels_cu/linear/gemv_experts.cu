@@ -10,16 +10,20 @@
 // with an expert that does not exist has a row of zeros, or adds nothing. Unlike in a grouped GEMM, tokens with the
 // same expert read its weights once each.
 //
+// SHARED more choices of each token follow those of topk_ids, with weight 1 and no bias: equal parts of the channels of
+// a shared MLP.
+//
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
 // choices of all tokens, or, with COMBINES, the tokens, for which a warp multiplies row n of one expert after the
-// other. The plan promises that no kernel which may still run writes the weights; with COMBINES, nor topk_ids: the
-// first chunk is then loaded while the previous kernel runs.
+// other. The plan promises that no kernel which may still run writes the weights; with COMBINES, nor topk_ids. So the
+// first chunk of a sum, and of a shared choice, is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
 //     input_t       element type of input: scalar_t
 //     id_t          element type of topk_ids
-//     TOP_K         choices of a token
+//     TOP_K         choices of a token in topk_ids
+//     SHARED        choices of a token that are parts of the shared MLP
 //     COMBINES      whether the choices of a token are added
 //     HAS_BIAS, HAS_ADDEND    false when they are null
 //     ACTIVATION    f, a function expert_* of gemm_activation.cuh
@@ -28,20 +32,28 @@
 #include "gemm_activation.cuh"
 #include "gemv_rows.cuh"
 
+constexpr int CHOICES = TOP_K + SHARED;  // choices of a token
 // Rows of the weights for each column of out.
-constexpr int OUT_ROWS = COMBINES ? TOP_K : GATED ? 2 : 1;
-constexpr int CHOICES = COMBINES ? TOP_K : 1;  // choices of the block
+constexpr int OUT_ROWS = COMBINES ? CHOICES : GATED ? 2 : 1;
+constexpr int EXPERTS = COMBINES ? TOP_K : 1;  // experts that the block looks up
 
-// The row of an expert's weight, or the element of its bias, for row i of the warp.
-DEVICE int64_t expert_row(int i, int64_t column, int64_t output_size) {
+// The choice of its token that row i of the warp belongs to.
+DEVICE int choice_of(int i) { return COMBINES ? i % OUT_ROWS : int(blockIdx.y % CHOICES); }
+
+// Whether row i of the warp belongs to the shared MLP.
+DEVICE bool is_shared(int i) { return SHARED > 0 && choice_of(i) >= TOP_K; }
+
+// The row of a weight with `num_columns` columns, or the element of its bias, for row i of the warp.
+DEVICE int64_t expert_row(int i, int64_t column, int64_t num_columns) {
     if constexpr (COMBINES || GATED == 0) return column;
-    return GATED == 2 ? 2 * column + i % OUT_ROWS : column + i % OUT_ROWS * output_size;
+    return GATED == 2 ? 2 * column + i % OUT_ROWS : column + i % OUT_ROWS * num_columns;
 }
 
 // Finds the experts of the block's choices.
 DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_experts) {
-    for (int j = threadIdx.x; j < CHOICES; j += NUM_THREADS) {
-        const int64_t id = load_fresh(topk_ids + int64_t(blockIdx.y) * CHOICES + j);
+    const id_t* ids = topk_ids + (COMBINES ? blockIdx.y : blockIdx.y / CHOICES) * int64_t(TOP_K) + choice_of(0);
+    for (int j = threadIdx.x; j < EXPERTS; j += NUM_THREADS) {
+        const int64_t id = load_fresh(ids + j);
         experts[j] = id < 0 || id >= num_experts ? -1 : id;
     }
     __syncthreads();
@@ -50,46 +62,55 @@ DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_exp
 // The rows of the weights that the warp multiplies.
 struct WeightRows {
     const int64_t* experts;
-    int64_t output_size, weight_stride, expert_stride;
+    int64_t output_size, weight_stride, expert_stride, shared_stride;
 
-    // The offset of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
-    DEVICE int64_t offset(int i) const {
+    // The expert of row i, -1 for none. Not for rows of the shared MLP.
+    DEVICE int64_t expert(int i) const { return experts[COMBINES ? choice_of(i) : 0]; }
+
+    // The address of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
+    DEVICE const scalar_t* address(int i, const scalar_t* weight, const scalar_t* shared) const {
         const int64_t column = loaded_column<OUT_ROWS>(i, output_size);
-        const int64_t expert = experts[COMBINES ? i % OUT_ROWS : 0];
-        return (expert < 0 ? 0 : expert) * expert_stride + expert_row(i, column, output_size) * weight_stride;
+        if (is_shared(i)) {
+            const int64_t part = choice_of(i) - TOP_K;
+            if constexpr (COMBINES) return shared + column * shared_stride + part * HIDDEN_SIZE;
+            return shared + expert_row(i, part * output_size + column, SHARED * output_size) * shared_stride;
+        }
+        const int64_t known = expert(i) < 0 ? 0 : expert(i);
+        return weight + known * expert_stride + expert_row(i, column, output_size) * weight_stride;
     }
 };
 
 // Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_row(vec_t (&next)[BATCH], int64_t* experts, const WeightRows& weights, const scalar_t* weight,
-                         const id_t* topk_ids, int64_t num_experts) {
-    find_experts(experts, topk_ids, num_experts);
-    load_chunk(next, weight + weights.offset(0), 0);
+DEVICE void prefetch_row(vec_t (&next)[BATCH], int64_t* experts, const WeightRows& rows, const scalar_t* weight,
+                         const scalar_t* shared, const id_t* topk_ids, int64_t num_experts) {
+    if constexpr (COMBINES) find_experts(experts, topk_ids, num_experts);
+    load_chunk(next, rows.address(0, weight, shared), 0);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or [num_tokens, output_size]
-             const scalar_t* input,      // [num_tokens, HIDDEN_SIZE], or [num_tokens, TOP_K, HIDDEN_SIZE]
+gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], or [num_tokens, output_size]
+             const scalar_t* input,      // [num_tokens, HIDDEN_SIZE], or [num_tokens, CHOICES, HIDDEN_SIZE]
              const scalar_t* weight,     // [num_experts, rows, HIDDEN_SIZE]
              const id_t* topk_ids,       // [num_tokens, TOP_K]
              const float* topk_weights,  // [num_tokens, TOP_K]
              const scalar_t* bias,       // [num_experts, rows]
              const scalar_t* addend,     // [num_tokens, output_size]
+             const scalar_t* shared,     // [SHARED * rows, HIDDEN_SIZE], or [output_size, SHARED * HIDDEN_SIZE]
              int64_t num_experts, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t addend_stride,
-             int64_t weight_stride, int64_t expert_stride, int64_t bias_stride) {
-    __shared__ int64_t experts[CHOICES];  // -1 where there is none
-    __shared__ float factors[CHOICES];
-    const WeightRows weights{experts, output_size, weight_stride, expert_stride};
+             int64_t weight_stride, int64_t expert_stride, int64_t bias_stride, int64_t shared_stride) {
+    __shared__ int64_t experts[EXPERTS];  // -1 where there is none
+    __shared__ float factors[EXPERTS];
+    const WeightRows rows{experts, output_size, weight_stride, expert_stride, shared_stride};
     vec_t next[BATCH];
-    if constexpr (COMBINES) prefetch_row(next, experts, weights, weight, topk_ids, num_experts);
+    if (COMBINES || is_shared(0)) prefetch_row(next, experts, rows, weight, shared, topk_ids, num_experts);
     await_previous_kernel();
-    const auto row = [&](int i) { return weight + weights.offset(i); };
+    const auto row = [&](int i) { return rows.address(i, weight, shared); };
     if constexpr (COMBINES) {
-        for (int j = threadIdx.x; j < CHOICES; j += NUM_THREADS) {
-            factors[j] = topk_weights[int64_t(blockIdx.y) * CHOICES + j];
+        for (int j = threadIdx.x; j < TOP_K; j += NUM_THREADS) {
+            factors[j] = topk_weights[int64_t(blockIdx.y) * TOP_K + j];
         }
         __syncthreads();
-    } else {
+    } else if (!is_shared(0)) {
         find_experts(experts, topk_ids, num_experts);
         if (experts[0] < 0) {
             for (int64_t n = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x; n < output_size;
@@ -103,8 +124,8 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
     const int num_rows = count_rows<OUT_ROWS>(output_size);
     const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
     const auto token = [&](int i, int) {
-        if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * TOP_K + i % OUT_ROWS) * input_stride;
-        return input + int64_t(blockIdx.y / TOP_K) * input_stride;
+        if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * CHOICES + choice_of(i)) * input_stride;
+        return input + int64_t(blockIdx.y / CHOICES) * input_stride;
     };
     const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
         if (!HAS_ADDEND || !stores || column_of<OUT_ROWS>(i) >= output_size) return 0.0f;
@@ -112,13 +133,14 @@ gemv_experts(scalar_t* out,              // [num_tokens, TOP_K, output_size], or
     };
     float kept = start(0);  // the gate, or the sum of the choices so far
     const auto done = [&](int i, const float (&acc)[TOKENS]) {
-        const int64_t column = column_of<OUT_ROWS>(i), expert = experts[COMBINES ? i % OUT_ROWS : 0];
+        const int64_t column = column_of<OUT_ROWS>(i), expert = is_shared(i) ? -1 : rows.expert(i);
         if (!stores || column >= output_size) return;
         float x = acc[0];
         if (HAS_BIAS && expert >= 0) x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
         const bool is_last = i % OUT_ROWS == OUT_ROWS - 1;
         if constexpr (COMBINES) {
-            if (expert >= 0) kept = fmaf(factors[i % OUT_ROWS], x, kept);
+            if (is_shared(i)) kept += x;
+            if (expert >= 0) kept = fmaf(factors[choice_of(i)], x, kept);
             if (is_last) {
                 out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
                 kept = start(i + 1);

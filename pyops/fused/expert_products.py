@@ -151,19 +151,22 @@ def multiply_experts_of_token(
     activation: str,
     config: Any,
     addend: Tensor | None = None,
+    shared_w1: Tensor | None = None,
+    shared_w2: Tensor | None = None,
 ) -> None:
     """Both GEMMs of one token with weights that are not quantised, and the sum of its choices and of `addend`.
 
-    The experts of one token share no rows, so nothing is sorted. Arguments are those of `multiply_experts`.
+    The experts of one token share no rows, so nothing is sorted. Arguments are those of `multiply_experts`, and the
+    weights `shared` of both ops: `between` has a row for each part of the shared MLP, too.
 
     Raises:
         OpError: the GEMM ops refuse the arguments; the error has the argument names of `fused_experts`.
     """
     number = 1
     try:
-        skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation)
+        skinny_experts(between, hidden_states, w1, topk_ids, config.w1_bias, activation, shared_w1)
         number = 2
-        skinny_experts_sum(out, between, w2, topk_ids, topk_weights, config.w2_bias, addend)
+        skinny_experts_sum(out, between, w2, topk_ids, topk_weights, config.w2_bias, addend, shared_w2)
     except OpError as error:
         raise within(error, "fused_experts", _NAMES, number) from None
 

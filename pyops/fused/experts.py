@@ -138,12 +138,10 @@ def experts_into(
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
-    addend: Tensor | None = None,
 ) -> None:
     """`fused_experts` into `out`, which may share the memory of `hidden_states`.
 
     Args:
-        addend: [num_tokens, hidden_size] of the dtype of `out`, added to the result; None for none. Not `out`.
         out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
         hidden_states, a1_scale: of the dtype of `out`, and None; or quantized, and its scales, as in
             `multiply_experts`.
@@ -166,7 +164,7 @@ def experts_into(
     is_plain = config.quant_dtype is None and codes_of(config) is None and not limited and a1_scale is None
     if num_tokens == 1 and is_plain and expert_map is None and not (apply_router_weight_on_input or batch_invariant()):
         experts = w1, w2, topk_weights, topk_ids
-        multiply_experts_of_token(out, between, hidden_states, *experts, activation, config, addend)
+        multiply_experts_of_token(out, between, hidden_states, *experts, activation, config)
         return
     first = new(out, (num_rows, 2 * intermediate_size)) if limited else between
     of_choices = new(out, (num_rows, hidden_size))
@@ -174,8 +172,6 @@ def experts_into(
     options = activation, global_num_experts, expert_map, config, a1_scale
     multiply_experts(of_choices, between, first, hidden_states, w1, w2, topk_ids, weights, *options)
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
-    if addend is not None:
-        out += addend
 
 
 def _check(

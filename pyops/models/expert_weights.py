@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.system.lazy import torch
-from ..fused.experts import FusedMoEQuantConfig, experts_into, fused_experts
+from ..fused.expert_products import multiply_experts_of_token
+from ..fused.experts import FusedMoEQuantConfig, fused_experts
 from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import refuse
@@ -152,10 +153,26 @@ class PlainExperts:
         experts = hidden, self.gate_up.weight, self.down.weight
         return fused_experts(*experts, weights, ids, activation=self.mixture.activation, quant_config=self.terms)
 
-    def add_to(self, total: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The sum of `total`, [num_tokens, hidden_size], and of the result of a call; new memory."""
-        out, experts = torch.empty_like(hidden), (self.gate_up.weight, self.down.weight, weights, ids)
-        experts_into(out, hidden, None, *experts, self.mixture.activation, quant_config=self.terms, addend=total)
+    @property
+    def are_plain(self) -> bool:
+        """Whether the GEMMs of one token read the weights as they are."""
+        return self.quantization is None and not self.mixture.limit
+
+    def add_to(
+        self, total: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """The sum of `total`, [1, hidden_size], and of the result of a call; in the memory of `total` or in new memory.
+
+        Args:
+            shared: both weights of a shared expert, which is added, too, if the experts `are_plain`; () for none.
+        """
+        if not self.are_plain:
+            return total.add_(self(hidden, weights, ids))
+        channels = self.mixture.intermediate_size
+        parts = shared[1].shape[1] // channels if shared else 0
+        out, between = torch.empty_like(hidden), hidden.new_empty(ids.shape[1] + parts, channels)
+        experts = self.gate_up.weight, self.down.weight, weights, ids, self.mixture.activation, self.terms
+        multiply_experts_of_token(out, between, hidden, *experts, total, *shared)
         return out
 
     def _terms(self) -> FusedMoEQuantConfig:

@@ -110,8 +110,22 @@ class Experts:
         hidden = norm.of(residual)
         if self.shared_gate is not None or not isinstance(self.weights, PlainExperts):
             return residual.add_(self(hidden))
-        out = self.weights.add_to(residual, hidden, *self._choice(hidden))
-        return out if self.shared is None else self.shared.add_to(out, hidden)
+        shared = self._shared_like_experts()
+        out = self.weights.add_to(residual, hidden, *self._choice(hidden), shared)
+        return out if self.shared is None or shared else self.shared.add_to(out, hidden)
+
+    def _shared_like_experts(self) -> tuple[Tensor, ...]:
+        """Both weights of the shared expert if it is like several experts of the router, which are plain; else ()."""
+        mixture, shared = self.mixture, self.shared
+        if shared is None or not (isinstance(self.weights, PlainExperts) and self.weights.are_plain):
+            return ()
+        is_multiple = shared.intermediate_size % mixture.intermediate_size == 0
+        if not (is_multiple and shared.has_gate and shared.activation == mixture.activation == "silu"):
+            return ()
+        gate_up, down = shared.gate_up, shared.down
+        if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
+            return ()
+        return (gate_up.weight, down.weight) if gate_up.bias is None and down.bias is None else ()
 
     def __call__(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The sum; `tokens` are the ids of the tokens, for a layer in which a table names their experts."""

@@ -34,13 +34,14 @@ class ExpertRows:
     """A GEMM of gemv_experts.cu: rows of the input times the weights of their experts.
 
     Attributes:
-        out: [num_tokens * top_k, N], or [num_tokens, N] for a sum.
-        input: [num_tokens, K], or [num_tokens * top_k, K] for a sum.
+        out: [num_tokens * (top_k + num_shared), N], or [num_tokens, N] for a sum.
+        input: [num_tokens, K], or [num_tokens * (top_k + num_shared), K] for a sum.
         weight: [num_experts, rows, K].
         ids: [num_tokens, top_k].
         bias: [num_experts, rows] or None.
         activation: one of `ACTIVATIONS`.
         is_sum: whether the choices of a token are added.
+        shared, num_shared: the weight of the shared MLP or None, and the choices of a token that are parts of it.
     """
 
     out: TensorArg
@@ -50,10 +51,13 @@ class ExpertRows:
     bias: TensorArg | None
     activation: str = "none"
     is_sum: bool = False
+    shared: TensorArg | None = None
+    num_shared: int = 0
 
     def bucket(self) -> str:
         num_experts, rows, hidden_size = self.weight.shape
-        return f"choices={tuning.power_of_two(self.ids.numel)} weight={num_experts}x{rows}x{hidden_size}"
+        choices = self.ids.shape[0] * (self.ids.shape[1] + self.num_shared)
+        return f"choices={tuning.power_of_two(choices)} weight={num_experts}x{rows}x{hidden_size}"
 
 
 def check_rows(
@@ -64,6 +68,7 @@ def check_rows(
     bias: TensorArg | None,
     activation: str = "none",
     is_sum: bool = False,
+    shared: TensorArg | None = None,
 ) -> ExpertRows:
     """The problem of a call; OpError for tensors that do not fit together."""
     check.floating(input)
@@ -71,12 +76,12 @@ def check_rows(
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
     check.index(ids, num_tokens=None, top_k=None)
     check.contiguous(ids)
-    num_tokens, top_k = ids.shape
-    choices = num_tokens * top_k
+    (num_tokens, top_k), num_shared = ids.shape, num_parts(weight, shared, is_sum)
+    choices = num_tokens * (top_k + num_shared)
     if not 1 <= top_k <= _MAX_TOP_K:
         raise ids.error(f"expected 1 to {_MAX_TOP_K} choices of a token, got shape {ids.shape}")
     if choices > _MAX_CHOICES:
-        raise ids.error(f"expected at most {_MAX_CHOICES} choices, got shape {ids.shape}")
+        raise ids.error(f"expected at most {_MAX_CHOICES} choices, got {choices} with shape {ids.shape}")
     check.sizes(input, rows=choices if is_sum else num_tokens, hidden_size=None)
     check.sizes(out, rows=num_tokens if is_sum else choices, output_size=None)
     columns, hidden_size = check.row_size(out), check.row_size(input)
@@ -86,18 +91,30 @@ def check_rows(
     check.sizes(weight, num_experts=None, rows=rows, hidden_size=hidden_size)
     if not weight.shape[0]:
         raise weight.error(f"expected at least one expert, got shape {weight.shape}")
-    for one in (out, weight):
+    for one in (out, weight, *([] if shared is None else [shared])):
         check.dtype(one, input.dtype)
         check.row_size(one)
-    if bias is not None:
-        check.shape(bias, input.dtype, num_experts=weight.shape[0], rows=rows)
-        check.contiguous(bias)
-    return ExpertRows(out, input, weight, ids, bias, activation, is_sum)
+    check.shape(bias, input.dtype, num_experts=weight.shape[0], rows=rows)
+    return ExpertRows(out, input, weight, ids, bias, activation, is_sum, shared, num_shared)
+
+
+def num_parts(weight: TensorArg, shared: TensorArg | None, is_sum: bool = False) -> int:
+    """The parts of a shared MLP that are as large as an expert; OpError for a weight that does not have such parts."""
+    if shared is None:
+        return 0
+    check.sizes(weight, num_experts=None, rows=None, hidden_size=None)
+    check.sizes(shared, rows=None, hidden_size=None)
+    (_, rows, columns), divided = weight.shape, int(is_sum)
+    part, whole = (rows, columns)[divided], shared.shape[divided]
+    if shared.shape[1 - divided] != (columns, rows)[divided] or not part or not whole or whole % part:
+        sizes = f"{rows}, a multiple of {columns}" if is_sum else f"a multiple of {rows}, {columns}"
+        raise shared.error(f"expected shape ({sizes}), got {shared.shape}")
+    return whole // part
 
 
 def choose(problem: ExpertRows, device: Device) -> SkinnyConfig:
     hidden_size = problem.input.shape[1]
-    vec_size = check.vector_width(hidden_size, problem.input, problem.weight)
+    vec_size = check.vector_width(hidden_size, *filter(None, (problem.input, problem.weight, problem.shared)))
     return config_of(hidden_size, vec_size, several=False, warp_size=device.warp_size)
 
 
@@ -105,7 +122,6 @@ def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
     """The launch for a problem."""
     device, (rows, columns), is_sum = problem.out.device, problem.out.shape, problem.is_sum
     config = tuning.config(problem.out.op, problem, device, choose)
-    absent = {} if is_sum else {"topk_weights": 0, "addend": 0}
     return _gemv_experts(
         scalar_t=problem.input.dtype,
         input_t=problem.input.dtype,
@@ -116,6 +132,7 @@ def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
         SPLIT=config.split,
         BATCH=config.batch,
         TOP_K=problem.ids.shape[1],
+        SHARED=problem.num_shared,
         COMBINES=is_sum,
         HAS_BIAS=problem.bias is not None,
         HAS_ADDEND=addend is not None,
@@ -134,7 +151,8 @@ def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
         weight_stride=problem.weight.strides[1],
         expert_stride=problem.weight.strides[0],
         bias_stride=0 if problem.bias is None else problem.bias.shape[1],
-        **absent,
+        shared_stride=0 if problem.shared is None else check.row_stride(problem.shared),
+        **({} if is_sum else {"topk_weights": 0, "addend": 0}),
     )
 
 
@@ -146,6 +164,7 @@ def skinny_experts(
     topk_ids: Tensor,
     bias: Tensor | None = None,
     activation: str = "none",
+    shared: Tensor | None = None,
 ) -> None:
     """The first GEMM of a layer of experts for few tokens.
 
@@ -154,20 +173,28 @@ def skinny_experts(
     share experts, `grouped_gemm` is faster. Accumulation is in float32, rounded once. Rows of experts that do not exist
     are zeros.
 
+    A shared MLP with S times the channels of an expert is S more choices of each token, of N channels each. The kernel
+    reads its weight while the previous kernel runs: that kernel must not write it.
+
     Args:
-        out: [num_tokens * top_k, N], written; constant row stride.
+        out: [num_tokens * (top_k + S), N], written; constant row stride.
         input: [num_tokens, K], float32, float16 or bfloat16; constant row stride.
         weight: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups.
         topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
         bias: [num_experts, rows of weight[e]] of the same dtype, contiguous; or None.
         activation: one of those of `grouped_gemm`.
+        shared: the first weight of the shared MLP, [S * rows of weight[e], K] of the same dtype, constant row stride,
+            gates and ups in the order of those of experts; or None.
     """
-    for row, expert in enumerate(topk_ids.reshape(-1).tolist()):
-        if 0 <= expert < len(weight):
-            x = _product(input[row // topk_ids.shape[1]], weight, bias, expert)
-            out[row] = activated(x[None], activation)[0]
-        else:
-            out[row] = 0
+    choices = len(out) // max(1, len(topk_ids))
+    for t, experts in enumerate(topk_ids.tolist()):
+        rows = out[t * choices :][:choices]
+        for row, expert in zip(rows, experts, strict=False):
+            exists = 0 <= expert < len(weight)
+            row[:] = activated(_product(input[t], weight, bias, expert)[None], activation)[0] if exists else 0
+        if shared is not None:
+            whole = activated((shared.double() @ input[t].double())[None], activation)
+            rows[len(experts) :] = whole.unflatten(1, (-1, out.shape[1]))[0]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -177,10 +204,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Ten
 
 
 @skinny_experts.result
-def result_skinny_experts(input: TensorArg, weight: TensorArg, topk_ids: TensorArg, activation: str) -> Result:
+def result_skinny_experts(
+    input: TensorArg, weight: TensorArg, topk_ids: TensorArg, activation: str, shared: TensorArg | None
+) -> Result:
     check.sizes(weight, num_experts=None, rows=None, hidden_size=check.row_size(input))
+    check.index(topk_ids, num_tokens=None, top_k=None)
     columns = weight.shape[1] // (2 if ACTIVATIONS.get(activation) else 1)
-    return Result((topk_ids.numel, columns), input.dtype)
+    return Result((topk_ids.shape[0] * (topk_ids.shape[1] + num_parts(weight, shared)), columns), input.dtype)
 
 
 @skinny_experts.plan
@@ -191,8 +221,9 @@ def plan_skinny_experts(
     topk_ids: TensorArg,
     bias: TensorArg | None,
     activation: str,
+    shared: TensorArg | None,
 ) -> Launch:
-    return launch(check_rows(out, input, weight, topk_ids, bias, activation))
+    return launch(check_rows(out, input, weight, topk_ids, bias, activation, shared=shared))
 
 
 @op(out="out", atol=2.0**-18, in_place={"out": "addend"})
@@ -204,29 +235,35 @@ def skinny_experts_sum(
     topk_weights: Tensor,
     bias: Tensor | None = None,
     addend: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> None:
     """The second GEMM of a layer of experts for few tokens, and the sum of the choices.
 
     ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
     ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
     rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
-    write them. It is meant to be `skinny_experts`, which does not.
+    write them. It is meant to be `skinny_experts`, which does not. The S parts of a shared MLP are added likewise, with
+    weight 1 and without a bias.
 
     Args:
         out: [num_tokens, N], written; constant row stride. It may be `addend`.
-        input: [num_tokens * top_k, K], float32, float16 or bfloat16; constant row stride.
+        input: [num_tokens * (top_k + S), K], float32, float16 or bfloat16; constant row stride.
         weight: [num_experts, N, K] of the same dtype.
         topk_ids: [num_tokens, top_k] int32 or int64, contiguous; any number.
         topk_weights: [num_tokens, top_k] float32, contiguous.
         bias: [num_experts, N] of the same dtype, contiguous; or None.
         addend: [num_tokens, N] of the same dtype, constant row stride; or None.
+        shared: the second weight of the shared MLP, [N, S * K] of the same dtype, constant row stride; or None.
     """
+    choices = len(input) // max(1, len(topk_ids))
     for t, experts in enumerate(topk_ids.tolist()):
+        rows = input[t * choices :][:choices]
         total = torch.zeros_like(out[t], dtype=torch.float64) if addend is None else addend[t].double()
         for j, expert in enumerate(experts):
             if 0 <= expert < len(weight):
-                product = _product(input[t * len(experts) + j], weight, bias, expert)
-                total = total + topk_weights[t, j].double() * product
+                total = total + topk_weights[t, j].double() * _product(rows[j], weight, bias, expert)
+        if shared is not None:
+            total = total + shared.double() @ rows[len(experts) :].flatten().double()
         out[t] = total
 
 
@@ -246,17 +283,16 @@ def plan_skinny_experts_sum(
     topk_weights: TensorArg,
     bias: TensorArg | None,
     addend: TensorArg | None,
+    shared: TensorArg | None,
 ) -> Launch:
-    problem = check_rows(out, input, weight, topk_ids, bias, is_sum=True)
+    problem = check_rows(out, input, weight, topk_ids, bias, is_sum=True, shared=shared)
     check.shape(topk_weights, float32, num_tokens=topk_ids.shape[0], top_k=topk_ids.shape[1])
-    check.contiguous(topk_weights)
-    if addend is not None:
-        check.shape(addend, input.dtype, num_tokens=out.shape[0], output_size=out.shape[1])
-        check.row_stride(addend)
+    check.shape(addend, input.dtype, num_tokens=out.shape[0], output_size=out.shape[1])
     return launch(problem, addend)
 
 
 @skinny_experts.bad_indices
+@skinny_experts_sum.bad_indices
 def bad_indices_skinny_experts(weight: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
     return {"topk_ids": (topk_ids < 0) | (topk_ids >= len(weight))}
 
@@ -273,21 +309,19 @@ def example_skinny_experts(
     id_dtype: Literal["int32", "int64"] = "int32",
     activation: Literal["none", "silu", "gelu", "swigluoai", "swiglustep", "silu_no_mul"] = "silu",
     with_bias: bool = False,
+    num_shared: Literal[0, 2] = 0,
 ) -> tuple[Any, ...]:
     rows = output_size * (2 if ACTIVATIONS[activation] else 1)
+    shared = make.randn(num_shared * rows, hidden_size, dtype=dtype, scale=hidden_size**-0.5) if num_shared else None
     return (
-        make.empty(num_tokens * top_k, output_size, dtype=dtype),
+        make.empty(num_tokens * (top_k + num_shared), output_size, dtype=dtype),
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.randn(_EXAMPLE_EXPERTS, rows, hidden_size, dtype=dtype, scale=hidden_size**-0.5),
         make.randint(0, _EXAMPLE_EXPERTS, num_tokens, top_k, dtype=id_dtype),
         make.randn(_EXAMPLE_EXPERTS, rows, dtype=dtype) if with_bias else None,
         activation,
+        shared,
     )
-
-
-@skinny_experts_sum.bad_indices
-def bad_indices_skinny_experts_sum(weight: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
-    return bad_indices_skinny_experts(weight, topk_ids)
 
 
 @skinny_experts_sum.example
@@ -302,13 +336,15 @@ def example_skinny_experts_sum(
     id_dtype: Literal["int32", "int64"] = "int32",
     with_bias: bool = False,
     with_addend: bool = True,
+    num_shared: Literal[0, 2] = 0,
 ) -> tuple[Any, ...]:
     return (
         make.empty(num_tokens, output_size, dtype=dtype),
-        make.randn(num_tokens * top_k, hidden_size, dtype=dtype),
+        make.randn(num_tokens * (top_k + num_shared), hidden_size, dtype=dtype),
         make.randn(_EXAMPLE_EXPERTS, output_size, hidden_size, dtype=dtype, scale=hidden_size**-0.5),
         make.randint(0, _EXAMPLE_EXPERTS, num_tokens, top_k, dtype=id_dtype),
         make.randn(num_tokens, top_k, dtype="float32"),
         make.randn(_EXAMPLE_EXPERTS, output_size, dtype=dtype) if with_bias else None,
         make.randn(num_tokens, output_size, dtype=dtype) if with_addend else None,
+        make.randn(output_size, num_shared * hidden_size, dtype=dtype) if num_shared else None,
     )

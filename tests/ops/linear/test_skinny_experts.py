@@ -45,6 +45,38 @@ def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
     assert torch.equal(out.double(), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["none", "silu", "swigluoai"])
+@pytest.mark.parametrize("hidden_size", [7, 1030])
+def test_shared_parts_are_experts_of_every_token(hidden_size: int, activation: str, device: str) -> None:
+    """A shared MLP gives the bits that experts with its channels give as further choices."""
+    columns, parts, order = 12, 2, ACTIVATIONS[activation]
+    rows = columns * (2 if order else 1)
+    ids = torch.tensor([[0, 4, -1], [2, 2, EXPERTS + 2]], dtype=torch.int64, device=device)
+    x, weight = integers(2, hidden_size, device=device) / 8, integers(EXPERTS, rows, hidden_size, device=device, seed=1)
+    whole = integers(parts * rows, hidden_size + 2, device=device, seed=2)[:, :hidden_size]
+    kinds = 2 if order == 1 else 1  # gates first, then ups
+    of_parts = whole.unflatten(0, (kinds, parts, -1)).transpose(0, 1).flatten(1, 2)
+    further = torch.arange(EXPERTS, EXPERTS + parts, dtype=torch.int64, device=device).expand(2, -1)
+    known = torch.cat((ids.where(ids < EXPERTS, -1), further), 1)
+    found, expected = (x.new_full((2 * (TOP_K + parts), columns), 7.0) for _ in range(2))
+    pyops.skinny_experts(found, x, weight, ids, None, activation, whole)
+    pyops.skinny_experts(expected, x, torch.cat((weight, of_parts)), known, None, activation)
+    assert torch.equal(found, expected)
+    if order:
+        return
+
+    downs = integers(EXPERTS, columns, hidden_size, device=device, seed=3)
+    down = integers(columns, parts * hidden_size, device=device, seed=4)
+    of_parts = down.unflatten(1, (parts, -1)).transpose(0, 1)
+    inputs, factors = integers(2 * (TOP_K + parts), hidden_size, device=device), torch.ones(2, 5, device=device)
+    factors[:, :TOP_K] = integers(2, TOP_K, device=device, seed=5)
+    out, expected = (x.new_full((2, columns), 7.0) for _ in range(2))
+    pyops.skinny_experts_sum(out, inputs, downs, ids, factors[:, :TOP_K].contiguous(), None, None, down)
+    pyops.skinny_experts_sum(expected, inputs, torch.cat((downs, of_parts)), known, factors)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_one_token_of_fused_experts(activation: str) -> None:
     """The result for one token is that of the grouped GEMMs, which two equal tokens take."""
@@ -80,6 +112,14 @@ def test_refused() -> None:
         ((out, x, weight.half(), ids), "weight: expected dtype float32, got float16"),
         ((out, x, weight, ids, torch.ones(5, 3)), "bias: expected shape (num_experts=5, rows=4), got (5, 3)"),
         ((out, x, weight, ids, None, "tanh"), "activation: expected none or silu or "),
+        (
+            (out, x, weight, ids, None, "none", torch.ones(6, 8)),
+            "shared: expected shape (a multiple of 4, 8), got (6, 8)",
+        ),
+        (
+            (out, x, weight, ids, None, "none", torch.ones(8, 8)),
+            "out: expected shape (rows=10, output_size), got (6, 4)",
+        ),
     ):
         with pytest.raises(pyops.OpError) as caught:
             pyops.skinny_experts(*args)
@@ -93,6 +133,10 @@ def test_refused() -> None:
         (
             (x[:, :4], torch.ones(6, 8), weight, ids, factors, None, x),
             "addend: expected shape (num_tokens=2, output_si",
+        ),
+        (
+            (x[:, :4], torch.ones(6, 8), weight, ids, factors, None, None, torch.ones(3, 8)),
+            "shared: expected shape (4, a multiple of 8), got (3, 8)",
         ),
     ):
         with pytest.raises(pyops.OpError) as caught:
