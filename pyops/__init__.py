@@ -85,6 +85,7 @@ from .ops.linear.marlin_preprocess import *
 from .ops.linear.marlin_repack import *
 from .ops.linear.rocm_skinny import *
 from .ops.linear.scaled_mm import *
+from .ops.linear.skinny_bmm import *
 from .ops.linear.skinny_experts import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.skinny_qkv import *

@@ -8064,6 +8064,39 @@ class _awq_marlin_moe_repack(_Attributes, Protocol):
 
 awq_marlin_moe_repack: _awq_marlin_moe_repack
 
+class _skinny_bmm(_Attributes, Protocol):
+    def __call__(self, out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool = False) -> None:
+        """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
+
+        It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
+        row of `input` reads its matrix: with several rows, GEMMs on tensor cores (`torch.bmm`) are faster.
+
+        Args:
+            out: [B, M, N], written; elements of a row contiguous, any strides else.
+            input: [B, M, K], float32, float16 or bfloat16; elements of a row contiguous, any strides else.
+            mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
+                the weights of a model. The kernel then loads it while the previous kernel runs.
+        """
+    @staticmethod
+    def new(input: Tensor, mat2: Tensor, constant_weight: bool = False) -> Tensor:
+        """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
+
+        It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
+        row of `input` reads its matrix: with several rows, GEMMs on tensor cores (`torch.bmm`) are faster.
+
+        Args:
+            input: [B, M, K], float32, float16 or bfloat16; elements of a row contiguous, any strides else.
+            mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
+            constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
+                the weights of a model. The kernel then loads it while the previous kernel runs.
+
+        Returns:
+            out: [B, M, N]; elements of a row, any strides else.
+        """
+
+skinny_bmm: _skinny_bmm
+
 class _skinny_experts(_Attributes, Protocol):
     def __call__(
         self,

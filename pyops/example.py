@@ -44,8 +44,8 @@ class TorchMaker:
         return order[: math.prod(shape)].reshape(shape).clone()
 
     def transposed(self, matrix: Any) -> Any:
-        """The transpose of a matrix, a column-major view."""
-        return matrix.t()
+        """The transpose of a matrix, or of each matrix of a batch: a column-major view."""
+        return matrix.mT
 
     def ordered(self, tensor: Any, descending: bool = False) -> Any:
         """The tensor with its last dimension sorted."""
@@ -106,7 +106,8 @@ class ArgMaker:
         return self.empty(*shape, dtype=dtype)
 
     def transposed(self, matrix: TensorArg) -> TensorArg:
-        return replace(matrix, shape=matrix.shape[::-1], strides=matrix.strides[::-1])
+        (*shape, rows, columns), (*strides, row, column) = matrix.shape, matrix.strides
+        return replace(matrix, shape=(*shape, columns, rows), strides=(*strides, column, row))
 
     def ordered(self, tensor: TensorArg, descending: bool = False) -> TensorArg:
         return tensor

@@ -83,7 +83,7 @@ class TextMaker:
         return Drawn(text + f".view{shape}" * (len(shape) > 1), arg)
 
     def transposed(self, matrix: Drawn) -> Drawn:
-        return Drawn(f"{matrix.text}.t()", self.args.transposed(matrix.arg))
+        return Drawn(f"{matrix.text}.mT", self.args.transposed(matrix.arg))
 
     def ordered(self, tensor: Drawn, descending: bool = False) -> Drawn:
         return Drawn(f"{tensor.text}.sort({'descending=True' * descending}).values", tensor.arg)

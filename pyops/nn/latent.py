@@ -14,6 +14,7 @@ from ..ops.attention import paged_attention_v1, paged_attention_varlen, sm100_cu
 from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
 from ..ops.attention.mla_sparse import sparse_mla_attention
 from ..ops.cache import concat_and_cache_mla
+from ..ops.linear.skinny_bmm import bmm_into
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def absorbed_attention(
     rank, rope_size = up.shape[2], entries.shape[2] - up.shape[2]
     plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
     up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
-    absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
+    absorbed = bmm_into(query.new_empty(len(up), len(query), rank), plain.transpose(0, 1), up_keys).transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
         # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.
@@ -106,7 +107,7 @@ def absorbed_attention(
         paged_attention_v1(whole, joined, cache, cache, 1, scale, block_tables, seq_lens, *options)
         out, factor = whole[..., :rank], 1.0
     values = query.new_empty(len(query), len(up), up_values.shape[1])
-    values.transpose(0, 1).baddbmm_(out.transpose(0, 1), up_values.transpose(1, 2), beta=0, alpha=factor)
+    bmm_into(values.transpose(0, 1), out.transpose(0, 1), up_values.transpose(1, 2), factor)
     return values.flatten(1)
 
 
@@ -209,9 +210,8 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
         kv_lora_rank: elements of a latent vector.
         mla_modules: with `q_lora_rank` fused_qkv_a_proj, q_a_layernorm and q_b_proj, without it q_proj and
             kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
-        cache_config, quant_config: accepted because vLLM has them.
+        cache_config, quant_config, skip_topk: accepted because vLLM has them.
         prefix: the name of the layer in its model.
-        skip_topk: accepted because vLLM has it, for layers that reuse another layer's indexer result.
 
     Examples:
         >>> q, kv_a, kv_b, o = map(torch.nn.Linear, (64, 64, 32, 64), (96, 40, 128, 64))

@@ -103,7 +103,7 @@ def test_example_text_calls_the_op_as_its_example_does(name: str) -> None:
         ("fused_add_rms_norm", "(input, residual,", "(residual, input,"),
         ("per_token_group_quant_int8", "-128.0, 127.0", "-128.0, 126.0"),
         ("grouped_topk", "topk_weights, topk_ids = ", "topk_ids, topk_weights = "),
-        ("cutlass_scaled_mm", ".t()", ".t().contiguous()"),
+        ("cutlass_scaled_mm", ".mT", ".mT.contiguous()"),
         ("gptq_gemm", "bit=4", "bit=8"),
     ],
 )

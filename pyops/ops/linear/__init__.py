@@ -24,6 +24,7 @@ from . import marlin_preprocess as _marlin_preprocess
 from . import marlin_repack as _marlin_repack
 from . import rocm_skinny as _rocm_skinny
 from . import scaled_mm as _scaled_mm
+from . import skinny_bmm as _skinny_bmm
 from . import skinny_experts as _skinny_experts
 from . import skinny_linear as _skinny_linear
 from . import skinny_qkv as _skinny_qkv
@@ -51,6 +52,7 @@ from .marlin_preprocess import *
 from .marlin_repack import *
 from .rocm_skinny import *
 from .scaled_mm import *
+from .skinny_bmm import *
 from .skinny_experts import *
 from .skinny_linear import *
 from .skinny_qkv import *
@@ -80,6 +82,7 @@ __all__ += _grouped_scaled.__all__
 __all__ += _grouped_w4a8.__all__
 __all__ += _grouped_wna16.__all__
 __all__ += _scaled_mm.__all__
+__all__ += _skinny_bmm.__all__
 __all__ += _skinny_experts.__all__
 __all__ += _skinny_linear.__all__
 __all__ += _skinny_qkv.__all__

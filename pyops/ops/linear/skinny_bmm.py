@@ -1,0 +1,147 @@
+"""A batch of small GEMMs for few tokens, without tensor cores (GEMV)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors.tensor import TensorArg
+from ...tuning import batch_invariant
+from .skinny_linear import config_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["skinny_bmm"]
+
+_gemv_batch = Kernel("linear/gemv_batch.cu")
+_gemv_batch_columns = Kernel("linear/gemv_batch_columns.cu")
+_MAX_BLOCKS = 65535  # most matrices, and most rows of each: blockIdx.z and blockIdx.y count them
+# Geometry of gemv_batch_columns.cu, not yet measured: threads of a block and those that share a row of the weight,
+# rows that a thread loads at a time, threads of an SM. The 128 rows of a head of DeepSeek's MLA are one round of loads.
+_NUM_THREADS, _COLUMN_THREADS, _BATCH, _RESIDENT = 128, 8, 8, 1024
+
+
+@op(out="out", atol=2.0**-18)
+def skinny_bmm(out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool = False) -> None:
+    """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
+
+    It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
+    row of `input` reads its matrix: with several rows, GEMMs on tensor cores (`torch.bmm`) are faster.
+
+    Args:
+        out: [B, M, N], written; elements of a row contiguous, any strides else.
+        input: [B, M, K], float32, float16 or bfloat16; elements of a row contiguous, any strides else.
+        mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
+        constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
+            the weights of a model. The kernel then loads it while the previous kernel runs.
+    """
+    out.copy_(input.double() @ mat2.double())
+
+
+def bmm_into(out: Tensor, input: Tensor, mat2: Tensor, factor: float = 1.0) -> Tensor:
+    """``out[b] = factor * input[b] @ mat2[b]`` with weights of a model: `skinny_bmm` for one row, else torch's GEMM.
+
+    Returns:
+        `out`.
+    """
+    if input.shape[1] == 1 and factor == 1 and not batch_invariant():
+        skinny_bmm(out, input, mat2, constant_weight=True)
+        return out
+    return out.baddbmm_(input, mat2, beta=0, alpha=factor)
+
+
+@skinny_bmm.result
+def result_skinny_bmm(input: TensorArg, mat2: TensorArg) -> Result:
+    check.sizes(input, B=None, M=None, K=None)
+    check.sizes(mat2, B=input.shape[0], K=input.shape[2], N=None)
+    return Result((*input.shape[:2], mat2.shape[2]), input.dtype)
+
+
+@skinny_bmm.plan
+def plan_skinny_bmm(out: TensorArg, input: TensorArg, mat2: TensorArg, constant_weight: bool) -> Launch | list[Launch]:
+    check.floating(input)
+    check.sizes(input, B=None, M=None, K=None)
+    batch, rows, k = input.shape
+    check.sizes(mat2, B=batch, K=k, N=None)
+    columns = mat2.shape[2]
+    check.sizes(out, B=batch, M=rows, N=columns)
+    for arg in (out, mat2):
+        check.dtype(arg, input.dtype)
+    for arg in (out, input):
+        check.row_size(arg)
+    if not k:
+        raise input.error(f"expected rows of at least one element, got shape {input.shape}")
+    if max(batch, rows) > _MAX_BLOCKS:
+        raise input.error(f"expected at most {_MAX_BLOCKS} matrices and rows of each, got shape {input.shape}")
+    if not out.numel:
+        return []
+    weight = replace(mat2, shape=(batch, columns, k), strides=(mat2.strides[0], mat2.strides[2], mat2.strides[1]))
+    sizes = {
+        "output_size": columns,
+        "out_batch_stride": out.strides[0],
+        "out_stride": out.strides[1],
+        "input_batch_stride": input.strides[0],
+        "input_stride": input.strides[1],
+        "weight_batch_stride": mat2.strides[0],
+    }
+    constants = {"scalar_t": input.dtype, "HIDDEN_SIZE": k, "CONSTANT_WEIGHT": constant_weight}
+    if columns == 1 or mat2.strides[2] == 1:
+        vec_size = check.vector_width(columns, mat2)
+        return _gemv_batch_columns.renamed(weight="mat2")(
+            **constants,
+            VEC_SIZE=vec_size,
+            COLUMN_THREADS=_COLUMN_THREADS,
+            BATCH=_BATCH,
+            NUM_THREADS=_NUM_THREADS,
+            MIN_BLOCKS=_RESIDENT // _NUM_THREADS,
+        ).launch(
+            grid=(-(-columns // (_COLUMN_THREADS * vec_size)), rows, batch),
+            block=_NUM_THREADS,
+            weight_stride=mat2.strides[1],
+            **sizes,
+        )
+    if k > 1 and mat2.strides[1] != 1:
+        raise mat2.error(f"expected columns or rows of stride 1, got strides {mat2.strides}")
+    config = config_of(k, check.vector_width(k, input, weight), several=False, warp_size=input.device.warp_size)
+    return _gemv_batch.renamed(weight="mat2")(
+        **constants,
+        input_t=input.dtype,
+        VEC_SIZE=config.vec_size,
+        TOKENS=config.tokens,
+        SPLIT=config.split,
+        BATCH=config.batch,
+        NUM_THREADS=config.num_threads,
+        MIN_BLOCKS=config.min_blocks,
+    ).launch(
+        grid=(config.num_blocks(columns, input.device, batch * rows), rows, batch),
+        block=config.num_threads,
+        weight_stride=mat2.strides[2],
+        **sizes,
+    )
+
+
+@skinny_bmm.example
+def example_skinny_bmm(
+    make: Any,
+    *,
+    num_heads: int = 16,
+    num_tokens: int = 1,
+    input_size: Literal[128, 512, 35] = 128,
+    output_size: Literal[512, 37] = 512,
+    dtype: str = "bfloat16",
+    constant_weight: bool = False,
+    by_columns: bool = True,
+) -> tuple[Any, ...]:
+    sizes = (input_size, output_size) if by_columns else (output_size, input_size)
+    mat2 = make.randn(num_heads, *sizes, dtype=dtype, scale=input_size**-0.5)
+    return (
+        make.empty(num_heads, num_tokens, output_size, dtype=dtype),
+        make.randn(num_heads, num_tokens, input_size, dtype=dtype),
+        mat2 if by_columns else make.transposed(mat2),
+        constant_weight,
+    )
