@@ -45,13 +45,15 @@ class LatentAttention:
         self.latent, self.num_heads, self.rope = latent, heads, rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
-        self.q_norm, self.q_rank = None, latent.q_lora_rank or 0
+        self.q_norm, self.q, self.q_rank = None, None, latent.q_lora_rank or 0
         if self.q_rank:  # one projection to the latent vectors of queries, and of keys and values
             compressed = {"q_a_proj": self.q_rank} | compressed
             self.q_norm = place.empty(self.q_rank)
             self.q = place.linear({"q_b_proj": queries}, self.q_rank, bias=False)
-        else:
+        elif config.qkv_bias or place.quantization is not None:  # one of both may have a bias or be quantised
             self.q = place.linear({"q_proj": queries}, hidden_size, bias=False)
+        else:  # one projection to the queries, and to the latent vectors of keys and values
+            compressed = {"q_proj": queries} | compressed
         self.a = place.linear(compressed, hidden_size, config.qkv_bias)
         self.kv_norm = place.empty(rank)
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
@@ -65,11 +67,13 @@ class LatentAttention:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         found = {"kv_a_layernorm.weight": self.kv_norm} | self.kv_b.tensors()
+        if self.q is not None:
+            found |= self.q.tensors()
         if self.q_norm is not None:
             found["q_a_layernorm.weight"] = self.q_norm
         if self.indexer is not None:
             found |= self.indexer.tensors()
-        return found | self.q.tensors() | self.a.tensors() | self.o.tensors()
+        return found | self.a.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The latent KV cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], and that of the indexer."""
@@ -79,13 +83,13 @@ class LatentAttention:
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         compressed = self.a(hidden)
-        query = None if self.q_norm is not None else self.q(hidden)
+        query = None if self.q is None or self.q_norm is not None else self.q(hidden)
         return self.o(self._attended(compressed, query, hidden, batch, cache, tables))
 
     @property
     def adds(self) -> bool:
         """Whether `add_to` serves these weights."""
-        is_plain = isinstance(self.a, Linear) and isinstance(self.q, Linear) and self.latent.indexer is None
+        is_plain = isinstance(self.a, Linear) and isinstance(self.q, Linear | None) and self.latent.indexer is None
         return is_plain and isinstance(self.o, Linear) and self.o.bias is None
 
     def add_to(
@@ -93,10 +97,10 @@ class LatentAttention:
     ) -> Tensor:
         """``residual + self(norm.of(residual), ...)`` for one token: see `one_token`."""
         assert isinstance(self.a, Linear)
-        assert isinstance(self.q, Linear)
+        assert isinstance(self.q, Linear | None)
         assert isinstance(self.o, Linear)
         compressed = self.a.of_norm(residual, *norm.terms)
-        query = None if self.q_norm is not None else self.q.of_norm(residual, *norm.terms)
+        query = None if self.q is None or self.q_norm is not None else self.q.of_norm(residual, *norm.terms)
         return self.o.add_to(residual, self._attended(compressed, query, residual, batch, cache, tables))
 
     def _attended(
@@ -111,19 +115,22 @@ class LatentAttention:
         """The heads of the tokens after attention, [num_tokens, heads * v_head_dim]. Writes `cache`.
 
         Args:
-            compressed: latent vectors of queries, of keys and values, and the key with RoPE, side by side.
-            query: the queries; None to project them from their latent vectors.
+            compressed: queries or their latent vectors, latent vectors of keys and values, and the key with RoPE, side
+                by side; without the first where `query` is given.
+            query: the queries.
             hidden: the hidden states, which the indexer needs.
         """
         from ..nn.latent import absorbed_attention, latent_attention  # imported late: pyops.nn needs torch at import
 
         latent, entries = self.latent, cache[0]
-        q_c, kv_c, k_pe = compressed.split([self.q_rank, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        if self.q_norm is not None:
+        q_size = compressed.shape[-1] - self.entry_size
+        q_c, kv_c, k_pe = compressed.split([q_size, latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        if self.q is not None and self.q_norm is not None:
             rms_norm(q_c, q_c, self.q_norm, _EPSILON)
             query = self.q(q_c)
-        assert query is not None
-        query = query.unflatten(-1, (self.num_heads, -1))
+        query = (q_c if query is None else query).unflatten(-1, (self.num_heads, -1))
+        # Early, because the first call may compute it, and no kernel just before may write constant weights.
+        up = self._up.unflatten(0, (self.num_heads, -1))
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
         if self.rope is None:
@@ -135,7 +142,6 @@ class LatentAttention:
                 *(batch.slot_mapping, entries, kv_cache_dtype, k_scale),
             )
             self.rope.scale_queries(query, batch.positions)
-        up = self._up.unflatten(0, (self.num_heads, -1))
         texts, scales = (batch.block_tables, batch.seq_lens), (latent.scale, k_scale, self.scales.first)
         if self.indexer is not None and self.rope is not None:
             batch.shared["slots"] = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
