@@ -89,6 +89,7 @@ from .ops.linear.skinny_bmm import *
 from .ops.linear.skinny_experts import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.skinny_qkv import *
+from .ops.linear.skinny_router import *
 from .ops.linear.sparse_mm import *
 from .ops.linear.w4a8_mm import *
 from .ops.mamba import *

@@ -8332,6 +8332,74 @@ class _skinny_qkv_rope_cache(_Attributes, Protocol):
 
 skinny_qkv_rope_cache: _skinny_qkv_rope_cache
 
+class _skinny_router(_Attributes, Protocol):
+    def __call__(
+        self,
+        normalised: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        input: Tensor,
+        norm_weight: Tensor,
+        weight: Tensor,
+        renormalize: bool,
+        scoring_func: str = 'softmax',
+        routed_scaling_factor: float = 1.0,
+        epsilon: float = 1e-06,
+    ) -> None:
+        """The norm of each token, the logits of its router, and the choice of its experts, for small M.
+
+        `rms_norm`, a GEMM and `topk_softmax` or `topk_sigmoid` in one launch, for the decode step of one sequence. Logits
+        stay float32. With more tokens a GEMM on tensor cores is faster.
+
+        Args:
+            normalised: [num_tokens, K], contiguous, written: the norm of `input`, for the experts.
+            topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most 32 and at most num_experts.
+            topk_ids: [num_tokens, topk] int32, contiguous, written: the best expert first; of equal ones the lower id.
+            input: [num_tokens, K], float32, float16 or bfloat16; constant row stride; rows of at most 32 KB.
+            norm_weight: [K] of the dtype of `input`, contiguous.
+            weight: [num_experts, K] of the dtype of `input` or float32, constant row stride; at most 512 experts. The
+                kernel reads it while the previous kernel runs: that kernel must not write it.
+            renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
+            scoring_func: "softmax" or "sigmoid".
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            epsilon: of the norm.
+        """
+    @staticmethod
+    def new(
+        input: Tensor,
+        norm_weight: Tensor,
+        weight: Tensor,
+        renormalize: bool,
+        scoring_func: str = 'softmax',
+        routed_scaling_factor: float = 1.0,
+        epsilon: float = 1e-06,
+        *,
+        topk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm of each token, the logits of its router, and the choice of its experts, for small M.
+
+        `rms_norm`, a GEMM and `topk_softmax` or `topk_sigmoid` in one launch, for the decode step of one sequence. Logits
+        stay float32. With more tokens a GEMM on tensor cores is faster.
+
+        Args:
+            input: [num_tokens, K], float32, float16 or bfloat16; constant row stride; rows of at most 32 KB.
+            norm_weight: [K] of the dtype of `input`, contiguous.
+            weight: [num_experts, K] of the dtype of `input` or float32, constant row stride; at most 512 experts. The
+                kernel reads it while the previous kernel runs: that kernel must not write it.
+            renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
+            scoring_func: "softmax" or "sigmoid".
+            routed_scaling_factor: multiplies the weights, after they are renormalised.
+            epsilon: of the norm.
+            topk: how many experts a token has, at most num_experts.
+
+        Returns:
+            normalised: [num_tokens, K]: the norm of `input`, for the experts.
+            topk_weights: [num_tokens, topk] float32; topk is at most 32 and at most num_experts.
+            topk_ids: [num_tokens, topk] int32: the best expert first; of equal ones the lower id.
+        """
+
+skinny_router: _skinny_router
+
 class _cutlass_sparse_compress(_Attributes, Protocol):
     def __call__(
         self,

@@ -54,21 +54,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
     float logits[THREAD_EXPERTS];
     const int first = thread * THREAD_EXPERTS;
     load_share<VEC_SIZE>(row, first, NUM_EXPERTS, minus_infinity(), logits);
-    Score<SCORING> score;
-    if constexpr (SCORING == softmax) {
-        float largest = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < THREAD_EXPERTS; ++i) largest = ieee_max(largest, logits[i]);
-        largest = logit_of(float_of_ordered(row_largest(ordered_key(largest), max_partial)));
-        score.base = largest == minus_infinity() ? 0.0f : largest;
-        if (HAS_BIAS || !renormalize) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < THREAD_EXPERTS; ++i) sum += score(logit_of(logits[i]));
-            sum = row_reduce<Sum, ROW_THREADS>(sum, sum_partial[0]);
-            score.factor = sum > 0.0f ? reciprocal_of(sum) : 0.0f;
-        }
-    }
+    const auto score = score_of_token<SCORING>(logits, HAS_BIAS || !renormalize, max_partial, sum_partial[0]);
 
     const bool is_token = !HAS_PADDING || !is_padding[at.row];
     float weight, sum = 0.0f;
@@ -103,12 +89,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
         }
         KWayMerge<rank_t, THREAD_EXPERTS> merge(ranks, rank_partial);
         for (int begin = 0; begin < TOP_K; begin += ROW_THREADS) {
-            rank_t mine = 0;
-#pragma unroll(TOP_K <= 8 ? TOP_K : 4)
-            for (int i = 0; i < min(ROW_THREADS, TOP_K - begin); ++i) {
-                const rank_t best = merge.next(i);
-                if (thread == i) mine = best;
-            }
+            const rank_t mine = merge.take<TOP_K>(min(ROW_THREADS, TOP_K - begin), thread);
             write(begin + thread, ranking::index(mine));
         }
     }

@@ -125,13 +125,7 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
         ranks[i] = first + i < GROUP_SIZE ? ranking::rank(ordered_key(key), group * GROUP_SIZE + first + i) : 0;
     }
     KWayMerge<rank_t, THREAD_EXPERTS> merge(ranks, rank_partial);
-    rank_t mine = 0;
-#pragma unroll(TOP_K <= 8 ? TOP_K : 4)
-    for (int i = 0; i < TOP_K; ++i) {
-        const rank_t rank = merge.next(i);
-        if (thread == i) mine = rank;
-    }
-    const int expert = ranking::index(mine);
+    const int expert = ranking::index(merge.take<TOP_K>(TOP_K, thread));
     const bool writes = thread < TOP_K;
     const float chosen = to_float(row[writes ? expert : 0]);
     const float s = writes && is_finite(chosen) ? score(chosen) : 0.0f;

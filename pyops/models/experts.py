@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .._core.system.lazy import torch
 from ..ops.linear.dsv3 import fp32_router_gemm
+from ..ops.linear.skinny_router import MAX_CHOICES, MAX_ROUTED, skinny_router
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk, fused_topk_bias
 from ..tuning import batch_invariant
 from .attention import MLP
@@ -107,12 +108,27 @@ class Experts:
 
     def add_norm_to(self, residual: Tensor, norm: Norm) -> Tensor:
         """``residual + self(norm.of(residual))``, in the memory of `residual` or in new memory."""
-        hidden = norm.of(residual)
         if self.shared_gate is not None or not isinstance(self.weights, PlainExperts):
-            return residual.add_(self(hidden))
+            return residual.add_(self(norm.of(residual)))
+        hidden, weights, ids = self._routed(residual, norm)
         shared = self._shared_like_experts()
-        out = self.weights.add_to(residual, hidden, *self._choice(hidden), shared)
+        out = self.weights.add_to(residual, hidden, weights, ids, shared)
         return out if self.shared is None or shared else self.shared.add_to(out, hidden)
+
+    def _routed(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalised token, and the weights and ids of its experts: one launch, but for groups and biases."""
+        mixture, router = self.mixture, self.router
+        is_served = mixture.scoring_func in ("softmax", "sigmoid") and self.correction_bias is None
+        is_served = is_served and mixture.num_groups == 1 and self.by_token is None
+        fits = mixture.num_experts <= MAX_ROUTED and mixture.top_k <= MAX_CHOICES
+        if is_served and fits and isinstance(router, Linear) and router.bias is None:
+            scores = mixture.renormalize, mixture.scoring_func, mixture.routed_scaling_factor
+            weights = norm.weight, router.weight
+            found: tuple[Tensor, Tensor, Tensor]
+            found = skinny_router.new(residual, *weights, *scores, norm.epsilon, topk=mixture.top_k)
+            return found
+        hidden = norm.of(residual)
+        return hidden, *self._choice(hidden)
 
     def _shared_like_experts(self) -> tuple[Tensor, ...]:
         """Both weights of the shared expert if it is like several experts of the router, which are plain; else ()."""

@@ -28,6 +28,7 @@ from . import skinny_bmm as _skinny_bmm
 from . import skinny_experts as _skinny_experts
 from . import skinny_linear as _skinny_linear
 from . import skinny_qkv as _skinny_qkv
+from . import skinny_router as _skinny_router
 from . import sparse_mm as _sparse_mm
 from . import w4a8_mm as _w4a8_mm
 from .allspark_mm import *
@@ -56,6 +57,7 @@ from .skinny_bmm import *
 from .skinny_experts import *
 from .skinny_linear import *
 from .skinny_qkv import *
+from .skinny_router import *
 from .sparse_mm import *
 from .w4a8_mm import *
 
@@ -86,5 +88,6 @@ __all__ += _skinny_bmm.__all__
 __all__ += _skinny_experts.__all__
 __all__ += _skinny_linear.__all__
 __all__ += _skinny_qkv.__all__
+__all__ += _skinny_router.__all__
 __all__ += _sparse_mm.__all__
 __all__ += _w4a8_mm.__all__

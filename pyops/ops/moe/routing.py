@@ -11,9 +11,9 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import boolean, float32, int32, int64, uint32
 from ..._core.tensors.tensor import TensorArg
-from ._choices import choose, write
+from .._shared.expert_choices import choose, write
+from .._shared.expert_scores import as_logits, sigmoid, softmax, softplus_sqrt
 from ._routing_geometry import choose_geometry
-from ._scores import as_logits, sigmoid, softmax, softplus_sqrt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32, int32
 from ..._core.tensors.tensor import TensorArg
+from .._shared.expert_scores import sigmoid, softmax
 from ._routing_geometry import choose_geometry
-from ._scores import sigmoid, softmax
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -86,6 +86,29 @@ DEVICE T row_largest(T value, T* partial) {
     }
 }
 
+// The score for a token's experts, by the logits of the calling thread; its sum over the experts is 1 if `divides`. Every
+// thread of the block calls. Both arrays are shared memory of one value per warp.
+template <Scoring SCORING, int N>
+DEVICE Score<SCORING>
+score_of_token(const float (&logits)[N], bool divides, uint32_t* max_partial, float* sum_partial) {
+    Score<SCORING> score;
+    if constexpr (SCORING == softmax) {
+        float largest = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < N; ++i) largest = ieee_max(largest, logits[i]);
+        largest = logit_of(float_of_ordered(row_largest(ordered_key(largest), max_partial)));
+        score.base = largest == minus_infinity() ? 0.0f : largest;
+        if (divides) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) sum += score(logit_of(logits[i]));
+            sum = row_reduce<Sum, ROW_THREADS>(sum, sum_partial);
+            score.factor = sum > 0.0f ? reciprocal_of(sum) : 0.0f;
+        }
+    }
+    return score;
+}
+
 // Sorts descending: Batcher's odd-even merge sort (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M).
 template <typename T, int N>
 DEVICE void sort_descending(T (&list)[N]) {
@@ -125,6 +148,19 @@ struct KWayMerge {
             list[N - 1] = 0;
         }
         return best;
+    }
+
+    // The next `count` best ranks, at most MOST: thread i of the token gets number i, and others 0. Every thread of the
+    // block calls it.
+    template <int MOST>
+    DEVICE T take(int count, int thread) {
+        T mine = 0;
+#pragma unroll(MOST <= 8 ? MOST : 4)
+        for (int i = 0; i < count; ++i) {
+            const T best = next(i);
+            if (thread == i) mine = best;
+        }
+        return mine;
     }
 };
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..._core.system.lazy import torch
-from ._scores import as_logits
+from .expert_scores import as_logits
 
 if TYPE_CHECKING:
     from torch import Tensor

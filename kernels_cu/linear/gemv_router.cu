@@ -1,0 +1,92 @@
+// gemv_router: the norm of a token, the logits of its router, and the choice of its experts.
+//
+//     x[k] = T(T(input[k] / sqrt(mean_k(input[k]^2) + epsilon)) * norm_weight[k])      T: input_t
+//     logit[n] = sum_k x[k] * weight[n, k]                                             in float32
+//     topk_ids = the TOP_K experts with the best logits, the best first; of equal logits the lower id first
+//     topk_weights = score(logit), divided by their sum if `renormalize`, times routed_scaling_factor
+//
+// blockIdx.y counts tokens. Each block along x normalises the token, and the first one writes it; warps multiply as
+// gemv_rows.cuh says. The last block of a token to arrive loads all logits, and its first warp chooses: ROW_THREADS
+// lanes with THREAD_EXPERTS adjacent experts each. The plan promises that no kernel which may still run writes the
+// weight: the first chunk is loaded while the previous kernel runs.
+//
+// Constants:
+//     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
+//     input_t       element type of input and norm_weight
+//     SCORING       softmax or sigmoid
+//     NUM_EXPERTS      experts, at most ROW_THREADS * THREAD_EXPERTS
+//     TOP_K         experts of a token, at most ROW_THREADS
+//     THREAD_EXPERTS   experts of a lane
+
+#include "experts.cuh"
+#include "gemv_norm.cuh"
+
+using ranking = Ranking<0>;
+
+DEVICE const scalar_t* weight_row(int i, const scalar_t* weight, int64_t stride) {
+    return weight + loaded_column<1>(i, NUM_EXPERTS) * stride;
+}
+
+// The first chunk and the norm's weight, before the previous kernel has ended.
+DEVICE void prefetch_weights(vec_t (&next)[BATCH], const scalar_t* weight, int64_t stride, const input_t* norm_weight) {
+    load_chunk(next, weight_row(0, weight, stride), 0);
+    prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
+            float* topk_weights,         // [num_tokens, TOP_K]
+            int32_t* topk_ids,           // [num_tokens, TOP_K]
+            const input_t* input,        // [num_tokens, HIDDEN_SIZE]
+            const input_t* norm_weight,  // [HIDDEN_SIZE]
+            const scalar_t* weight,      // [NUM_EXPERTS, HIDDEN_SIZE]
+            float* all_logits,           // [num_tokens, NUM_EXPERTS]
+            uint32_t* arrived,           // [num_tokens], zeros
+            int64_t input_stride, int64_t weight_stride, bool renormalize, float routed_scaling_factor, float epsilon) {
+    __shared__ Vec<input_t, VEC_SIZE> row_of_token[VECS];
+    __shared__ float logits_of_token[NUM_EXPERTS];
+    __shared__ uint32_t is_last;
+    vec_t next[BATCH];
+    prefetch_weights(next, weight, weight_stride, norm_weight);
+    await_previous_kernel();
+    const int64_t token = blockIdx.y;
+    input_t* const x = reinterpret_cast<input_t*>(row_of_token);
+    normalise(x, input + token * input_stride, norm_weight, epsilon);
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < VECS; i += NUM_THREADS) {
+            row_of_token[i].store(normalised + token * HIDDEN_SIZE + i * VEC_SIZE);
+        }
+    }
+    float* const logits = all_logits + token * NUM_EXPERTS;
+    const auto row = [&](int i) { return weight_row(i, weight, weight_stride); };
+    const auto input_row = [&](int, int) { return x; };
+    multiply_rows(next, count_rows<1>(NUM_EXPERTS), row, input_row, [&](int i, const float (&acc)[TOKENS]) {
+        const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
+        const int64_t expert = column_of<1>(i);
+        if (stores && expert < NUM_EXPERTS) logits[expert] = acc[0];
+    });
+    if (!arrives_last(arrived + token, gridDim.x, &is_last)) return;
+    for (int n = threadIdx.x; n < NUM_EXPERTS; n += NUM_THREADS) logits_of_token[n] = load_fresh(logits + n);
+    __syncthreads();
+    if (threadIdx.x >= WARP_SIZE) return;
+
+    const int lane = threadIdx.x % ROW_THREADS, first = lane * THREAD_EXPERTS;
+    float own[THREAD_EXPERTS];
+    ranking::rank_t ranks[THREAD_EXPERTS];
+#pragma unroll
+    for (int i = 0; i < THREAD_EXPERTS; ++i) {
+        const bool exists = first + i < NUM_EXPERTS;
+        own[i] = exists ? logits_of_token[first + i] : minus_infinity();
+        ranks[i] = exists ? ranking::rank(ordered_key(own[i]), first + i) : 0;
+    }
+    const auto score = score_of_token<SCORING>(own, !renormalize, nullptr, nullptr);
+    KWayMerge<ranking::rank_t, THREAD_EXPERTS> merge(ranks, nullptr);
+    const int expert = ranking::index(merge.take<TOP_K>(TOP_K, lane));
+    const bool writes = lane < TOP_K;
+    const float s = writes ? score(logit_of(logits_of_token[expert])) : 0.0f;
+    const float sum = lane_reduce<Sum, ROW_THREADS>(s);
+    const float divisor = renormalize && sum > 0.0f ? sum : 1.0f;
+    if (!writes || threadIdx.x >= ROW_THREADS) return;
+    topk_ids[token * TOP_K + lane] = expert;
+    topk_weights[token * TOP_K + lane] = ieee_multiply(ieee_divide(s, divisor), routed_scaling_factor);
+}
