@@ -6310,7 +6310,7 @@ class _grouped_gemm(_Attributes, Protocol):
                 scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
-            block_size: slots of a block, a multiple of 16; multiples of 64 are fast.
+            block_size: slots of a block, a multiple of 8; GPUs with WGMMA are fast with multiples of 64.
             activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
                 ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
                 rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
@@ -6353,7 +6353,7 @@ class _grouped_gemm(_Attributes, Protocol):
                 scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
-            block_size: slots of a block, a multiple of 16; multiples of 64 are fast.
+            block_size: slots of a block, a multiple of 8; GPUs with WGMMA are fast with multiples of 64.
             activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
                 ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
                 rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with

@@ -128,6 +128,48 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     }
 }
 
+// Whether fp8_to_half_operand makes its result by integer operations.
+template <typename T>
+constexpr bool BY_INTEGERS = is_same<T, fp8_e4m3_t> && !PYOPS_HIP && ARCHITECTURE < 890;
+// The factor by which the numbers of fp8_to_half_operand are too small.
+template <typename T>
+constexpr int OPERAND_FACTOR = BY_INTEGERS<T> ? 256 : 1;
+
+// NaN among the e4m3 values that fp8_to_half_operand has converted to numbers: it takes NaN for 480.
+struct NanCount {
+    // From 2048 on the ulp of float16 is 2. The factor makes 480 / 256 more than half of it, which rounds up, and
+    // 448 / 256 less. So only NaN changes the sum: one instruction for a pair.
+    Vec<half_t, 2> sum = Vec<half_t, 2>::full(2048.0f);
+
+    DEVICE void add(uint32_t magnitudes) {
+        Vec<half_t, 2> pair;
+        pair.template word<2>(0) = magnitudes;
+        const auto factor = Vec<half_t, 2>::full(0.55f);
+        multiply_add_pair<half_t>(sum.data, pair.data, factor.data, sum.data);
+    }
+    // `word`, or a pair of NaN if there was one.
+    DEVICE uint32_t mark(uint32_t word) const {
+        return sum.template word<2>(0) == Vec<half_t, 2>::full(2048.0f).template word<2>(0) ? word : 0x7fff7fffu;
+    }
+};
+
+// Converts four fp8 elements to two words of float16 pairs, for MMAs with both operands from here: pairs may be of
+// elements 0 and 2, and 1 and 3, too small by OPERAND_FACTOR, with NaN counted but not converted. Then they take 9
+// instructions, those of fp8_to_half 14.
+template <typename T>
+DEVICE void fp8_to_half_operand(uint32_t quants, uint32_t (&halves)[2], NanCount& nans) {
+    if constexpr (BY_INTEGERS<T>) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t magnitudes = (i == 0 ? quants << 7 : quants >> 1) & 0x3f803f80u;
+            nans.add(magnitudes);
+            halves[i] = ((i == 0 ? quants << 8 : quants) & 0x80008000u) | magnitudes;
+        }
+    } else {
+        fp8_to_half<T>(quants, halves);
+    }
+}
+
 // Converts four e4m3 elements (not FNUZ) to two words of bfloat16 pairs; bfloat16 represents every fp8 value.
 DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
     if constexpr (PYOPS_CUDA && ARCHITECTURE >= 890) {

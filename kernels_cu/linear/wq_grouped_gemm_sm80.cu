@@ -31,21 +31,15 @@
 //     MIN_BLOCKS    blocks per SM that the registers must allow
 
 #include "async.cuh"
-#include "quantized_weight.cuh"
-#include "grouped.cuh"
 #include "mma.cuh"
+#include "quantized_weight.cuh"
+#include "swap_ab_tile.cuh"
 
-using four_t = Vec<uint32_t, 4>;
-using sums_t = Vec<float, 4>;
-constexpr int NUM_THREADS = WARPS * 32;
-constexpr int FRAGMENTS = 4, ROWS = FRAGMENTS * 16, OUT_N = GATED ? ROWS / 2 : ROWS;  // rows of w, columns of out
-constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K / 4;   // of a row of w, of a lane
-constexpr int WORDS = 4, PRODUCTS = STEP_K / 16, WORD_PRODUCTS = PRODUCTS / WORDS;    // of a lane's 16 bytes
-constexpr int ROW_TILES = TILE_M / 8;
-constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;  // 16-byte chunks of a row of a
+constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K / 4;  // of a row of w, of a lane
+constexpr int WORDS = 4, PRODUCTS = STEP_K / 16, WORD_PRODUCTS = PRODUCTS / WORDS;   // of a lane's 16 bytes
+constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;      // 16-byte chunks of a row of a
 constexpr int A_BYTES = TILE_M * CHUNKS * 16, STAGE_BYTES = A_BYTES + ROWS * STEP_BYTES;
 constexpr int COPIES = TILE_M * CHUNKS / 32;  // of rows of a, per lane and k-tile
-constexpr int SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
 // IN_TURN: whether the four lanes of a row load scales and zero points for each other. TERM_STEPS: k-tiles of one such
@@ -89,27 +83,11 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     uint8_t* const own = reinterpret_cast<uint8_t*>(memory) + warp * WARP_BYTES;
     const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                     block_tiles, max_tiles);
-    // Blocks past the last tile exit at once.
-    const int tiles = max(lists.tiles, 1), tile = int(blockIdx.x % tiles);
-    const int64_t first_column = int64_t(blockIdx.x / tiles) * OUT_N, b_rows = GATED ? 2 * n : n;
-    if (lists.tiles == 0 || first_column >= n) return;
-    const int64_t expert = lists.number(tile);
-    if (expert < 0 || expert >= num_experts) return;
-    if (threadIdx.x < TILE_M) {
-        const int id = lists.row(tile * TILE_M + threadIdx.x);
-        row_ids[threadIdx.x] = id;
-        a_rows[threadIdx.x] = id < 0 ? -1 : id / int(top_k);
-    }
-    __syncthreads();
-    int largest = -1;
-#pragma unroll
-    for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
-    if (largest < 0) return;
+    SwapAbTile tile;
+    if (!tile.find(lists, n, num_experts, top_k, row_ids, a_rows)) return;
+    const int64_t expert = tile.expert, b_rows = GATED ? 2 * n : n;
 
-    // Row h * 8 + g of fragment f is the expert's row `first_b_row` + f * FRAGMENT_ROWS + h * half_rows.
-    constexpr int FRAGMENT_ROWS = GATED == 1 ? 8 : 16;
-    const int64_t first_b_row = GATED == 2 ? 2 * (first_column + g) : first_column + g;
-    const int64_t half_rows = GATED == 0 ? 8 : GATED == 1 ? n : 1;
+    const int64_t first_b_row = tile.first_b_row(g), half_rows = tile.half_rows(n);
     const int64_t steps = (k + STEP_K - 1) / STEP_K, row_bytes = k * BITS / 8;
     const uint32_t groups = HAS_SCALES ? uint32_t((k + GROUP_SIZE - 1) / GROUP_SIZE) : 1;
     const int first_step = int(steps * warp / WARPS), last_step = int(steps * (warp + 1) / WARPS);
@@ -254,26 +232,6 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[j] += four.data[j];
         }
-        const int f = i / 32 / ROW_TILES, first_row = i / 32 % ROW_TILES * 8 + i % 4 * 2, own_g = i % 32 / 4;
-        const int64_t column = first_column + f * (OUT_N / FRAGMENTS) + own_g;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int id = row_ids[first_row + j];
-            if (id < 0) continue;
-            const auto row = epilogue.row(id);
-            out_t* const to = out + id * out_stride + column;
-            if constexpr (GATED) {
-                const float gate = epilogue.value(row, epilogue.column(GATED == 1 ? column : 2 * column), x[j]);
-                const float up =
-                    epilogue.value(row, epilogue.column(GATED == 1 ? n + column : 2 * column + 1), x[2 + j]);
-                *to = from_float<out_t>(ACTIVATION<out_t>(gate, up));
-            } else {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float value = epilogue.value(row, epilogue.column(column + h * 8), x[2 * h + j]);
-                    to[h * 8] = from_float<out_t>(ACTIVATION<out_t>(value, value));
-                }
-            }
-        }
+        write_accumulators(out, out_stride, n, tile.first_column, row_ids, epilogue, x, i);
     }
 }

@@ -32,6 +32,7 @@ from pyops.ops.linear.gemm_sm120 import ScaledMmaConfig
 from pyops.ops.linear.ggml_configs import GgmlMulMatConfig, GgmlRowConfig, GgmlVecConfig
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
+from pyops.ops.linear.grouped_sm80_small_m import GroupedSmallMConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_large import PackedLargeConfig
@@ -76,6 +77,11 @@ def run_example(name: str, **axes: Any) -> None:
 def codes_of_experts(one: Any, activation: str, k: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         grouped.test_packed_experts(one, activation, k, size, patch)
+
+
+def small_m(one: Any, arch: str, case: tuple[Any, ...]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        grouped.test_small_m_grouped_gemm(one, arch, case, patch)
 
 
 def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None) -> None:
@@ -184,6 +190,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
         partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
     ],
+    "linear/grouped_gemm_sm80_small_m.cu": [
+        partial(small_m, GroupedSmallMConfig(8, 1, 2, 1), "sm_80", (9, 64, 656, "silu", FP8, "block", 8))
+    ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, WqGroupedSm80Config(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
         partial(codes_of_experts, WqGroupedSm90Config(32, 256, 64), "none", 384, 32),
@@ -268,6 +277,7 @@ ROUNDS: dict[str, Rounds] = {
     "linear/ggml_mul_mat_row.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/ggml_mul_mat_vec.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/grouped_gemm_sm90.cu": of_products(of_row, lambda of: of["TILE_M"]),
+    "linear/grouped_gemm_sm80_small_m.cu": of_products(lambda _: 128),
     "linear/wq_grouped_gemm_sm80.cu": of_products(lambda of: 64 * 8 / of["BITS"]),
     "linear/wq_grouped_gemm_sm90.cu": of_products(lambda of: of["TILE_K"], lambda of: of["TILE_M"]),
     "mamba/chunk_scan.cu": of_segment(),

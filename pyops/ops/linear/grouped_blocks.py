@@ -13,7 +13,7 @@ from ..._core.system.device import Device
 from ..._core.tensors import dtypes
 from ..._core.tensors.dtypes import bfloat16, uint8
 from .._shared.scalar_type import SCALAR_TYPES
-from . import grouped_engines, grouped_rates, packed_grouped_engines, wq_grouped_engines
+from . import grouped_engines, grouped_rates, grouped_sm80_small_m, packed_grouped_engines, wq_grouped_engines
 from .grouped_problem import ACTIVATIONS, rounded
 from .grouped_shape import GroupedShape, Scales
 from .packed_grouped_engines import PackedGroupedShape
@@ -125,6 +125,9 @@ def _times(device: Device, *shapes: GroupedShape) -> dict[int, float]:
     """{block size: microseconds of these products of the same rows, and of the slots of their lists}."""
     slot, found = grouped_rates.of(device).slot, {}
     choose, sizes = _CHOICES[type(shapes[0])]
+    # Of the kernels of GroupedShape one alone has a tile of 8 rows that was made for few rows.
+    if all(type(one) is GroupedShape and not grouped_sm80_small_m.refusal(one, device) for one in shapes):
+        sizes = min(grouped_sm80_small_m.TILES_M), *sizes
     for size in sizes:
         slots = max(one.rows + min(one.rows, one.num_experts) * (size - 1) for one in shapes)
         products = [choose.fastest(replace(one, block_size=size), device) for one in shapes]

@@ -14,7 +14,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ...tuning.engines import Choice, Engine, overlapped
-from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm90, grouped_sm100
+from . import grouped_rates, grouped_simt, grouped_sm80, grouped_sm80_small_m, grouped_sm90, grouped_sm100
 from .gemm_problem import SCALE_BLOCK, multiplies
 from .gemm_shape import FP8
 from .grouped_problem import GroupedProblem
@@ -22,6 +22,7 @@ from .grouped_rates import GroupedRates
 from .grouped_shape import GroupedShape
 from .grouped_simt import GroupedSimtConfig
 from .grouped_sm80 import GroupedMmaConfig
+from .grouped_sm80_small_m import ROWS, GroupedSmallMConfig
 from .grouped_sm90 import GroupedConfig
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
@@ -85,13 +86,33 @@ def _mma_refusal(shape: GroupedShape, device: Device) -> str | None:
 
 
 def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates: GroupedRates) -> float:
-    """A tile of padding alone ends at once."""
+    """A tile of padding alone ends at once. A warp converts the fp8 operands of its MMAs before these."""
     tiles = round(shape.row_tiles(config.tile_m)) * -(-shape.n // config.tile_n)
-    converts = shape.dtype in FP8 and not device.supports("fp8_products")
     mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.k_tile_traffic)
-    k_tile = (rates.mma_k_tile + mma) * (rates.mma_converted if converts else 1.0)
+    converted = rates.mma_converted * config.k_tile_reads if _converts(shape, device) else 0.0
+    k_tile = rates.mma_k_tile + mma + converted
     loop = -(-tiles // device.num_sms) * shape.num_k_tiles * k_tile
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
+
+
+def _converts(shape: GroupedShape, device: Device) -> bool:
+    """Whether fp8 operands are converted to float16."""
+    return shape.dtype in FP8 and not device.supports("fp8_products")
+
+
+# grouped_gemm_sm80_small_m.cu
+
+
+def _small_m_us(config: GroupedSmallMConfig, shape: GroupedShape, device: Device, rates: GroupedRates) -> float:
+    """The blocks of an SM run in waves. While it has one block, nothing hides the beginning and the end of a tile."""
+    of_sm = -(-round(shape.row_tiles(config.tile_m)) * -(-shape.n // ROWS) // device.num_sms)  # tiles of the busiest SM
+    blocks = min(of_sm, config.min_blocks)
+    waves = -(-of_sm // blocks)
+    weight = rates.small_m + rates.small_m_row * config.tile_m
+    weight += rates.small_m_converted if _converts(shape, device) else 0.0
+    loop = waves * blocks * ROWS * shape.k * weight * (1 + rates.small_m_idle / (blocks * config.warps))
+    ends = rates.small_m_tile * (waves if blocks == 1 else 1)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + ends
 
 
 # grouped_gemm_simt
@@ -114,6 +135,7 @@ choose: Choice[GroupedShape, GroupedRates] = Choice(
     grouped_rates.of,
     Engine("grouped_gemm_sm90.cu", _hopper_refusal, _hopper_configs, _hopper_us),
     Engine("grouped_gemm_sm80", _mma_refusal, grouped_sm80.configs, _mma_us),
+    Engine("grouped_gemm_sm80_small_m.cu", grouped_sm80_small_m.refusal, grouped_sm80_small_m.configs, _small_m_us),
     Engine("grouped_gemm_simt", _simt_refusal, lambda shape, device: grouped_simt.configs(shape), _simt_us),
     Engine("grouped_gemm_sm100.cu", grouped_sm100.refusal, grouped_sm100.configs, grouped_sm100.time_us),
 )

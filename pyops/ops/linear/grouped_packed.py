@@ -112,7 +112,7 @@ def plan_grouped_gemm_packed(
         raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], weight.num_experts * rows)}")
     check.per_row(topk_weights, float32, out.shape[0])
     check.shape(bias, out.dtype, num_experts=weight.num_experts, rows=rows)
-    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size, multiple=8)
+    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     of_sums = b_scales if weight.scales is None else None
     return plan(WqGroupedProblem.of(out, a, weight, lists, topk_weights, of_sums, bias, top_k, activation))
 

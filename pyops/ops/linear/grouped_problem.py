@@ -53,7 +53,7 @@ class ExpertLists:
         num_tokens_post_pad: TensorArg,
         block_size: int,
         name: str = "block_size",
-        multiple: int = 16,
+        multiple: int = 8,
     ) -> ExpertLists:
         """The lists of the op's arguments; OpError for invalid ones."""
         for ids in (sorted_token_ids, expert_ids):

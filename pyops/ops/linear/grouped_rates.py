@@ -27,7 +27,12 @@ class GroupedRates:
         epilogue: the epilogue of a tile, for each of its columns, and 128 rows.
         mma_k_tile, mma_area: grouped_gemm_sm80: a k-tile, and its MMAs, for each element of the tile.
         mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
-        mma_converted: factor on a k-tile of fp8 operands that are converted.
+        mma_converted: for each byte of fp8 that the warps read in a k-tile: to convert it.
+        small_m, small_m_row: grouped_gemm_sm80_small_m.cu: to copy and read a weight of an SM; to multiply it by a row
+            of a.
+        small_m_converted: to convert a weight of an SM.
+        small_m_idle: further times this, divided by the warps of an SM, which wait for their own results.
+        small_m_tile: to begin a tile and to end it.
         simt, simt_load: grouped_gemm_simt: a multiplication of an SM; an operand element that it loads.
         slot: for each slot of the sorted lists: to write and to read it.
     """
@@ -46,6 +51,11 @@ class GroupedRates:
     mma_area: float
     mma_shared: float
     mma_converted: float
+    small_m: float
+    small_m_row: float
+    small_m_converted: float
+    small_m_idle: float
+    small_m_tile: float
     simt: float
     simt_load: float
     slot: float

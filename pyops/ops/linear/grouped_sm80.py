@@ -72,6 +72,11 @@ class GroupedMmaConfig:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
         return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
+    @property
+    def k_tile_reads(self) -> int:
+        """Bytes of shared memory that the warps read in a k-tile."""
+        return (self.warps_n * self.tile_m + self.warps_m * self.tile_n) * K_TILE_BYTES
+
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
         """Other tiles and stages."""
         found = tuning.varied(

@@ -229,9 +229,7 @@ def plan_moe_wna16_marlin_gemm(
         raise check.refuse(a, "topk_weights", "expected weights of rows with mul_topk_weights, got None")
     weights = topk_weights if mul_topk_weights else None
     check.per_row(weights, float32, size_m * top_k)
-    lists = ExpertLists.of(
-        sorted_token_ids, expert_ids, num_tokens_past_padded, moe_block_size, "moe_block_size", multiple=8
-    )
+    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_past_padded, moe_block_size, "moe_block_size")
     given: tuple[Any, ...] = a, codes, scales, *of_one, b_type_id, size_n, size_k, is_k_full, is_zp_float
     weight, of_sums = marlin_weight(*given)
     of_all = {codes: b_q_weight, scales: b_scales, **dict(zip(of_one, others, strict=True))}

@@ -27,6 +27,7 @@ from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
 from pyops.ops.linear.grouped_problem import ACTIVATIONS
 from pyops.ops.linear.grouped_simt import GroupedSimtConfig
 from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
+from pyops.ops.linear.grouped_sm80_small_m import GroupedSmallMConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.wq_grouped_configs import (
@@ -45,7 +46,7 @@ ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 HOPPER = device.model("sm_90")
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
-Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
+Config = GroupedConfig | GroupedMmaConfig | GroupedSmallMConfig | GroupedSimtConfig
 QuantizedConfig = WqGroupedSm80Config | WqGroupedLargeConfig | WqGroupedCdnaConfig | WqGroupedSm90Config
 WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
@@ -208,6 +209,61 @@ def test_row_tiles_between_powers_of_two(one: Config, case: tuple[Any, ...]) -> 
         assert_rounded_once(made.run(), made.exact())
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("one", "arch", "case"),
+    [
+        # 2 and 5 k-tiles, the last one not whole; two tiles of some experts; a warp without a k-tile
+        (GroupedSmallMConfig(8, 2, 2, 1), "sm_75", (17, 96, 656, "silu", FP8, "block", 8)),
+        (GroupedSmallMConfig(16, 4, 3, 2), "sm_80", (20, 128, 272, "swigluoai", FP8, "block", 16)),
+        (GroupedSmallMConfig(8, 1, 2, 8), "sm_89", (9, 192, 528, "none", FP8, "block", 16)),
+        (GroupedSmallMConfig(16, 2, 2, 4), "sm_75", (20, 128, 144, "relu2_no_mul", FP8, "row", 48)),
+        (GroupedSmallMConfig(8, 8, 2, 1), "sm_75", (9, 64, 1040, "gelu", torch.float8_e5m2, "tensor", 8)),
+    ],
+    ids=str,
+)
+def test_small_m_grouped_gemm(
+    one: GroupedSmallMConfig, arch: str, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fp8 MMA, which the host has from sm_80 on, and converted to float16 on sm_75: all schedules give the same
+    bits, rounded once; nothing is read or written beyond a tensor."""
+    monkeypatch.setenv("PYOPS_ARCH", arch)
+    made, found = Case(*case, with_bias=True), []
+    with forced(one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = canaries(made.out)
+                made.run(out.tensor)
+                out.check()
+                found.append(out.tensor)
+    assert all(torch.equal(out, found[0]) for out in found)
+    assert_rounded_once(found[0], made.exact())
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_small_m_multiplies_every_fp8_value(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, and NaN of a weight or of a row makes its results NaN, and no others."""
+    monkeypatch.setenv("PYOPS_ARCH", arch)
+    every = torch.arange(256, dtype=torch.uint8)
+    every[[0x7F, 0xFF]] = 0
+    made = Case(8, 64, 256, dtype=FP8, block_size=8, top_k=1, num_experts=1)
+    for column in range(64):  # weights with all values, each alone
+        made.b[0, column] = torch.zeros(256, dtype=FP8)
+    made.b.view(torch.uint8)[0, torch.arange(256) % 64, torch.arange(256)] = every
+    made.a[:] = torch.ones(8, 256).to(FP8)
+    made.weights = torch.ones_like(made.weights)
+    with forced(GroupedSmallMConfig(8, 2, 2, 1)):
+        assert torch.equal(made.run().double(), made.exact().to(BF16).double())
+        for code, at in ((0x7F, 77), (0xFF, 201)):
+            made.b.view(torch.uint8)[0, 5, at] = made.a.view(torch.uint8)[3, at + 1] = code
+            out = made.run()
+            bad = torch.zeros(8, 64, dtype=torch.bool)
+            bad[3], bad[:, 5] = True, True
+            assert torch.equal(out.isnan(), bad)
+            made.b.view(torch.uint8)[0, 5, at] = made.a.view(torch.uint8)[3, at + 1] = 0
+
+
 @ANY_DEVICE
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, device: str) -> None:
@@ -266,8 +322,8 @@ def test_refused() -> None:
     made.activation = "tanh"
     with pytest.raises(OpError, match="activation: expected none or silu"):
         made.run()
-    made.activation, made.block_size = "none", 24
-    with pytest.raises(OpError, match="block_size: expected a multiple of 16"):
+    made.activation, made.block_size = "none", 20
+    with pytest.raises(OpError, match="block_size: expected a multiple of 8"):
         made.run()
 
 

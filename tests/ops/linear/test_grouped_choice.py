@@ -23,8 +23,9 @@ from pyops.ops.linear.grouped_sm80 import GroupedMmaConfig
 from pyops.ops.linear.grouped_sm90 import GroupedConfig
 
 HOPPER = device.model("sm_90")
+AMPERE = replace(device.model("sm_80"), num_sms=HOPPER.num_sms)  # an H200 that runs as sm_80
 FP8, BF16 = dtypes.float8_e4m3fn, dtypes.bfloat16
-DEVICES = tuple(map(device.model, ("sm_80", "sm_90", "gfx942", "gfx1100")))
+DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_89", "sm_90", "gfx942", "gfx1100")))
 
 
 def mixtral(tokens: int, number: int) -> GroupedShape:
@@ -113,6 +114,24 @@ def test_block_sizes_that_were_measured(shapes: tuple[GroupedShape, ...], rows: 
     assert of_rows(rows, limits(HOPPER, *shapes)) == expected
 
 
+def as_ampere(products: tuple[GroupedShape, ...], size: int, engine: str) -> float:
+    """Microseconds of a kernel's best tiles by the model, on an H200 that runs as sm_80, in blocks of `size` slots."""
+    shapes = (replace(shape, block_size=size) for shape in products)
+    return sum(choose.of_engines(shape, AMPERE)[engine].us for shape in shapes)
+
+
+def test_fp8_on_a_gpu_without_its_mma() -> None:
+    """DeepSeek-V3, 64 tokens, as sm_80 on an H200: by grouped_gemm_sm80 whole calls took 4057 us. With few rows each
+    weight is converted once (grouped_gemm_sm80_small_m.cu), in blocks of 8 slots.
+    """
+    both = deepseek(64, 1), deepseek(64, 2)
+    assert as_ampere(both, 16, "grouped_gemm_sm80") == pytest.approx(4057, rel=0.05)
+    assert as_ampere(both, 8, "grouped_gemm_sm80_small_m.cu") < 2600
+    limited = limits(AMPERE, *both)
+    assert of_rows(8 * 64, limited) == 8
+    assert of_rows(256 * 128, limited) >= 32
+
+
 def test_experts_with_few_rows_are_not_padded_to_64() -> None:
     """On a GPU without WGMMA, and for float32, a block holds the 20 rows of an expert and little padding."""
     of_mma = block_size_for(GroupedShape(8 * 20, 8, 4096, 4096), device.model("sm_80"))
@@ -130,10 +149,10 @@ def test_block_size_of_a_layer() -> None:
         GroupedShape(0, 256, 7168, 2048, 1, FP8, scales="block"),
     )
     assert limits_of_experts(sizes, "silu", ("float64", "mxfp8"), "row", -1)
-    with torch_library.observed(lambda *_: None, DEVICES[0]):
+    with torch_library.observed(lambda *_: None, AMPERE):
         found = limits_of_experts(sizes, "none", ("bfloat16", "bfloat16"), "none", -1)
-    assert found == limits(DEVICES[0], GroupedShape(0, 256, 2048, 7168, 8), GroupedShape(0, 256, 7168, 2048))
-    for found in (limits(HOPPER, mixtral(1, 1)), limits(DEVICES[0], deepseek(1, 2)), limits(HOPPER, mixtral(0, 2))):
+    assert found == limits(AMPERE, GroupedShape(0, 256, 2048, 7168, 8), GroupedShape(0, 256, 7168, 2048))
+    for found in (limits(HOPPER, mixtral(1, 1)), limits(AMPERE, deepseek(1, 2)), limits(HOPPER, mixtral(0, 2))):
         assert [one.rows for one in found] == sorted({one.rows for one in found})
         assert of_rows(0, found) == found[0].block_size
         assert of_rows(2**31, found) == found[-1].block_size
@@ -211,7 +230,7 @@ def test_every_config_of_an_engine_can_be_launched(on: Device) -> None:
 
 def test_refusals() -> None:
     """Each reason, for a shape that differs from one that grouped_gemm_sm90.cu serves in this respect."""
-    first, second, third, _ = choose.engines
+    first, second, few, third, _ = choose.engines
     served, blocked = mixtral(16, 1), deepseek(16, 1)
     assert first.refusal(served, HOPPER) is None
     assert first.refusal(blocked, HOPPER) is None
@@ -227,6 +246,18 @@ def test_refusals() -> None:
         (replace(blocked, n=4096 - 128), HOPPER, "ups begin inside a block"),
     ):
         assert words in (first.refusal(shape, on) or "")
+    ampere = device.model("sm_80")
+    assert few.refusal(blocked, ampere) is None
+    for shape, on, words in (
+        (blocked, HOPPER, "WGMMA multiplies faster"),
+        (blocked, device.model("gfx942"), "no mma.sync"),
+        (served, ampere, "not bfloat16"),
+        (replace(blocked, rows=0), ampere, "empty"),
+        (replace(blocked, access=8), ampere, "multiples of 16 bytes"),
+        (replace(blocked, n=4096 - 32), ampere, "no multiple of 64"),
+        (replace(blocked, block_size=20), ampere, "do not divide 20 slots"),
+    ):
+        assert words in (few.refusal(shape, on) or "")
     assert "no tensor cores" in (second.refusal(replace(served, dtype=dtypes.float32), HOPPER) or "")
     assert "do not divide" in (second.refusal(replace(served, block_size=8), HOPPER) or "")
     assert third.refusal(replace(served, block_size=8), HOPPER) is None
