@@ -122,11 +122,12 @@ def large_k_tile_us(
     `of_column`: bytes of a column of the weight for each row of it. `code`: factor on its dequantization.
     """
     of_weight = of_column * config.columns * packed_large.STEP  # bytes of a k-tile
-    mma = rates.large_mma * config.rows * config.columns
+    idle = 1 + rates.mma_idle / (ctas * config.warps)
+    mma = rates.large_mma * config.rows * config.columns * idle
     # Each warp reads its rows of a and its quants.
     reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
     shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
-    code *= rates.large_code * config.warps * packed_large.COLUMNS
+    code *= rates.large_code * config.warps * packed_large.COLUMNS * idle
     loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
     return rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)
 

@@ -31,7 +31,8 @@ class PackedRates:
         mma_code: wq_gemm_sm80.cu: to dequantize a weight of an SM.
         mma_place: with 2:4 sparsity, to expand a weight of an SM to its position in a group of four.
         mma_row: to multiply a weight of an SM by a row of a.
-        mma_idle: factor on these: issue slots that latency leaves idle with one warp on an SM.
+        mma_idle: factor on these, on large_mma and large_code: issue slots that latency leaves idle with one warp on an
+            SM.
         mma_end: to reduce a tile over the warps of a CTA, for each row of each warp.
         large_k_tile: wq_gemm_sm80_large_m.cu: what nothing overlaps in a k-tile.
         large_mma: the tensor cores, for each element of a tile.

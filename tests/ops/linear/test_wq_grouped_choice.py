@@ -15,12 +15,15 @@ from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import describe_new
 from pyops.ops.linear.grouped_problem import ExpertLists
+from pyops.ops.linear.packed_engines import large_experts_us
 from pyops.ops.linear.quantized_experts import check_quants
-from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config
+from pyops.ops.linear.wq_grouped_configs import WqGroupedSm80Config, WqGroupedSm90Config, large_configs
 from pyops.ops.linear.wq_grouped_engines import choose
 from pyops.ops.linear.wq_grouped_problem import WqGroupedProblem, WqGroupedShape
+from pyops.tuning.engines import overlapped
 
 HOPPER = device.model("sm_90")
+AMPERE = replace(device.model("sm_80"), num_sms=HOPPER.num_sms)  # an H200 that runs as sm_80
 BF16 = dtypes.bfloat16
 DEVICES = tuple(map(device.model, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "gfx942", "gfx1100")))
 SM120, SM80, LARGE, SM90, CDNA, DENSE = choose.engines
@@ -104,6 +107,20 @@ def test_times_of_the_model() -> None:
     assert sorted(off)[len(off) // 2] < 0.04
 
 
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "code", "us"),
+    [(64, 32, 1.0, 424), (256, 96, 1.0, 880), (4096, 96, 1.0, 8963), (64, 32, None, 596), (256, 96, None, 1052)],
+)
+def test_times_without_wgmma(tokens: int, block_size: int, code: float | None, us: float) -> None:
+    """Whole calls of Mixtral by wq_gemm_sm80_large_m.cu, on an H200 as sm_80: in Marlin's layout, and along K."""
+    total, rates = 0.0, choose.rates_of(AMPERE)
+    for shape in (mixtral(tokens, 1, block_size), mixtral(tokens, 2, block_size)):
+        of_column, factor = shape.expert_bytes / (shape.n * shape.k), code or rates.large_code
+        loops = [large_experts_us(one, shape, of_column, AMPERE, factor) for one in large_configs(shape, AMPERE)]
+        total += rates.launch + overlapped(min(loops), shape.nbytes / rates.bytes_per_us)
+    assert total == pytest.approx(us, rel=0.06)
+
+
 def test_choices_that_were_measured() -> None:
     """One row per expert by mma.sync, eight and more by WGMMA, in the tiles that were the fastest; thousands dense."""
     for number in (1, 2):
@@ -171,8 +188,9 @@ def test_refusals() -> None:
     ("gpu", "tokens", "block_size", "engine"),
     [
         ("a100", 1, 8, SM80),
-        ("a100", 64, 32, LARGE),
-        ("a100", 4096, 96, LARGE),
+        ("a100", 64, 32, SM80),
+        ("a100", 256, 96, LARGE),
+        ("a100", 4096, 128, DENSE),
         ("a10", 16, 8, SM80),
         ("l4", 256, 96, LARGE),
         ("rtx-4090", 1, 8, SM80),
