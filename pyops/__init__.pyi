@@ -8240,17 +8240,14 @@ class _skinny_qkv_rope_cache(_Attributes, Protocol):
         slot_mapping: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
-        q_weight: Tensor | None = None,
-        k_weight: Tensor | None = None,
-        head_epsilon: float = 1e-06,
     ) -> None:
         """Queries, keys and values for small M: a norm, the QKV projection, RoPE, and the insert into a paged cache.
 
         `skinny_linear` with a norm and `fused_qk_rope_cache` in one launch, for the decode step of one sequence: each token
         reads the weight. ``norm(input) @ weight.T + bias`` has the heads of queries, of keys and of values, where the norm
-        is that of `rms_norm`. With weights a head ``y`` of queries or keys becomes ``y / sqrt(mean(y^2) + head_epsilon) *
-        weight``. Then its first ``rotary_dim`` elements rotate in pairs: (j, j + rotary_dim / 2) if `is_neox`, else
-        (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the first norm is float32, rounded once. Keys and values
+        is that of `rms_norm`. The first ``rotary_dim`` elements of a head of queries or keys rotate in pairs: (j, j +
+        rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the norm is float32,
+        rounded once. Keys and values
         are written to ``b, o = divmod(slot_mapping[t], block_size)`` of the caches. A token with a position outside the
         table is not rotated, and nothing of it is inserted; nor is a token with a slot that is negative or after the last.
         The kernel reads `weight` while the previous kernel runs: that kernel must not write it, as is so for the weights of
@@ -8273,9 +8270,6 @@ class _skinny_qkv_rope_cache(_Attributes, Protocol):
                 slots say; any strides but the last. head_size is 64, 128 or 256.
             value_cache: [num_blocks, block_size, num_kv_heads, head_size] of the dtype of `input`, written where
                 slots say; any strides but the last. head_size is 64, 128 or 256.
-            q_weight: [head_size], float32, float16 or bfloat16, both of one dtype; or None, both.
-            k_weight: [head_size], float32, float16 or bfloat16, both of one dtype; or None, both.
-            head_epsilon: of the norms of heads; not read without weights.
         """
     @staticmethod
     def new(
@@ -8290,17 +8284,14 @@ class _skinny_qkv_rope_cache(_Attributes, Protocol):
         slot_mapping: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
-        q_weight: Tensor | None = None,
-        k_weight: Tensor | None = None,
-        head_epsilon: float = 1e-06,
     ) -> Tensor:
         """Queries, keys and values for small M: a norm, the QKV projection, RoPE, and the insert into a paged cache.
 
         `skinny_linear` with a norm and `fused_qk_rope_cache` in one launch, for the decode step of one sequence: each token
         reads the weight. ``norm(input) @ weight.T + bias`` has the heads of queries, of keys and of values, where the norm
-        is that of `rms_norm`. With weights a head ``y`` of queries or keys becomes ``y / sqrt(mean(y^2) + head_epsilon) *
-        weight``. Then its first ``rotary_dim`` elements rotate in pairs: (j, j + rotary_dim / 2) if `is_neox`, else
-        (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the first norm is float32, rounded once. Keys and values
+        is that of `rms_norm`. The first ``rotary_dim`` elements of a head of queries or keys rotate in pairs: (j, j +
+        rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the norm is float32,
+        rounded once. Keys and values
         are written to ``b, o = divmod(slot_mapping[t], block_size)`` of the caches. A token with a position outside the
         table is not rotated, and nothing of it is inserted; nor is a token with a slot that is negative or after the last.
         The kernel reads `weight` while the previous kernel runs: that kernel must not write it, as is so for the weights of
@@ -8322,9 +8313,6 @@ class _skinny_qkv_rope_cache(_Attributes, Protocol):
                 slots say; any strides but the last. head_size is 64, 128 or 256.
             value_cache: [num_blocks, block_size, num_kv_heads, head_size] of the dtype of `input`, written where
                 slots say; any strides but the last. head_size is 64, 128 or 256.
-            q_weight: [head_size], float32, float16 or bfloat16, both of one dtype; or None, both.
-            k_weight: [head_size], float32, float16 or bfloat16, both of one dtype; or None, both.
-            head_epsilon: of the norms of heads; not read without weights.
 
         Returns:
             query: [num_tokens, num_heads * head_size].

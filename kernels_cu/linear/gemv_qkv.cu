@@ -1,43 +1,37 @@
 // gemv_qkv: the queries, keys and values of a token in one kernel, bound by the bandwidth of reading the weight: an RMS
-// norm, the QKV projection, norms of heads, RoPE, and the insert of keys and values into a paged cache.
+// norm, the QKV projection, RoPE, and the insert of keys and values into a paged cache.
 //
 //     x = T(T(input[k] / sqrt(mean_k(input[k]^2) + epsilon)) * norm_weight[k])
 //     y[n] = sum_k x[k] * weight[n, k] + bias[n]
-//     heads of queries and keys:  z = rope(y), or with HEAD_NORMS rope(y / sqrt(mean(y^2) + head_epsilon) * w), where
-//         w is q_weight or k_weight, and rope rotates the first 2 * HALF elements by row `position` of cos_sin
+//     heads of queries and keys:  z = rope(y): rope rotates the first 2 * HALF elements by row `position` of cos_sin
 //     query = T(z);  the token's slot of key_cache = T(z), of value_cache = T(y);  all but x in float32
 //
 // A token with a position outside the table is not rotated, and nothing of it is inserted; nor is a token without a
 // slot.
 //
-// blockIdx.x counts the heads, blockIdx.z the tokens; PARTS blocks along y share a head. Warps multiply as gemv_rows.cuh
-// says, and a warp multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in
-// shared memory, where each pair has a thread. With HEAD_NORMS the blocks of a head are a cluster: they read each
-// other's sums of squares. The plan promises that no kernel which may still run writes the weight: the first chunk is
-// loaded while the previous kernel runs.
+// blockIdx.x counts heads, blockIdx.z tokens; PARTS blocks along y share a head. Warps multiply as gemv_rows.cuh says,
+// and a warp multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in shared
+// memory, where each pair has a thread. The plan promises that no kernel which may still run writes the weight:
+// the first chunk is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
 //     input_t       element type of input: scalar_t
-//     angle_t, head_weight_t, position_t, slot_t    element types of cos_sin, of q_weight and k_weight, of positions
-//                   and of slot_mapping
+//     angle_t, position_t, slot_t    element types of cos_sin, positions and slot_mapping
 //     HEAD_SIZE     elements of a head
 //     NUM_Q, NUM_KV    heads of queries, and of keys
 //     HALF          rotated pairs of a head
 //     IS_NEOX       pairs are (j, j + HALF), else (2j, 2j + 1)
 //     HAS_BIAS      false when bias is null
-//     HEAD_NORMS    heads of queries and keys are normalised
 //     BLOCK_SIZE    slots of a block of the cache
 //     PARTS         blocks that share a head
-//     CLUSTER       PARTS with HEAD_NORMS, else 1
 
-#include "cluster.cuh"
 #include "gemv_norm.cuh"
 #include "paged.cuh"
 
 // A round is a pair for each warp, or for each SPLIT warps, of the blocks of a head.
 constexpr int PAIRS = HEAD_SIZE / 2, ROUND_PAIRS = PARTS * BLOCK_ROWS, ROUNDS = ceil_div(PAIRS, ROUND_PAIRS);
-static_assert(PAIRS % BLOCK_ROWS == 0 && PAIRS <= NUM_THREADS && CLUSTER == (HEAD_NORMS ? PARTS : 1));
+static_assert(PAIRS % BLOCK_ROWS == 0 && PAIRS <= NUM_THREADS);
 
 // The number within the head of pair i of the block.
 DEVICE int pair_of(int i) { return i / BLOCK_ROWS * ROUND_PAIRS + int(blockIdx.y) * BLOCK_ROWS + i % BLOCK_ROWS; }
@@ -56,20 +50,19 @@ DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const scalar_t* weight, const scal
     prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
 }
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemv_qkv(scalar_t* query,              // [num_tokens, NUM_Q, HEAD_SIZE]
-         const scalar_t* input,        // [num_tokens, HIDDEN_SIZE]
-         const scalar_t* weight,       // [(NUM_Q + 2 * NUM_KV) * HEAD_SIZE, HIDDEN_SIZE]
-         const scalar_t* bias,         // an element for each row of weight
-         const scalar_t* norm_weight,  // [HIDDEN_SIZE]
-         const head_weight_t* q_weight, const head_weight_t* k_weight,  // [HEAD_SIZE] each
-         const angle_t* cos_sin,                                        // [max_position, 2 * HALF]
-         const position_t* positions,                                   // [num_tokens]
-         const slot_t* slot_mapping,                                    // [num_tokens]
-         scalar_t* key_cache, scalar_t* value_cache,                    // [num_blocks, BLOCK_SIZE, NUM_KV, HEAD_SIZE]
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemv_qkv(scalar_t* query,                             // [num_tokens, NUM_Q, HEAD_SIZE]
+         const scalar_t* input,                       // [num_tokens, HIDDEN_SIZE]
+         const scalar_t* weight,                      // [(NUM_Q + 2 * NUM_KV) * HEAD_SIZE, HIDDEN_SIZE]
+         const scalar_t* bias,                        // an element for each row of weight
+         const scalar_t* norm_weight,                 // [HIDDEN_SIZE]
+         const angle_t* cos_sin,                      // [max_position, 2 * HALF]
+         const position_t* positions,                 // [num_tokens]
+         const slot_t* slot_mapping,                  // [num_tokens]
+         scalar_t* key_cache, scalar_t* value_cache,  // [num_blocks, BLOCK_SIZE, NUM_KV, HEAD_SIZE]
          int64_t num_blocks, int64_t max_position, int64_t input_stride, int64_t weight_stride, int64_t angle_stride,
          int64_t key_block_stride, int64_t key_slot_stride, int64_t key_head_stride, int64_t value_block_stride,
-         int64_t value_slot_stride, int64_t value_head_stride, float epsilon, float head_epsilon) {
+         int64_t value_slot_stride, int64_t value_head_stride, float epsilon) {
     vec_t next[BATCH];
     prefetch_chunk(next, weight, norm_weight, weight_stride);
     await_previous_kernel();
@@ -90,11 +83,10 @@ gemv_qkv(scalar_t* query,              // [num_tokens, NUM_Q, HEAD_SIZE]
     const angle_t* angles = cos_sin + (rotates ? position * angle_stride + pair : 0);
     const float cosine = to_float(angles[0]), sine = to_float(angles[HALF]);
     const auto of_pair = [&](const auto* row, int j) { return to_float(row[element_of(pair, j)]); };
-    float terms[2] = {}, weights[2] = {1.0f, 1.0f};
+    float terms[2] = {};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         if constexpr (HAS_BIAS) terms[j] = of_pair(bias + head * HEAD_SIZE, j);
-        if constexpr (HEAD_NORMS) weights[j] = of_pair(is_q ? q_weight : k_weight, j);
     }
 
     __shared__ float products[ROUNDS * BLOCK_ROWS][2];
@@ -109,19 +101,6 @@ gemv_qkv(scalar_t* query,              // [num_tokens, NUM_Q, HEAD_SIZE]
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         if (has_pair) y[j] = products[thread][j] + terms[j];
-    }
-    if constexpr (HEAD_NORMS) {
-        __shared__ float partial[NUM_WARPS];
-        __shared__ float squares;
-        const float own = row_reduce<Sum, NUM_THREADS>(y[0] * y[0] + y[1] * y[1], partial);
-        if (thread == 0) squares = own;
-        sync_cluster<CLUSTER>();
-        float sum = 0.0f;
-#pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(&squares, rank);
-        const float scale = is_v ? 1.0f : rsqrtf(sum / HEAD_SIZE + head_epsilon);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) y[j] = is_v ? y[j] : ieee_multiply(y[j], scale * weights[j]);
     }
     if (rotates) {
         const float low = ieee_fma(y[0], cosine, ieee_multiply(-y[1], sine));
@@ -138,5 +117,4 @@ gemv_qkv(scalar_t* query,              // [num_tokens, NUM_Q, HEAD_SIZE]
 #pragma unroll
         for (int j = 0; j < 2; ++j) to[element_of(pair, j)] = from_float<scalar_t>(y[j]);
     }
-    if constexpr (HEAD_NORMS) leave_cluster<CLUSTER>();
 }

@@ -106,10 +106,8 @@ class Attention:
         return self.o.add_to(residual, self._attended(self.qkv.of_norm(residual, *norm.terms), batch, cache, tables))
 
     def _is_projected_at_once(self, residual: Tensor, cache: tuple[Tensor, ...]) -> bool:
-        """Whether one kernel computes queries, keys and values. Where heads have norms, their blocks are clusters."""
-        gpu = gpu_of(residual)
-        is_fast = self.q_norm is None or (gpu is not None and gpu.supports("clusters"))
-        return is_fast and self._is_fused(residual) and cache[0].dtype == residual.dtype
+        """Whether one kernel computes queries, keys and values."""
+        return self.q_norm is None and self._is_fused(residual) and cache[0].dtype == residual.dtype
 
     def _projected_and_inserted(
         self, residual: Tensor, norm: Norm, rope: Rope, batch: Batch, cache: tuple[Tensor, ...], table: Tensor
@@ -118,15 +116,8 @@ class Attention:
         assert isinstance(self.qkv, Linear)
         normalised = residual, self.qkv.weight, self.qkv.bias, *norm.terms
         rotated = table, not rope.interleaved, batch.positions, batch.slot_mapping
-        options = self._head_weights | {"head_epsilon": self.config.rms_norm_eps}
-        query = skinny_qkv_rope_cache.new(*normalised, *rotated, *cache, **options)
+        query = skinny_qkv_rope_cache.new(*normalised, *rotated, *cache)
         return query.unflatten(-1, (-1, self.config.head_dim))
-
-    @property
-    def _head_weights(self) -> dict[str, Any]:
-        """The weights of the norms of heads, None without norms, as arguments of an op."""
-        norms = {"q_weight": self.q_norm, "k_weight": self.k_norm}
-        return {name: None if norm is None else norm.weight for name, norm in norms.items()}
 
     def _attended(
         self, projected: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]
@@ -208,7 +199,8 @@ class Attention:
             *rotated,
             key_cache,
             value_cache,
-            **self._head_weights,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=config.rms_norm_eps,
         )
 

@@ -10,7 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
-from .._shared.heads import known_positions, normed, rotated
+from .._shared.heads import known_positions, rotated
 from .._shared.norms import rms
 from .skinny_linear import MAX_NORMALISED_BYTES, SkinnyConfig, config_of
 
@@ -36,31 +36,27 @@ class QkvRows:
         weight: [heads * head_size, K].
         norm_weight: [K].
         head_size: elements of a head.
-        norms: heads of queries and keys are normalised.
     """
 
     input: TensorArg
     weight: TensorArg
     norm_weight: TensorArg
     head_size: int
-    norms: bool
 
     @property
     def heads(self) -> int:
         return self.weight.shape[0] // self.head_size
 
     def parts(self, config: SkinnyConfig, device: Device) -> int:
-        """Blocks that share a head: as many as run at once, in equal numbers of rounds, or a cluster for a norm."""
+        """Blocks that share a head: as many as run at once, in equal numbers of rounds."""
         groups = self.head_size // 2 // (config.num_threads // device.warp_size // config.split)
         most = max(1, min(groups, device.num_sms * config.min_blocks // self.heads))
-        if self.norms:
-            return 1 << min(most, device.cluster).bit_length() - 1
         return -(-groups // -(-groups // most))
 
     def bucket(self) -> str:
         rows, hidden_size = self.weight.shape
-        tokens, norms = tuning.power_of_two(self.input.shape[0]), " norms" if self.norms else ""
-        return f"tokens={tokens} weight={rows}x{hidden_size} head_size={self.head_size}{norms}"
+        tokens = tuning.power_of_two(self.input.shape[0])
+        return f"tokens={tokens} weight={rows}x{hidden_size} head_size={self.head_size}"
 
 
 def choose(problem: QkvRows, device: Device) -> SkinnyConfig:
@@ -83,17 +79,14 @@ def skinny_qkv_rope_cache(
     slot_mapping: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    head_epsilon: float = 1e-6,
 ) -> None:
     """Queries, keys and values for small M: a norm, the QKV projection, RoPE, and the insert into a paged cache.
 
     `skinny_linear` with a norm and `fused_qk_rope_cache` in one launch, for the decode step of one sequence: each token
     reads the weight. ``norm(input) @ weight.T + bias`` has the heads of queries, of keys and of values, where the norm
-    is that of `rms_norm`. With weights a head ``y`` of queries or keys becomes ``y / sqrt(mean(y^2) + head_epsilon) *
-    weight``. Then its first ``rotary_dim`` elements rotate in pairs: (j, j + rotary_dim / 2) if `is_neox`, else
-    (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the first norm is float32, rounded once. Keys and values
+    is that of `rms_norm`. The first ``rotary_dim`` elements of a head of queries or keys rotate in pairs: (j, j +
+    rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). All after the norm is float32,
+    rounded once. Keys and values
     are written to ``b, o = divmod(slot_mapping[t], block_size)`` of the caches. A token with a position outside the
     table is not rotated, and nothing of it is inserted; nor is a token with a slot that is negative or after the last.
     The kernel reads `weight` while the previous kernel runs: that kernel must not write it, as is so for the weights of
@@ -113,15 +106,11 @@ def skinny_qkv_rope_cache(
         positions, slot_mapping: [num_tokens] int64 or int32, contiguous.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size] of the dtype of `input`, written where
             slots say; any strides but the last. head_size is 64, 128 or 256.
-        q_weight, k_weight: [head_size], float32, float16 or bfloat16, both of one dtype; or None, both.
-        head_epsilon: of the norms of heads; not read without weights.
     """
     num_kv_heads, head_size = key_cache.shape[2:]
     x = rms(input.float(), norm_weight, epsilon, input.dtype).float() @ weight.float().T
     heads = (x if bias is None else x + bias.float()).unflatten(-1, (-1, head_size))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
-    if q_weight is not None and k_weight is not None:
-        q, k = normed(q, q_weight, 0.0, head_epsilon), normed(k, k_weight, 0.0, head_epsilon)
     pairs = cos_sin_cache.shape[1] // 2
     rotation = positions, cos_sin_cache[:, :pairs], cos_sin_cache[:, pairs:], pairs, is_neox
     query.copy_(rotated(q, *rotation).flatten(1))
@@ -155,9 +144,6 @@ def plan_skinny_qkv_rope_cache(
     slot_mapping: TensorArg,
     key_cache: TensorArg,
     value_cache: TensorArg,
-    q_weight: TensorArg | None,
-    k_weight: TensorArg | None,
-    head_epsilon: float,
 ) -> Launch:
     check.floating(input)
     check.sizes(input, num_tokens=None, hidden_size=None)
@@ -183,22 +169,13 @@ def plan_skinny_qkv_rope_cache(
         check.index(numbers, num_tokens=num_tokens)
         check.contiguous(numbers)
     pairs = _check_rotation(cos_sin_cache, head_size)
-    if (q_weight is None) != (k_weight is None):
-        wrong = "q_weight" if q_weight is None else "k_weight"
-        raise check.refuse(input, wrong, "expected both q_weight and k_weight, or neither, got None")
-    if q_weight is not None:
-        check.floating(q_weight)
-        for one in (q_weight, k_weight):
-            check.shape(one, q_weight.dtype, head_size=head_size)
-    problem = QkvRows(input, weight, norm_weight, head_size, q_weight is not None)
+    problem = QkvRows(input, weight, norm_weight, head_size)
     config = tuning.config(input.op, problem, device, choose)
     parts = problem.parts(config, device)
-    absent = {"bias": bias, "q_weight": q_weight, "k_weight": k_weight}
     return _gemv_qkv.renamed(cos_sin="cos_sin_cache")(
         scalar_t=input.dtype,
         input_t=input.dtype,
         angle_t=cos_sin_cache.dtype,
-        head_weight_t=input.dtype if q_weight is None else q_weight.dtype,
         position_t=positions.dtype,
         slot_t=slot_mapping.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -212,10 +189,8 @@ def plan_skinny_qkv_rope_cache(
         HALF=pairs,
         IS_NEOX=is_neox,
         HAS_BIAS=bias is not None,
-        HEAD_NORMS=problem.norms,
         BLOCK_SIZE=max(1, block_size),
         PARTS=parts,
-        CLUSTER=parts if problem.norms else 1,
         NUM_THREADS=config.num_threads,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
@@ -228,7 +203,7 @@ def plan_skinny_qkv_rope_cache(
         angle_stride=cos_sin_cache.strides[0],
         **_strides("key", key_cache),
         **_strides("value", value_cache),
-        **{name: 0 for name, one in absent.items() if one is None},
+        **({"bias": 0} if bias is None else {}),
     )
 
 
@@ -285,7 +260,6 @@ def example_skinny_qkv_rope_cache(
     dtype: str = "bfloat16",
     is_neox: bool = True,
     with_bias: bool = False,
-    norms: bool = False,
 ) -> tuple[Any, ...]:
     num_heads, num_kv_heads = 2, 1
     rows = (num_heads + 2 * num_kv_heads) * head_size
@@ -303,6 +277,4 @@ def example_skinny_qkv_rope_cache(
         make.randint(0, _MAX_POSITION, num_tokens),
         make.permutation(num_blocks * _BLOCK_SIZE, num_tokens),
         *(make.randn(*cache, dtype=dtype) for _ in range(2)),
-        *((make.randn(head_size, dtype=dtype) for _ in range(2)) if norms else (None, None)),
-        1e-6,
     )
