@@ -28,7 +28,7 @@ _READ_RATE_OF_DECODE, _READ_RATE_OF_ROWS = 2.5e6, 2.9e6
 _RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 # Microseconds that prefill kernels take longer than attention_decode.cu, whatever the size of the cache: they find
 # work, fill stages of shared memory, and combine splits. An estimate: short sequences take the former 7 to 14 us
-# (docs/performance/prefill.md, "Sequences of one KV tile"), and 1 x 1024 takes the latter 5.2 us.
+# (docs/performance/prefill.md, "Short sequences"), and 1 x 1024 takes the latter 5.2 us.
 _ROWS_TAKE_LONGER = 4.0
 _CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
 _LAUNCH_US = 2.2  # us of one more kernel in a graph

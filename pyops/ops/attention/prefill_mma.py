@@ -12,7 +12,7 @@ from ..._core.system.device import Device
 from .decode_launch import workspace
 from .layout import heads_stride
 from .prefill_problem import PrefillProblem, count_slices, shares_rows
-from .prefill_work import Work, count_kv_tiles
+from .prefill_work import ShortItems, Work, count_kv_tiles
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
@@ -28,6 +28,10 @@ _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
 _SHARED_BYTES_PER_CYCLE, _MULTIPLICATIONS_PER_CYCLE, _L2_BYTES_PER_CYCLE, _SM_BYTES_PER_CYCLE = 128, 1024, 3300, 64
 _COPY_CYCLES, _ITEM_CYCLES = 800, 2700
 _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
+# Microseconds of a work item of the geometry for short sequences, and of a KV tile of heads of 128 elements, fitted to
+# an H200 ("Short sequences"); the factor of a KV tile of an fp8 cache.
+_SHORT_ITEM_US, _SHORT_TILE_US, _FP8_TILE = 3.6, 3.4, 1.5
+_MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,11 @@ class PrefillMmaConfig:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
+# The geometry for short sequences on Hopper: many CTAs on an SM, because all of an item is latency.
+_SHORT = PrefillMmaConfig(num_warps=4, row_tiles=1, step_tokens=32, min_blocks=4, stages=1)
+_MAX_SHORT_TOKENS = 4 * _SHORT.step_tokens  # most tokens of a sequence: each KV tile adds its whole latency
+
+
 # Geometries of warps that share rows.
 _SHARED_ROWS = (
     PrefillMmaConfig(num_warps=8, row_tiles=2, step_tokens=64, min_blocks=1, column_warps=4),
@@ -99,6 +108,27 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
     fits = not problem.uses_mma or _ctas(problem, config, device)
     config = config if fits else replace(config, num_warps=_NUM_WARPS // 2)
     return replace(config, max_splits=_choose_splits(problem, config, device))
+
+
+def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | None:
+    """The geometry for short sequences on Hopper, if it takes the call: a CTA for each tile and head, without a launch
+    for sequences of one token."""
+    head_size = problem.query.shape[2]
+    is_short = problem.expected_tokens <= _MAX_SHORT_TOKENS and problem.cu_seqlens_q is not None
+    fits = max(head_size, problem.value_size) <= _MAX_HEAD_SIZE_OF_SHORT and problem.group <= _SHORT.rows
+    if not is_short or not fits or problem.layout.ragged or tuning.batch_invariant():
+        return None
+    # Values of an fp8 cache, and addresses where a thread's chunks are of different columns, need more registers.
+    has_registers = not problem.is_fp8 and problem.has_plain_logits and _repeats_columns(problem, device)
+    return _SHORT if has_registers else replace(_SHORT, min_blocks=_SHORT.min_blocks - 1)
+
+
+def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> float:
+    """The time of `choose_short`: "Short sequences" of docs/performance/prefill.md."""
+    width = (problem.query.shape[2] + problem.value_size) / 256
+    tile_us = _SHORT_TILE_US * width * (_FP8_TILE if problem.is_fp8 else 1.0)
+    items = ShortItems.of(problem, config.rows)
+    return items.us(config.min_blocks * device.num_sms, _SHORT_ITEM_US, tile_us, config.step_tokens)
 
 
 def _choose_shared_rows(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
@@ -203,8 +233,7 @@ def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int
     """
     head_size = problem.query.shape[2]
     if row_tiles == 2 and head_size > 64:
-        repeats = _NUM_WARPS * device.warp_size % (-(-head_size // 16) * 2) == 0
-        repeats &= device.arch.startswith("sm_8")
+        repeats = _repeats_columns(problem, device) and device.arch.startswith("sm_8")
         return 48 if repeats and not problem.is_fp8 and not problem.layout.packed else 32
     if device.supports("async_copies") or device.warp_size == 64:
         is_crowded = problem.p_hi_lo or (problem.is_fp8 and head_size > 192)
@@ -213,6 +242,11 @@ def _step_tokens(problem: PrefillProblem, device: Device, row_tiles: int) -> int
         return 64 if head_size <= 64 else 16 if head_size > 128 and problem.layout.packed else 32
     is_crowded = head_size > 64 or problem.is_fp8
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
+
+
+def _repeats_columns(problem: PrefillProblem, device: Device) -> bool:
+    """Whether a thread copies the same columns of all its rows: the 16-byte chunks of a row divide the threads."""
+    return _NUM_WARPS * device.warp_size % (-(-problem.query.shape[2] // 16) * 2) == 0
 
 
 def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:

@@ -27,22 +27,12 @@ def choose(problem: PrefillProblem, device: Device) -> AnyConfig:
         return of_codes
     if prefill_sm100.refusal(problem) is None:
         return prefill_sm100.choose(problem)
-    of_mma = prefill_mma.choose(problem, device)
     if not problem.uses_wgmma:
-        return of_mma
-    return of_mma if _is_faster(problem, of_mma, device) else prefill_sm90.choose(problem, device)
-
-
-def _is_faster(problem: PrefillProblem, of_mma: PrefillMmaConfig, device: Device) -> bool:
-    """Whether prefill_mma.cu is faster than prefill_sm90.cu: if a sequence is one KV tile, and all items run at once.
-
-    All of the call is then fixed cost, and prefill_mma.cu has one launch without roles of warps, counter and combine. A
-    second KV tile costs it more than that (docs/performance/prefill.md, "Sequences of one KV tile").
-    """
-    if problem.layout.ragged or problem.cu_seqlens_q is None or tuning.batch_invariant():
-        return False
-    work = prefill_mma.work_of(problem, of_mma, device)
-    return problem.expected_tokens <= of_mma.step_tokens and work.items <= work.slots
+        return prefill_mma.choose(problem, device)
+    short = prefill_mma.choose_short(problem, device)
+    if short and prefill_mma.us_of_short(problem, short, device) < prefill_sm90.us_of_short(problem, device):
+        return short
+    return prefill_sm90.choose(problem, device)
 
 
 def launch(problem: PrefillProblem, config: AnyConfig) -> list[Launch]:

@@ -12,7 +12,7 @@ from ..._core.system.device import Device
 from .decode_launch import workspace
 from .prefill_panels import Panels, map_of_codes
 from .prefill_problem import PrefillProblem
-from .prefill_work import ITEM_TILES, Work, count_kv_tiles
+from .prefill_work import ITEM_TILES, ShortItems, Work, count_kv_tiles
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _combine = Kernel("attention/prefill_combine.cu")
@@ -38,6 +38,8 @@ _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a 
 # the most time of small items next to that of large ones, which are measured for more batches.
 _TILE_US, _COMBINE_US, _L2_BYTES_PER_US, _LEAST_GAIN = 1.83, 3.7, 40e3, 0.9
 _MAX_VALUE_SIZE_OF_SHORT = 128  # largest value size with small work items
+# Microseconds of a call before its first items, and of the launch of decode attention for sequences of one token.
+_CALL_US, _SINGLE_ROWS_US = 1.0, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,15 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
     item_us = ITEM_TILES * _TILE_US + max(1.0, (keys / config.tokens + 0.5) / splits) * tile_us
     l2_us = config.min_blocks * keys / splits * width * problem.layout.dtype.itemsize / _L2_BYTES_PER_US
     return rounds * max(item_us, l2_us) + (_COMBINE_US if splits > 1 else 0.0)
+
+
+def us_of_short(problem: PrefillProblem, device: Device) -> float:
+    """The time of short sequences in small work items, next to that of `prefill_mma.us_of_short`."""
+    rows, width = 64 * _SHORT.consumers, problem.query.shape[2] + problem.value_size
+    tile_us = _TILE_US * _SHORT.min_blocks * rows * _SHORT.tokens * width / (128 * 128 * 256)
+    items, slots = ShortItems.of(problem, rows), _SHORT.min_blocks * device.num_sms
+    found = items.us(slots, ITEM_TILES * _TILE_US, tile_us * (1.5 if problem.is_fp8 else 1.0), _SHORT.tokens)
+    return found + _CALL_US + (_SINGLE_ROWS_US if problem.single_rows else 0.0)
 
 
 def window_of(problem: PrefillProblem) -> int:

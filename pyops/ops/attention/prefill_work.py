@@ -41,6 +41,42 @@ class Work(NamedTuple):
         return min(range(1, most + 1), key=self.time)
 
 
+class ShortItems(NamedTuple):
+    """The work items of sequences of unknown lengths, with at most as many keys as their block tables.
+
+    Attributes:
+        items: work items without those that are empty.
+        keys: keys of an item, on average.
+        evenness: new tokens of a sequence over the slots of its block table: 1 for sequences of one length.
+    """
+
+    items: float
+    keys: float
+    evenness: float
+
+    @classmethod
+    def of(cls, problem: PrefillProblem, item_rows: int) -> ShortItems:
+        """The items of `item_rows` rows.
+
+        The plan takes the geometric mean of new tokens and slots of the block table for the keys of a sequence.
+        """
+        tokens = problem.query.shape[0] / max(1, problem.num_seqs)
+        new = min(tokens, problem.expected_tokens)
+        of_item = item_rows / problem.group
+        of_sequence = 1.0 if tokens <= of_item else tokens / of_item + 0.5  # the last item is half full on average
+        keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
+        items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
+        return cls(items, keys, new / max(1, problem.expected_tokens))
+
+    def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:
+        """The time if an item takes `item_us`, and `tile_us` for each KV tile; so many items run at once.
+
+        Of sequences of one length, each has a last tile that is half full on average. Most of mixed lengths have one.
+        """
+        tiles = max(1.0, self.keys / tile_tokens + self.evenness / 2)
+        return max(1.0, self.items / slots) * (item_us + tiles * tile_us)
+
+
 def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:
     """KV tiles of a work item of the longest sequence."""
     window, max_tokens = problem.options.sliding_window, problem.expected_tokens

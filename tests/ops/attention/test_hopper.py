@@ -505,7 +505,7 @@ def test_choice_of_kernel() -> None:
         assert found.fixed["key_map"].swizzle == found.fixed["query_map"].swizzle == row_bytes
         assert not whole or found.fixed["key_head_pitch"] == pitch
     # Sequences of five tokens leave most of 128 rows unused; those of 256 fill them.
-    for num_tokens, blocks, tokens, consumers in ((1001, 6, 64, 1), (51200, 16, 128, 2)):
+    for num_tokens, blocks, tokens, consumers in ((1001, 9, 64, 1), (51200, 16, 128, 2)):
         problem = _problem(num_tokens, 128, num_seqs=200)
         tables = replace(problem.kv.block_tables, shape=(200, blocks), strides=(blocks, 1))
         problem = replace(problem, kv=replace(problem.kv, block_tables=tables))
@@ -528,7 +528,7 @@ def test_choice_of_kernel() -> None:
 
 
 def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows over one KV tile are one launch of prefill_mma.cu, also where there are sequences of one token; but not
+    """Few rows over few keys are one launch of prefill_mma.cu, also where there are sequences of one token; but not
     many rows, longer sequences, or where the batch must not matter.
     """
 
@@ -539,14 +539,14 @@ def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
         launches = launch(problem, choose(problem, HOPPER))
         return [one.specialisation.kernel.file.removeprefix("attention/") for one in launches]
 
-    for count, num_seqs, blocks, is_fp8 in ((6, 2, 2, False), (555, 84, 2, True)):
+    for count, num_seqs, blocks, is_fp8 in ((1101, 100, 3, False), (555, 84, 2, True)):
         changes = {"cache_dtype": "uint8"} if is_fp8 else {}
         assert files(count, num_seqs, blocks, **changes) == ["prefill_mma.cu"]
         with monkeypatch.context() as patch:
             patch.setenv("PYOPS_BATCH_INVARIANT", "1")
             assert "prefill_mma.cu" not in files(count, num_seqs, blocks, **changes)
         assert "prefill_mma.cu" not in files(count, num_seqs, 9, **changes)
-        assert "prefill_mma.cu" not in files(count * 4096, num_seqs, blocks, **changes)
+        assert "prefill_mma.cu" not in files(128 * num_seqs, num_seqs, 8, **changes)
 
 
 def test_choice_of_decode_attention() -> None:
