@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _compress_kv = Kernel("cache/compress_kv.cu")
 _states = Kernel("cache/compress_kv.cu", entry="compress_kv_states")
 _MAX_HEAD_SIZE = 1024  # largest head
-_MAX_SUMS = 4096  # most elements of a CTA's groups together, where the three sums of each take 48 KB of shared memory
+_MAX_ELEMENTS = 4096  # most elements of a CTA's groups together: three floats of each take 48 KB of shared memory
 _GROUP_TOKENS = 8  # tokens of a window that a group takes before another group helps
 _SPAN = 16  # most tokens of a CTA: several short sequences may end a window there
 _MAX_THREADS = 384  # most threads of a CTA, with 168 registers for each
@@ -174,7 +174,7 @@ def plan_compress_kv(
         "length_stride": first_stride(seq_lens),
         "state_slots_stride": first_stride(state_slots),
     }
-    groups = max(1, min(-(-length // _GROUP_TOKENS), _MAX_SUMS // head_size, _MAX_THREADS * vec_size // head_size))
+    groups = max(1, min(-(-length // _GROUP_TOKENS), _MAX_ELEMENTS // head_size, _MAX_THREADS * vec_size // head_size))
     span = min(ratio, _SPAN)
     bias_size = min(vec_size, check.vector_width(head_size, position_bias))
     constants |= {"ROPE_SIZE": rope_size, "GROUPS": groups, "BIAS_SIZE": bias_size, "SPAN": span}
