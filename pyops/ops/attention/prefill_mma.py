@@ -115,7 +115,7 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
     for sequences of one token."""
     head_size = problem.query.shape[2]
     is_short = problem.expected_tokens <= _MAX_SHORT_TOKENS and problem.cu_seqlens_q is not None
-    fits = max(head_size, problem.value_size) <= _MAX_HEAD_SIZE_OF_SHORT and problem.group <= _SHORT.rows
+    fits = max(head_size, problem.value_size) <= _MAX_HEAD_SIZE_OF_SHORT
     if not is_short or not fits or problem.layout.ragged or tuning.batch_invariant():
         return None
     # Values of an fp8 cache, and addresses where a thread's chunks are of different columns, need more registers.

@@ -258,7 +258,10 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
 
 
 def us_of_short(problem: PrefillProblem, device: Device) -> float:
-    """The time of short sequences in small work items, next to that of `prefill_mma.us_of_short`."""
+    """The time of short sequences in small work items, next to that of `prefill_mma.us_of_short`. Large items, which
+    serve where small ones do not fit, take longer than either."""
+    if not _SHORT.fits(problem, device):
+        return float("inf")
     rows, width = 64 * _SHORT.consumers, problem.query.shape[2] + problem.value_size
     tile_us = _TILE_US * _SHORT.min_blocks * rows * _SHORT.tokens * width / (128 * 128 * 256)
     items, slots = ShortItems.of(problem, rows), _SHORT.min_blocks * device.num_sms

@@ -28,6 +28,11 @@ _FEWEST_BLOCKS = 1 / 8  # of an SM: fewer blocks are made smaller
 _MAX_KEY_SIZE = 128  # largest key size of gated_delta_chunk.cu: a thread holds that many elements of half a state row
 _MAX_KEY_SIZE_GFX11 = 96  # the same on gfx11, where an operand takes eight registers: larger keys spill
 _MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles of gated_delta_chunk.cu are mostly empty
+# Microseconds on an H200 of calls with one tile for each sequence (docs/performance/scans.md, "Short sequences"): by
+# WGMMA, and for each state of 128 x 128 elements; by gated_delta_recurrent.cu for each state, for each token of a
+# state, and at least for each token.
+_WGMMA_US, _WGMMA_STATE_US = 10.0, 0.073
+_RECURRENT_STATE_US, _TOKEN_US, _MIN_TOKEN_US = 0.026, 0.0095, 0.93
 _ALIGNMENT = 256  # most bytes of padding between the parts of shared memory
 _PREPARING = 4  # producer warps of gated_delta_chunk.cu; they prepare tiles and hold no rows
 # (tokens of a tile, stages), best first: with cp.async, and where registers hold copies.
@@ -48,7 +53,7 @@ class GatedDeltaProblem(DeltaProblem):
             and q.shape[3] % 16 == 0
             and 16 <= q.shape[3] <= (_MAX_KEY_SIZE_GFX11 if q.device.arch.startswith("gfx11") else _MAX_KEY_SIZE)
             and v.shape[3] % 32 == 0
-            and (tuning.batch_invariant() or q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs)
+            and (tuning.batch_invariant() or q.shape[0] * q.shape[1] >= self._min_tokens * self.num_seqs)
             and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
             and o.alignment >= 8
             and token_stride(o) % 4 == 0
@@ -58,16 +63,28 @@ class GatedDeltaProblem(DeltaProblem):
     @property
     def uses_wgmma(self) -> bool:
         """Whether gated_delta_prepare.cu and gated_delta_sm90.cu can serve the call."""
+        return self.uses_products and self._fits_wgmma
+
+    @property
+    def _fits_wgmma(self) -> bool:
         q, v, o = self.tokens.q, self.tokens.v, self.tokens.o
         return (
-            self.uses_products
-            and q.device.supports("wgmma")
+            q.device.supports("wgmma")
             and q.shape[3] in (64, 128)
             and v.shape[3] % 64 == 0
             and q.shape[0] * q.shape[1] > 0
             and o.alignment == 16
             and token_stride(o) % 8 == 0
         )
+
+    @property
+    def _min_tokens(self) -> float:
+        """Tokens per sequence, on average, from which tiles take less time than one token after another."""
+        if not self._fits_wgmma:
+            return _MIN_TOKENS
+        states = self.num_seqs * self.tokens.v.shape[2] * self.tokens.q.shape[3] * self.tokens.v.shape[3] / 128**2
+        saved = _WGMMA_US + (_WGMMA_STATE_US - _RECURRENT_STATE_US) * states
+        return saved / max(_MIN_TOKEN_US, _TOKEN_US * states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from tests.ops.cache.test_qk_norm_rope import (
     SLOTS,
     STORED,
     TOKENS,
-    assert_inserted,
     right,
     run,
     where,
@@ -96,8 +95,11 @@ def test_exact_products(
     q, k, v = exact.unflatten(-1, (-1, head_size)).split((heads - 2 * KV, KV, KV), 1)
     query, key = (right(x, None, given["cos_sin_cache"], is_neox, False).to(dtype) for x in (q, k))
     assert torch.equal(given["query"].view(query.shape), query)
-    assert_inserted(given["key_cache"], key, 1.0, 7.0, STORED)
-    assert_inserted(given["value_cache"], v.to(dtype), 1.0, 7.0, STORED)
+    for cache, heads_of in (("key_cache", key), ("value_cache", v.to(dtype))):
+        expected = torch.full_like(given[cache], 7.0)
+        for slot, token in STORED.items():
+            expected[slot // BLOCK, slot % BLOCK] = heads_of[token]
+        assert torch.equal(given[cache], expected)
 
 
 def test_a_norm_of_the_token() -> None:
