@@ -10,6 +10,7 @@ struct LogitRow {
     int begin, end, shift;
 
     DEVICE bool overlaps(int first, int count) const { return begin < first + count && end > first; }
+    DEVICE bool has(int n) const { return n >= begin && n < end; }
 };
 
 struct LogitRows {
@@ -35,7 +36,7 @@ struct LogitRows {
     }
     // Writes the logit of position n, or -inf where the row has none and is cleaned.
     DEVICE void write(float* logits, const LogitRow& row, int n, float logit) const {
-        const bool exists = n >= row.begin && n < row.end;
+        const bool exists = row.has(n);
         if (exists || (CLEAN && n < columns)) logits[n - row.shift] = exists ? logit : minus_infinity();
     }
 };
@@ -55,19 +56,18 @@ struct Keys {
     const table_t* blocks;  // [max_blocks], the row of the sequence, if PAGED
     int64_t num_keys, key_stride, num_blocks, block_stride, table_step;
 
-    // The block of a position, or -1 if the key does not exist; 0 unless PAGED.
-    DEVICE int64_t block_of(int n) const {
-        if (n >= num_keys) return -1;
-        if constexpr (!PAGED) return 0;
-        const int64_t block = blocks[n / BLOCK_SIZE * table_step];
-        return block < num_blocks ? block : -1;
+    // The entry of the block table for a position before num_keys; 0 unless PAGED.
+    DEVICE table_t entry_of(int n) const { return PAGED ? blocks[uint32_t(n) / BLOCK_SIZE * table_step] : table_t(0); }
+    DEVICE bool has_block(int64_t block) const { return !PAGED || (block >= 0 && block < num_blocks); }
+    DEVICE Key at(int n) const {
+        if (n >= num_keys) return {nullptr, nullptr};
+        const int64_t block = entry_of(n);
+        return has_block(block) ? in_block(block, n) : Key{nullptr, nullptr};
     }
-    DEVICE Key at(int n) const { return in_block(block_of(n), n); }
     DEVICE Key in_block(int64_t block, int n) const {
-        if (block < 0) return {nullptr, nullptr};
         if constexpr (!PAGED) return {k + n * key_stride, reinterpret_cast<const uint8_t*>(k_scales + n)};
         const uint8_t* const from = cache + block * block_stride;
-        const int slot = n % BLOCK_SIZE;
+        const int slot = uint32_t(n) % BLOCK_SIZE;
         return {reinterpret_cast<const fp8_e4m3_t*>(from + slot * HEAD_SIZE), from + BLOCK_SIZE * HEAD_SIZE + slot * 4};
     }
 };

@@ -17,12 +17,10 @@ _mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
 # thread; of 256 threads they leave 128, and the keys of a warp take 64: some architectures would spill.
 _NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
-# mqa_logits_sm90.cu: threads of a block, keys of a tile, tiles of a block in flight, blocks per SM, most heads.
-_SM90_THREADS, _SM90_TILE, _SM90_STAGES, _SM90_BLOCKS, _SM90_MAX_HEADS = 256, 128, 3, 2, 64
-_SM90_CONSTANTS = "NUM_HEADS", "HEAD_SIZE", "BLOCK_SIZE", "LENGTH_PER_ROW", "CLEAN", "length_t", "table_t"
-_SM90_STRIDES = "logits_stride", "weights_stride", "block_stride", "table_stride", "table_step", "length_step"
-_SM90_ARGUMENTS = "columns", "num_keys", "num_blocks", *_SM90_STRIDES
-_MIN_TILES = 4  # fewest tiles of a block in more than one wave: a block converts its queries first
+# mqa_logits_sm90.cu: (blocks per SM, threads of a block), tiles of a block in flight, most heads, most rows of a group.
+# Two blocks overlap best where their queries fit. With more rows one block has 168 registers for a thread.
+_SM90_BLOCKS = (2, 256), (1, 384)
+_SM90_STAGES, _SM90_MAX_HEADS, _SM90_MAX_ROWS = 3, 64, 8
 _SIMT_WARPS = 4  # warps of a block of mqa_logits_simt.cu, a key each
 _HEAD_SIZES = (64, 128)  # head sizes of mqa_logits.cu
 _MAX_HEADS = 192  # most heads of mqa_logits.cu: a thread loads a weight
@@ -81,12 +79,11 @@ def launch(
     padded_heads = -(-num_heads // 16) * 16
     takes_vectors = aligned and q.alignment == 16 and (q_stride % 16 == 0 or num_rows == 1) and head_size in _HEAD_SIZES
     tiles = -(-positions // TILE)
+    if takes_vectors and num_heads <= _SM90_MAX_HEADS and q.device.supports("wgmma"):
+        on_hopper = _launch_sm90(q, positions, absent | constants | sizes, fed)
+        if on_hopper:
+            return on_hopper
     if constants["PAGED"]:
-        if takes_vectors and num_heads <= _SM90_MAX_HEADS and q.device.supports("wgmma"):
-            of_row, of_key = padded_heads * (2 * head_size + 4) + 4, head_size + 2 * float32.itemsize
-            shared = arguments["group_rows"] * of_row + _SM90_STAGES * _SM90_TILE * of_key
-            if _SM90_BLOCKS * (shared + _RESERVED_SHARED) <= q.device.shared_memory:
-                return _launch_sm90(q, groups, positions, shared, constants | sizes, fed)
         tiles = min(tiles, -(-blocks_in_flight(q) // max(1, groups)))
     shared = 2 * padded_heads * ((head_size + 8) * 2 + 4)
     if q.device.supports("mma") and takes_vectors and num_heads <= _MAX_HEADS and shared <= q.device.shared_memory:
@@ -100,13 +97,23 @@ def launch(
 
 
 def _launch_sm90(
-    q: TensorArg, groups: int, positions: int, shared: int, constants: dict[str, Any], fed: dict[str, int]
-) -> Launch:
-    """The launch of mqa_logits_sm90.cu: some waves of blocks with several tiles each, and at least one wave."""
-    tiles, slots = -(-positions // _SM90_TILE), _SM90_BLOCKS * q.device.num_sms
-    blocks = max(slots // max(1, groups), min(_WAVES * slots // max(1, groups), tiles // _MIN_TILES), 1)
-    kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(
-        ROWS=fed["group_rows"], **{name: constants[name] for name in _SM90_CONSTANTS}
-    )
-    grid = groups, min(tiles, blocks, _MAX_GRID_Y)
-    return kernel.launch(grid, _SM90_THREADS, shared, **{name: fed[name] for name in _SM90_ARGUMENTS})
+    q: TensorArg, positions: int, constants: dict[str, DType | int | bool], fed: dict[str, int]
+) -> Launch | None:
+    """The launch of mqa_logits_sm90.cu, with as many blocks as run at a time; None if it does not take the rows."""
+    num_rows, head_size = fed["num_rows"], q.shape[-1]
+    # Rows of a prompt are in groups of the largest size, or of a power of two if there are few.
+    rows = fed["group_rows"] if constants["PAGED"] else min(_SM90_MAX_ROWS, 1 << max(num_rows - 1, 0).bit_length())
+    heads = -(-q.shape[-2] // 32) * 32
+    for blocks, threads in _SM90_BLOCKS:
+        stages = _SM90_STAGES * (threads // 2 * head_size + threads * float32.itemsize)
+        work = rows * 3 * int32.itemsize + (threads // 32 + 2) * int32.itemsize
+        shared = -(-(rows * heads * (2 * head_size + float32.itemsize) + stages + work) // 1024) * 1024
+        if not 0 < rows <= _SM90_MAX_ROWS or blocks * (shared + _RESERVED_SHARED) > q.device.shared_memory:
+            continue
+        tiles = -(-num_rows // rows) * -(-positions // (threads // 2))
+        kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(
+            **constants, ROWS=rows, NUM_THREADS=threads, MIN_BLOCKS=blocks
+        )
+        grid = (min(tiles, blocks * q.device.num_sms),)
+        return kernel.launch(grid, threads, shared, **{name: fed[name] for name in fed if name != "group_rows"})
+    return None

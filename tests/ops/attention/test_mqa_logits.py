@@ -179,6 +179,15 @@ def test_blocks_with_many_tiles(block_size: int, next_n: int, monkeypatch: pytes
     assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], False)
 
 
+def test_groups_with_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block goes through the tiles of groups of eight rows, the last one with fewer rows, some without a key."""
+    monkeypatch.setitem(devices._HOST, 32, replace(devices.host(), num_sms=1))
+    tensors = _rows(19, 500, 20, 64)
+    begin = torch.tensor([9, 0, 33] + [500] * 13 + [17, 450, 0]).int()
+    end = torch.tensor([470, 16, 401] + [500] * 13 + [499, 455, 1]).int()
+    assert_matches_reference(ROWS, torch.full((19, 500), UNTOUCHED), *tensors.values(), begin, end, False, False)
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
 def test_kernel_of_a_device(arch: str) -> None:
     """Tensor cores for head sizes of 64 and 128, and keys that are aligned; any GPU serves every call."""
@@ -189,20 +198,24 @@ def test_kernel_of_a_device(arch: str) -> None:
             op = ROWS if example is ROWS.example else PAGED
             (launch,) = op.launches(*example(make, head_size=head_size))
             right = "mqa_logits_simt" if arch == "gfx942" else kernel
-            if (op, arch, kernel) == (PAGED, "sm_90", "mqa_logits"):
+            if (arch, kernel) == ("sm_90", "mqa_logits"):
                 right = "mqa_logits_sm90"
             assert launch.specialisation.kernel.file == f"attention/{right}.cu"
-    # 64 sequences fill some waves of blocks, whatever the columns: blocks beyond a context end at once.
-    (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=64))  # type: ignore[misc]
-    assert launch.grid[0] == 64
-    if arch == "sm_90":
-        # {(sequences, pages of 64 tokens): blocks of each sequence}: a whole number of waves, with four tiles a block.
-        grids = {(64, 512): 16, (1, 2048): 264, (16, 128): 16, (300, 4): 1, (600, 512): 1}
-        for (num_seqs, pages), blocks in grids.items():
-            (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=num_seqs, max_blocks=pages))  # type: ignore[misc]
-            assert launch.grid == (num_seqs, blocks, 1)
-        (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=8, next_n=2))  # type: ignore[misc]
-        assert launch.specialisation.kernel.file == "attention/mqa_logits_sm90.cu"
+    if arch != "sm_90":
+        return
+    # {(sequences, rows of a sequence, pages of 64 tokens): (blocks, threads)}: those that run at a time, two per SM if
+    # the queries fit, and no more than tiles.
+    grids = {(64, 1, 512): (264, 256), (16, 3, 128): (264, 256), (2, 1, 4): (4, 256), (8, 4, 512): (132, 384)}
+    for (num_seqs, next_n, pages), sizes in grids.items():
+        call = PAGED.example(make, num_tokens=num_seqs * next_n, next_n=next_n, max_blocks=pages)  # type: ignore[misc]
+        (launch,) = PAGED.launches(*call)
+        assert (launch.grid[0], launch.block[0]) == sizes
+    # {tokens of a prompt: (rows of a group, threads)}
+    for num_tokens, sizes in {1: (1, 256), 3: (4, 384), 1000: (8, 384)}.items():
+        (launch,) = ROWS.launches(*ROWS.example(make, num_tokens=num_tokens))  # type: ignore[misc]
+        assert (launch.specialisation.constants["ROWS"], launch.block[0]) == sizes
+    (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=18, next_n=9))  # type: ignore[misc]
+    assert launch.specialisation.kernel.file == "attention/mqa_logits.cu"
 
 
 @pytest.mark.parametrize("device", DEVICES)
