@@ -135,7 +135,12 @@ def delta_rule_in_segments(segments: int) -> None:
 
 
 # Stages of kernels that have more than two in every plan.
-STAGES = {"attention/mla_decode_small_h.cu": 4, "attention/mla_decode_sm80.cu": 3, "mamba/chunk_scan_states.cu": 3}
+STAGES = {
+    "attention/mla_decode_small_h.cu": 4,
+    "attention/mla_decode_sm80.cu": 3,
+    "attention/mla_decode_sm90_fp8.cu": 4,
+    "mamba/chunk_scan_states.cu": 3,
+}
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
 CASES: dict[str, list[Callable[[], None]]] = {
     "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
@@ -146,7 +151,11 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "attention/mla_decode.cu": [partial(on_ampere, partial(mla_on_ampere, 20))],
     "attention/mla_decode_sm80.cu": [partial(on_ampere, partial(mla_on_ampere, 40))],
-    "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],
+    "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 20, FP8)],
+    "attention/mla_decode_sm90_fp8.cu": [
+        partial(mla, [600, 580], 16, 16, FP8),
+        partial(mla, [600, 580], 30, 64, FP8),
+    ],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
     "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],
     "linear/gemm_sm90.cu": [
@@ -263,6 +272,7 @@ ROUNDS: dict[str, Rounds] = {
     "attention/mla_decode_small_h_fp8.cu": of_keys(330, 64),
     "attention/mla_decode_small_h.cu": of_keys(600, 64),
     "attention/mla_decode_sm90.cu": of_keys(330, 64),
+    "attention/mla_decode_sm90_fp8.cu": of_keys(600, 64),
     "linear/gemm_sm90.cu": of_products(of_row, lambda of: 128 * of["CLUSTER_M"]),
     "linear/gemm_sm80.cu": of_products(of_row),
     "linear/gemm_sm120.cu": of_products(lambda of: 128),  # k counts bytes

@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float32
-from . import mla_schedule, mla_sm80, mla_sm90, mla_sm100, mla_small_h, mla_small_h_fp8
+from . import mla_schedule, mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm100, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_choose import PINNED_SPLIT
@@ -27,6 +27,7 @@ from .mla_problem import (
 )
 from .mla_sm80 import MlaSm80Config
 from .mla_sm90 import MlaSm90Config
+from .mla_sm90_fp8 import MlaSm90Fp8Config
 from .mla_sm100 import MlaTileConfig
 from .mla_small_h import FewHeadsConfig
 from .mla_small_h_fp8 import CodesConfig
@@ -91,7 +92,8 @@ class MlaConfig:
         return found
 
 
-AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | MlaSm90Config | CodesConfig | FewHeadsConfig
+SharesConfig = MlaSm90Config | MlaSm90Fp8Config | CodesConfig | FewHeadsConfig
+AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | SharesConfig
 
 
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
@@ -127,20 +129,27 @@ def _splits_us(problem: MlaProblem, config: MlaConfig, device: Device) -> float:
     return mla_schedule.BLOCK_US + waves * tokens * _TOKEN_US + combine_us
 
 
-def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | FewHeadsConfig:
-    if problem.is_plain_fp8:
-        return mla_small_h_fp8.choose(problem, device)
-    return mla_small_h.choose(problem, device)
+def _choose_for_few_heads(problem: MlaProblem, device: Device) -> SharesConfig:
+    if not problem.is_plain_fp8:
+        return mla_small_h.choose(problem, device)
+    few = mla_small_h_fp8.choose(problem, device)
+    return _faster(problem, device, few, mla_sm90_fp8.choose(problem, device)) if mla_sm90_fp8.serves(problem) else few
 
 
-def _choose_for_wgmma(problem: MlaProblem, device: Device) -> MlaSm90Config | CodesConfig | FewHeadsConfig:
-    """mla_decode_sm90.cu, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
+def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:
+    """A kernel with WGMMA, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
     model says that they take less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
-    config = mla_sm90.choose(problem, device)
+    config: SharesConfig = mla_sm90.choose(problem, device)
+    if mla_sm90_fp8.serves(problem):
+        config = _faster(problem, device, mla_sm90_fp8.choose(problem, device), config)
     if not problem.allows_few_heads or mla_schedule.may_be_long(problem, config):
         return config
-    few = _choose_for_few_heads(problem, device)
-    return min(few, config, key=lambda one: mla_schedule.call_us(problem, one, device))
+    return _faster(problem, device, _choose_for_few_heads(problem, device), config)
+
+
+def _faster(problem: MlaProblem, device: Device, first: SharesConfig, second: SharesConfig) -> SharesConfig:
+    """The one that takes less time by the cost model."""
+    return min(first, second, key=lambda one: mla_schedule.call_us(problem, one, device))
 
 
 def _choose_splits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
@@ -28,7 +29,7 @@ _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
 
 
-class SharesConfig(Protocol):
+class SharesConfig(tuning.Config, Protocol):
     """The geometry of a kernel with shares.
 
     Attributes:

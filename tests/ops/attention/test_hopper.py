@@ -19,7 +19,7 @@ from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
-from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
+from pyops.ops.attention import mla_sm90, mla_sm90_fp8, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.ops.attention.prefill_plan import choose, launch
@@ -638,9 +638,11 @@ def test_mla_decode(
     [
         ([65, 129, 0], 70, 16, 1, torch.bfloat16, FP8),
         ([450], 70, 5, 3, torch.float16, FP8),
+        ([65, 200, 0], 30, 8, 1, torch.bfloat16, FP8),
+        ([450, 1], 16, 48, 3, torch.float16, FP8),
         ([65, 129, 0], 70, 64, 1, torch.bfloat16, torch.uint8),
         ([330], 40, 5, 2, torch.float16, torch.uint8),
-        ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
+        ([65, 129, 0], 16, 20, 1, torch.bfloat16, FP8),
         ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
         ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
         ([65, 130, 0], 16, 24, 1, torch.bfloat16, None),
@@ -669,6 +671,12 @@ def test_mla_decode_fp8(
             call["q_pe"][:, 4] *= 2.0**-100
             call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
             call["q_nope"][:, 6, 500] = 3e5
+        has_rows_of_tokens = kind == FP8 and num_heads <= 32 and page_size % 8 == 0
+        if has_rows_of_tokens:
+            one = mla_sm90_fp8.MlaSm90Fp8Config(16 if num_heads <= 16 else 32, max(len(lengths), splits))
+            with schedule, tuning.forced(MLA.name, one):
+                assert_is_mla(call)
+            continue
         with schedule:
             assert_is_mla(call)
         few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
@@ -901,6 +909,29 @@ def test_mla_compiles_without_spills_and_advice(
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     assert report.shared_bytes + mla_sm90._SHARED_BYTES <= HOPPER.shared_memory
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(("heads", "query_tokens"), [(16, 1), (32, 4)])
+def test_mla_fp8_compiles_without_spills(heads: int, query_tokens: int) -> None:
+    one = mla_sm90_fp8._decode.for_arch("sm_90a")(
+        query_t=dtypes.bfloat16,
+        cache_t=dtypes.float8_e4m3fn,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        HEADS=heads,
+        PAGE_SIZE=64,
+        LISTS_SLOTS=False,
+        HAS_LENGTHS=True,
+        BOX_TOKENS=64 // query_tokens,
+        HAS_LSE=True,
+        IS_DS_MLA=False,
+        QUERY_TOKENS=query_tokens,
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes + mla_sm90_fp8.shared_memory(heads) <= HOPPER.shared_memory
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

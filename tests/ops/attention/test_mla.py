@@ -369,7 +369,11 @@ def test_shares() -> None:
         (2, 17, "float8_e4m3fn", 1, "small_h_fp8", (2, 2)),
         (66, 32, "bfloat16", 1, "small_h", (2, 66)),
         (67, 32, "bfloat16", 1, "sm90", (1, 67)),  # two blocks on some SMs
+        (64, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 64)),
         (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
+        (64, 16, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
+        (64, 32, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
+        (64, 128, "float8_e4m3fn", 64, "sm90", (2, 66)),
         (2, 32, "bfloat16", 3, "sm90", (1, 4)),  # WGMMA cuts sequences
         (2, 65, "bfloat16", 1, "sm90", (2, 2)),
     ],

@@ -1,0 +1,472 @@
+// mla_decode_sm90_fp8: MLA decode attention on Hopper over an fp8 cache: computes what mla_decode.cu does, with WGMMA and
+// TMA. Entries stay fp8 in shared memory, and are the A operand of both matmuls.
+//
+//     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
+//     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
+//
+// An entry of the cache is a latent vector c_i and a rotated key r_i (RoPE): the key of every head. c_i is the value.
+//
+// The rows of an MMA are tokens, or elements of the latent vectors, and its columns are heads: S^T = K Q^T, O^T = V^T P^T.
+// So few heads leave no rows empty, and the A operand may come from registers: a warp loads fp8 values of a tile and
+// converts them to float16, which represents every fp8 value, one instruction for each pair.
+//
+// Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
+// (mla_schedule.cuh). A CTA goes through each item of its share in tiles of TOKENS entries.
+//
+// Warp specialisation: one warp loads tiles by TMA into a ring of STAGES. Two warpgroups compute: each of them takes every
+// second tile of an item, and they add their results at its end. They share no barrier in the main loop. A warpgroup does
+// for a tile:
+// 1. S^T = K Q^T: a warp has 16 tokens. Four adjacent lanes load 16 fp8 values each of a panel of 64 elements of an
+//    entry; the elements of queries are in the same order.
+// 2. Online softmax: the warps exchange their row maxima, and then the probabilities, through shared memory.
+// 3. O^T += V^T P^T: an MMA has the 64 elements of a panel, 16 for each warp. ldmatrix transposes pairs of fp8 values; a
+//    word then holds those of two adjacent tokens, and a byte permutation sorts them.
+//
+// A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
+//
+// Constants
+//     query_t        element type of queries: half_t or bf16_t
+//     cache_t        element type of the cache: fp8_e4m3_t
+//     out_t, table_t, length_t    element types of out, page_table and seq_lens
+//     HEADS          query heads of a CTA: 16 or 32
+//     PAGE_SIZE      slots of a page of the cache
+//     LISTS_SLOTS    false (mla_tokens.cuh)
+//     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
+//     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
+//     BOX_TOKENS     entries of a TMA box: a multiple of 8 that divides TOKENS and PAGE_SIZE
+//     IS_DS_MLA      false (mla_entry.cuh)
+
+#include "attention.cuh"
+#include "mla_entry.cuh"
+#include "mla_schedule.cuh"
+#include "mla_tokens.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+constexpr int TOKENS = 64, PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;
+constexpr int STAGES = 4, CONSUMERS = 256;
+constexpr int QUERY_LANES = CONSUMERS / HEADS;  // threads that load a head
+constexpr int ROWS = HEADS / 4;                 // heads of a thread: 2t and 2t + 1 of each eight
+// A warpgroup has the results of so many panels once the warpgroups have added theirs.
+constexpr int RESULT_PANELS = LATENT_PANELS / 2;
+// Shared memory: the queries, panels of HEADS rows, later the results that the warpgroups exchange; probabilities of each
+// warpgroup [tokens, heads]; tiles.
+constexpr int QUERY_PANEL_BYTES = HEADS * 128, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
+constexpr int EXCHANGED = LATENT_PANELS / 2 * HEADS / 8;  // float4 of a thread
+constexpr int EXCHANGED_BYTES = EXCHANGED * CONSUMERS * 16;
+constexpr int PROBABILITIES_AT = QUERY_BYTES > EXCHANGED_BYTES ? QUERY_BYTES : EXCHANGED_BYTES;
+constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2, TILES_AT = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
+constexpr int TILE_BYTES = TOKENS * ENTRY_BYTES;
+constexpr SmemSwizzle PROBABILITY_SWIZZLE = HEADS == 32 ? SWIZZLE_64B : SWIZZLE_32B;
+constexpr int BUFFERS = 2;                   // A operands are in so many buffers in registers
+constexpr int ALL_WARPS = 1, OWN_WARPS = 2;  // named barriers: of both warpgroups; OWN_WARPS + i: of warpgroup i
+constexpr int LOADER_REGISTERS = 24, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;  // of a thread
+using product_t = half_t;                                                           // represents every fp8 value
+static_assert(HEADS == 16 || HEADS == 32);
+static_assert(!IS_DS_MLA && !LISTS_SLOTS && BOX_TOKENS % 8 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(PAGE_SIZE % BOX_TOKENS == 0 && TILES_AT % 1024 == 0);
+
+// The offset of a chunk of 16 fp8 values of a panel. A box has rows of 64 bytes, nine for each entry: the swizzles of a
+// panel differ between eight adjacent tokens, as those of eight adjacent rows do.
+DEVICE int place_in_tile(int token, int panel, int chunk) {
+    return swizzle_chunk<PANEL_SIZE>(token * PANELS + panel, chunk);
+}
+
+DEVICE void load_words(const uint8_t* shared, uint32_t (&words)[4]) {
+    const uint4 x = *reinterpret_cast<const uint4*>(shared);
+    words[0] = x.x;
+    words[1] = x.y;
+    words[2] = x.z;
+    words[3] = x.w;
+}
+
+// Reduces each x[n] over lanes g. Lane g then has the result of n = g * ROWS / 8 in x[0].
+template <typename F>
+DEVICE void reduce_rows(float (&x)[ROWS], F f) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    int rows = ROWS;
+#pragma unroll
+    for (int mask = 16; mask >= 4; mask /= 2) {
+        if (rows == 1) {
+            x[0] = f(x[0], shfl_xor(x[0], mask));
+            continue;
+        }
+        rows /= 2;
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+            const float own = lane & mask ? x[i + rows] : x[i], other = lane & mask ? x[i] : x[i + rows];
+            x[i] = f(own, shfl_xor(other, mask));
+        }
+    }
+}
+
+// Stores the queries of the CTA as float16, each divided by a power of two; `units`: the factors from a head's scores to
+// its logits. An MMA takes elements 16t + 4i to 16t + 4i + 3 of a panel, for t = 0 ... 3: as 2t and 2t + 1, and 8 more.
+// `nope` and `pe`: the query of the thread's head, `head`, if the head exists. All threads of both warpgroups call.
+DEVICE void store_queries(uint8_t* queries, float* units, float scale, int head, bool is_head, const query_t* nope,
+                          const query_t* pe) {
+    constexpr int LANES = QUERY_LANES, CHUNKS = ENTRY_SIZE / 8, LOADS = ceil_div(CHUNKS, LANES);
+    const int part = threadIdx.x % LANES;
+    Vec<query_t, 8> x[LOADS];
+    float absmax = 0.0f, element[8];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const int chunk = i * LANES + part;
+        x[i] = Vec<query_t, 8>::full(0.0f);
+        if (is_head && chunk < CHUNKS) {
+            x[i] = Vec<query_t, 8>::load(i * LANES * 8 < LATENT_SIZE ? nope + chunk * 8 : pe + chunk * 8 - LATENT_SIZE);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        x[i].to_floats(element);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
+    }
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+    const float factor = inverse_power_of_two(absmax);
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const int chunk = i * LANES + part, t = chunk / 2 % 4;
+        if (chunk >= CHUNKS) continue;
+        x[i].to_floats(element);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int product = chunk % 2 * 2 + j / 2;
+            *reinterpret_cast<uint32_t*>(queries + chunk / 8 * QUERY_PANEL_BYTES +
+                                         swizzle_128b(head, product * 32 + j % 2 * 16 + 4 * t)) =
+                pack_pair<product_t>(element[2 * j] * factor, element[2 * j + 1] * factor);
+        }
+    }
+    if (part == 0) units[head] = scale * LOG2_E / factor;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
+    const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 9, 64]; 1 x BOX_TOKENS x 9 x 64
+    out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
+    float* lse,                                   // [num_seqs, num_heads]
+    float* tmp_out,                               // [slots, num_heads, LATENT_SIZE]
+    float* max_logits,                            // [slots, num_heads], in units of log 2
+    float* exp_sums,                              // [slots, num_heads]
+    MlaPieces* pieces,                            // [num_seqs]
+    const query_t* q_nope,                        // [num_seqs, num_heads, LATENT_SIZE]
+    const query_t* q_pe,                          // [num_seqs, num_heads, ROPE_SIZE]
+    const length_t* seq_lens,                     // [num_seqs]
+    const table_t* page_table,                    // [num_seqs, max_pages]
+    int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
+    int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride, int64_t table_stride,
+    int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ uint64_t barriers[2 * STAGES];
+    __shared__ uint64_t exists[STAGES];                 // a bit for each token of a tile that has an entry
+    __shared__ __align__(8) float units[HEADS];         // factors from scores to logits
+    __shared__ int row_ends[HEADS];                     // attended_tokens of each head, if QUERY_TOKENS > 1
+    __shared__ __align__(8) float warp_max[8][HEADS];   // row maxima of a tile, per warp
+    __shared__ __align__(8) float warp_sums[8][HEADS];  // exp_sum of an item, per warp
+    __shared__ __align__(8) float item_max[2][HEADS];   // row maxima of an item, per warpgroup
+    uint8_t* const queries = memory;
+    uint8_t* const tiles = memory + TILES_AT;
+    Ring<STAGES> ring(barriers);
+    if (threadIdx.x == 0) ring.init(4);
+    prefetch_tensor_maps(cache_map);
+    __syncthreads();
+    await_previous_kernel();
+
+    const int first_head = blockIdx.x * HEADS;
+    MlaSchedule<2 * TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
+                                                            join_units, piece_units, gridDim.y, blockIdx.y);
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), lane = threadIdx.x % 32;
+
+    if (warpgroup == 2) {
+        warpgroup_reg_dealloc<LOADER_REGISTERS>();
+        if (threadIdx.x / 32 % 4 > 0) return;
+        constexpr int BOXES = TOKENS / BOX_TOKENS;
+        for (; schedule.has_item(); schedule.next()) {
+            const MlaItem item = schedule.item();
+            const TokenTable table{page_table + item.seq * table_stride, table_step, num_pages, 0, 0};
+            // Lane i has the page of box i of a tile, or -1 if it is invalid: TMA then fills zeros.
+            const auto page_at = [&](int start, int loaded_end) {
+                const int token = start + lane % BOXES * BOX_TOKENS;
+                const int64_t page = token < loaded_end ? table.at(token) : int64_t(-1);
+                return token < item.end && table.exists(page) ? int(page) : -1;
+            };
+            int next_page = page_at(item.begin, schedule.max_tokens);
+            for (int start = item.begin; start < item.end; start += TOKENS, ring.advance()) {
+                const int page = next_page;
+                next_page = page_at(start + TOKENS, item.end);
+                const uint32_t found = ballot(page >= 0);
+                ring.acquire();
+                if (lane == 0) {
+                    uint64_t bits = 0;
+                    for (int box = 0; box < BOXES; ++box) {
+                        if (found >> box & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << box * BOX_TOKENS;
+                    }
+                    const int left = item.end - start;
+                    exists[ring.stage] = left < TOKENS ? bits & ~(~uint64_t(0) << left) : bits;
+                    mbarrier_arrive_expect_tx(ring.full(), TILE_BYTES);
+                }
+                sync_warp();
+                if (lane < BOXES) {
+                    tma_load(tiles + ring.stage * TILE_BYTES + lane * BOX_TOKENS * ENTRY_BYTES, &cache_map, ring.full(),
+                             0, 0, (start + lane * BOX_TOKENS) % PAGE_SIZE, page);
+                }
+            }
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<REGISTERS>();
+    const int thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4, token = warp * 16 + g;
+    uint8_t* const probabilities = memory + PROBABILITIES_AT + warpgroup * PROBABILITY_BYTES;
+    const uint64_t probability_rows = make_smem_desc<PROBABILITY_SWIZZLE>(probabilities);
+    const auto head_of = [&](int n) { return n / 2 * 8 + 2 * t + n % 2; };  // head n of the thread
+    const auto sync_own = [&] { named_barrier_sync(OWN_WARPS + warpgroup, 128); };
+    // The panel of o[i]. The warpgroups begin with different halves, so that each keeps the results of its first panels.
+    const auto panel_of = [&](int i) { return i ^ warpgroup * (LATENT_PANELS / 2); };
+    float max_logit[ROWS], exp_sum[ROWS], o[LATENT_PANELS][HEADS / 2];
+    uint32_t a[BUFFERS][2][4];  // A operands of two MMAs, and of the next ones while the first read theirs
+
+    // Zeroes slots without a token, which may hold NaN.
+    const auto clear_missing = [&](uint8_t* tile, uint64_t bits) {
+        constexpr int CHUNKS = ENTRY_BYTES / 16;
+        for (int i = made_anew(thread); i < TOKENS * CHUNKS; i += 128) {
+            if (!(bits >> i / CHUNKS & 1)) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+        }
+        fence_proxy_async();  // before TMA fills the tile again
+        sync_own();
+    };
+    const auto add_scores = [&](const uint8_t* tile, float (&s)[HEADS / 2]) {
+        uint32_t quants[2][4];
+        const auto load = [&](int panel) {
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                load_words(tile + place_in_tile(token + upper * 8, panel, t), quants[upper]);
+            }
+        };
+        load(0);
+#pragma unroll
+        for (int i = 0; i < 2 * PANELS; ++i) {
+            const int panel = i / 2, buffer = i % BUFFERS;
+            warpgroup_wait<BUFFERS - 1>();
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                uint32_t halves[2];
+                fp8_to_half<cache_t>(quants[j % 2][i % 2 * 2 + j / 2], halves);
+                a[buffer][j / 2][j % 2] = halves[0];
+                a[buffer][j / 2][j % 2 + 2] = halves[1];
+            }
+            if (i % 2 == 1 && panel + 1 < PANELS) load(panel + 1);
+            const uint64_t of_heads = make_smem_desc(queries + panel * QUERY_PANEL_BYTES);
+            warpgroup_arrive();
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                wgmma<product_t, HEADS>(s, a[buffer][k], advance_smem_desc(of_heads, 32 * (i % 2 * 2 + k)),
+                                        i > 0 || k > 0);
+            }
+            warpgroup_commit_batch();
+        }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+    };
+    const auto softmax = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
+        const bool there[2] = {bool(bits >> token & 1), bool(bits >> (token + 8) & 1)};
+        const bool is_masked = QUERY_TOKENS > 1 && start + TOKENS > row_ends[0];  // later heads have no earlier end
+        float top[ROWS];
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+            const int head = head_of(n);
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                float& logit = s[n / 2 * 4 + upper * 2 + n % 2];
+                logit = there[upper] ? logit * units[head] : minus_infinity();
+                if (is_masked && start + token + upper * 8 >= row_ends[head]) logit = minus_infinity();
+            }
+            top[n] = fmaxf(s[n / 2 * 4 + n % 2], s[n / 2 * 4 + 2 + n % 2]);
+        }
+        reduce_rows(top, [](float x, float y) { return fmaxf(x, y); });
+        float (&own_max)[8][HEADS] = warp_max;
+        if (ROWS == 8 || g % 2 == 0) own_max[warpgroup * 4 + warp][head_of(g * ROWS / 8)] = top[0];
+        sync_own();
+        float correction[ROWS];
+        bool corrects = false;
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+            float larger = max_logit[n];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) larger = fmaxf(larger, own_max[warpgroup * 4 + w][head_of(n)]);
+            correction[n] = relative_exp2(max_logit[n], larger);
+            corrects |= correction[n] != 1.0f;
+            max_logit[n] = larger;
+            exp_sum[n] *= correction[n];
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                float& x = s[n / 2 * 4 + upper * 2 + n % 2];
+                x = probability_of<product_t>(x, larger);
+                exp_sum[n] += x;
+            }
+        }
+        const int row = made_anew(token);  // otherwise the addresses stay in registers, and others spill
+#pragma unroll
+        for (int i = 0; i < HEADS / 4; ++i) {
+            const int at = swizzle_chunk<HEADS * 2>(row + i % 2 * 8, i / 2) + 4 * t;
+            *reinterpret_cast<uint32_t*>(probabilities + at) = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+        }
+        fence_proxy_async();
+        sync_own();
+        if (any_lane(corrects)) {
+#pragma unroll
+            for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
+                const int of_panel = i % (HEADS / 2);
+                o[i / (HEADS / 2)][of_panel] *= correction[of_panel / 4 * 2 + of_panel % 2];
+            }
+        }
+    };
+    const auto add_values = [&](const uint8_t* tile) {
+        uint32_t quants[4];  // of 32 tokens: 16 elements of eight tokens to a word
+        const auto load = [&](int i) {
+            ldmatrix<4, true>(quants, tile + place_in_tile(i % 2 * 32 + lane, panel_of(i / 2), warp));
+        };
+        load(0);
+#pragma unroll
+        for (int i = 0; i < 2 * LATENT_PANELS; ++i) {
+            const int panel = i / 2, buffer = i % BUFFERS;
+            warpgroup_wait<BUFFERS - 1>();
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                // Bytes of a word: an even and an odd element of a token, then the same of the next token.
+                uint32_t halves[2];
+                fp8_to_half<cache_t>(byte_perm(quants[j], 0, 0x3120), halves);
+                a[buffer][j / 2][j % 2 * 2] = halves[0];
+                a[buffer][j / 2][j % 2 * 2 + 1] = halves[1];
+            }
+            if (i + 1 < 2 * LATENT_PANELS) load(i + 1);
+            if (i % 2 == 0) warpgroup_fence_operand(o[panel]);
+            warpgroup_arrive();
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int step = i % 2 * 2 + k;
+                wgmma<product_t, HEADS, true>(o[panel], a[buffer][k],
+                                              advance_smem_desc(probability_rows, step * 16 * HEADS * 2));
+            }
+            warpgroup_commit_batch();
+        }
+    };
+
+    for (; schedule.has_item(); schedule.next()) {
+        const int seq = schedule.seq;
+        const int query_head = made_anew(threadIdx.x / QUERY_LANES);
+        const int64_t of = first_head + query_head;
+        store_queries(queries, units, scale, query_head, of < num_heads,
+                      q_nope + seq * nope_stride + of * nope_head_stride, q_pe + seq * pe_stride + of * pe_head_stride);
+        if (QUERY_TOKENS > 1 && threadIdx.x < HEADS) {
+            row_ends[threadIdx.x] = attended_tokens(schedule.length_of(seq), first_head + threadIdx.x, num_heads);
+        }
+        fence_proxy_async();
+        named_barrier_sync<ALL_WARPS>(CONSUMERS);
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+            max_logit[n] = minus_infinity();
+            exp_sum[n] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) o[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
+
+        const int begin = schedule.item().begin, end = schedule.item().end;
+        for (int start = begin; start < end; start += TOKENS, ring.advance()) {
+            // An item begins at an even tile of the sequence.
+            if (start / TOKENS % 2 != warpgroup) continue;
+            uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
+            ring.wait();
+            const uint64_t bits = exists[ring.stage];
+            if (~bits) clear_missing(tile, bits);
+            float s[HEADS / 2];  // declared here: the registers are free in between
+            add_scores(tile, s);
+            softmax(start, bits, s);
+            add_values(tile);
+            sync_warp();
+            ring.release(ring.stage);
+            warpgroup_wait<0>();
+#pragma unroll
+            for (int i = 0; i < LATENT_PANELS; ++i) warpgroup_fence_operand(o[i]);
+        }
+        reduce_rows(exp_sum, [](float x, float y) { return x + y; });
+        if (ROWS == 8 || g % 2 == 0) warp_sums[warpgroup * 4 + warp][head_of(g * ROWS / 8)] = exp_sum[0];
+        if (warp == 0 && g == 0) {
+#pragma unroll
+            for (int n = 0; n < ROWS; ++n) item_max[warpgroup][head_of(n)] = max_logit[n];
+        }
+        named_barrier_sync<ALL_WARPS>(CONSUMERS);
+        const auto sum_of = [&](int group, int n) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) sum += warp_sums[group * 4 + w][head_of(n)];
+            return sum;
+        };
+        float factor[ROWS];
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+            const float first = item_max[0][head_of(n)], second = item_max[1][head_of(n)];
+            const float larger = fmaxf(first, second);
+            factor[n] = relative_exp2(max_logit[n], larger);
+            exp_sum[n] = sum_of(0, n) * relative_exp2(first, larger) + sum_of(1, n) * relative_exp2(second, larger);
+            max_logit[n] = larger;
+        }
+        // Each warpgroup gives the results of its last panels to the other one.
+        float4* const exchange = reinterpret_cast<float4*>(memory) + thread;
+#pragma unroll
+        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
+            const int of_panel = i % (HEADS / 2);
+            o[i / (HEADS / 2)][of_panel] *= factor[of_panel / 4 * 2 + of_panel % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < EXCHANGED; ++i) {
+            const float* const of = &o[LATENT_PANELS / 2 + i / (HEADS / 8)][i % (HEADS / 8) * 4];
+            exchange[(warpgroup * EXCHANGED + i) * 128] = {of[0], of[1], of[2], of[3]};
+        }
+        named_barrier_sync<ALL_WARPS>(CONSUMERS);
+#pragma unroll
+        for (int i = 0; i < EXCHANGED; ++i) {
+            float* const of = &o[i / (HEADS / 8)][i % (HEADS / 8) * 4];
+            const float4 x = exchange[((warpgroup ^ 1) * EXCHANGED + i) * 128];
+            of[0] += x.x;
+            of[1] += x.y;
+            of[2] += x.z;
+            of[3] += x.w;
+        }
+
+        const MlaItem item = schedule.item();
+        if (threadIdx.x == 0 && pieces && (item.begin | first_head) == 0) pieces[item.seq] = {item.slot, item.pieces};
+        const bool direct = item.is_whole();
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+            const int head = first_head + head_of(n);
+            if (head >= num_heads) continue;
+            // The combine adds the formula's epsilon to partial results; 1e-20 only guards against 0 / 0.
+            const float inverse = 1.0f / (exp_sum[n] + (direct ? 1e-6f : 1e-20f));
+            const int64_t row = int64_t(item.seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;
+            if (threadIdx.x < 4) {
+                if (!direct) {
+                    max_logits[part] = max_logit[n];
+                    exp_sums[part] = exp_sum[n];
+                } else if (HAS_LSE) {
+                    lse[row] = log_sum_exp(max_logit[n], exp_sum[n]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < RESULT_PANELS; ++i) {
+                // Two adjacent elements of a panel.
+                const int element = panel_of(i) * PANEL_SIZE + warp * 16 + 2 * g;
+                const float* const of = &o[i][n / 2 * 4 + n % 2];
+                const float two[2] = {of[0] * inverse, of[2] * inverse};
+                if (direct) {
+                    Vec<out_t, 2>::from_floats(two).store(out + item.seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                          element);
+                } else {
+                    Vec<float, 2>::from_floats(two).store(tmp_out + part * LATENT_SIZE + element);
+                }
+            }
+        }
+        named_barrier_sync<ALL_WARPS>(CONSUMERS);  // the next item's queries overwrite what others may still read
+    }
+}
