@@ -78,7 +78,8 @@ mla_decode_sm80(out_t* out,                          // [num_seqs, num_heads, LA
                 int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
                 int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
-                int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
+                int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
+                float item_units, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float factors[2][HEADS];                 // of two tiles: correction factors of the accumulators
@@ -111,7 +112,8 @@ mla_decode_sm80(out_t* out,                          // [num_seqs, num_heads, LA
     };
 
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                      join_units, piece_units, gridDim.y, blockIdx.y);
+                                                      join_units, piece_units, level_units, item_units, gridDim.y,
+                                                      blockIdx.y);
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem own_item = schedule.item();
         const int begin = own_item.begin, end = own_item.end;

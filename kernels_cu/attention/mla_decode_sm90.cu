@@ -77,7 +77,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     const table_t* page_table,           // [num_seqs, max_pages]
     int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
     int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
-    float join_units, float piece_units, float scale) {
+    float join_units, float piece_units, float level_units, float item_units, float scale) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;
@@ -102,8 +102,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
 
     const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, first_head = (blockIdx.x * CLUSTER + rank) * HEADS;
     MlaSchedule<2 * TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                            join_units, piece_units, gridDim.y / CLUSTER,
-                                                            blockIdx.y / CLUSTER);
+                                                            join_units, piece_units, level_units, item_units,
+                                                            gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
     int first_pair = 0;  // number of an item's first pair of tiles, 0 or 1: the phase of the pair's mbarriers
 
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);

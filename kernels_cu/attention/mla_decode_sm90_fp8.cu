@@ -156,7 +156,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const table_t* page_table,                    // [num_seqs, max_pages]
     int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
     int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride, int64_t table_stride,
-    int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
+    int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units, float item_units,
+    float scale) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ uint64_t barriers[2 * STAGES];
     __shared__ uint64_t exists[STAGES];                 // a bit for each token of a tile that has an entry
@@ -175,7 +176,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
 
     const int first_head = blockIdx.x * HEADS;
     MlaSchedule<2 * TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                            join_units, piece_units, gridDim.y, blockIdx.y);
+                                                            join_units, piece_units, level_units, item_units, gridDim.y,
+                                                            blockIdx.y);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), lane = threadIdx.x % 32;
 
     if (warpgroup == 2) {

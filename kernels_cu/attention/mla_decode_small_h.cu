@@ -70,7 +70,8 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                    int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
                    int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                    int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
-                   int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
+                   int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
+                   float item_units, float scale) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ uint64_t full[STAGES][GROUPS];
     __shared__ uint32_t exists[STAGES][GROUPS];  // a bit for each entry
@@ -92,7 +93,8 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     __syncthreads();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                      join_units, piece_units, gridDim.y, blockIdx.y);
+                                                      join_units, piece_units, level_units, item_units, gridDim.y,
+                                                      blockIdx.y);
     int stage = 0, phase = 0;
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();

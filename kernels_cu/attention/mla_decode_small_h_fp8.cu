@@ -80,7 +80,8 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
                        int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
                        int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                        int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
-                       int64_t table_step, int64_t length_step, float join_units, float piece_units, float scale) {
+                       int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
+                       float item_units, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float units[HEADS];                // factor from a score of a head to its logit
@@ -93,7 +94,8 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
     const int g = lane / 4, t = lane % 4;
     const int first_head = blockIdx.x * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     MlaSchedule<TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                        join_units, piece_units, gridDim.y, blockIdx.y);
+                                                        join_units, piece_units, level_units, item_units, gridDim.y,
+                                                        blockIdx.y);
     for (; schedule.has_item(); schedule.next()) {
         const MlaItem item = schedule.item();
         const int seq = item.seq, begin = item.begin, end = item.end;

@@ -3,8 +3,11 @@
 //
 // A sequence has units of UNIT tokens, at least one. The units of all sequences, one sequence after another, are cut
 // into shares of equal size, one for each CTA of a head group: all CTAs end at about the same time, whatever the
-// lengths. A share covers a piece of each of some adjacent sequences. Where one share per sequence takes hardly longer
-// than an equal share, the sequences are not cut and nothing is combined.
+// lengths. A share covers a piece of each of some adjacent sequences. Every item of a CTA but its first one takes the
+// time of some units: KV tiles, results and partial results follow one another. So there are two other schedules:
+// - Aligned shares: each sequence begins a share, and a CTA has one item, a piece of one sequence. The last share of a
+//   sequence may be shorter, so shares are a little longer than equal ones. Taken where that costs less than an item.
+// - Whole sequences, where one share per sequence takes hardly longer than a cut: nothing is combined.
 //
 // At most the first and the last item of a share are pieces of longer sequences, so a share has two slots for partial
 // results: the even one for its first item, the odd one for an item that begins within the share.
@@ -41,10 +44,12 @@ struct MlaSchedule {
     int end = 0;         // the end of the share, likewise
 
     // max_splits: most pieces of a sequence; 1 if there is no workspace for partial results.
-    // join_units, piece_units: the time that the combine takes, and that each partial result takes, in units.
+    // Times in units: join_units of a combine, whatever its size, piece_units of each partial result, level_units of each
+    // level of the longest sequence's tree (mla_tree_combine.cuh), item_units of each item of a CTA but its first one.
     // All lanes of a warp call. The caller bounds the sum of all units: it is an int.
-    DEVICE MlaSchedule(const L* seq_lens, int64_t length_step, int64_t num_seqs, int64_t max_tokens, int64_t max_splits,
-                       float join_units, float piece_units, int num_shares, int rank)
+    DEVICE
+    MlaSchedule(const L* seq_lens, int64_t length_step, int64_t num_seqs, int64_t max_tokens, int64_t max_splits,
+                float join_units, float piece_units, float level_units, float item_units, int num_shares, int rank)
         : seq_lens(seq_lens),
           length_step(length_step),
           num_seqs(int(num_seqs)),
@@ -60,20 +65,34 @@ struct MlaSchedule {
             all += units;
             most = max(most, units);
         }
-        const int total = lane_reduce<Sum, WARP_SIZE>(all), longest = lane_reduce<Max, WARP_SIZE>(most);
+        const int longest = lane_reduce<Max, WARP_SIZE>(most);
+        int total = lane_reduce<Sum, WARP_SIZE>(all);
         // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share.
         const uint32_t cuts_of_one = uint32_t(max_splits) - 1;
         const int least = int((longest + cuts_of_one - 2) / cuts_of_one);
-        const int equal = max(ceil_div(total, num_shares), least), cuts = ceil_div(total, equal) - 1;
-        const float combine_units = join_units + piece_units * float(cuts + min(cuts, int(num_seqs)));
-        const float whole = float(ceil_div(int(num_seqs), num_shares)) * float(longest);
-        if (whole <= float(equal) + combine_units) return;
+        const int equal = max(ceil_div(total, num_shares), least), rounds = ceil_div(int(num_seqs), num_shares);
+        int units = equal, alignment = 1, cuts = ceil_div(total, equal) - 1;
+        float slowest = float(equal) + item_units * float(rounds);  // of a share, in units
+        for (int size = equal; rounds == 1 && float(size) < slowest; ++size) {
+            const int pieces = pieces_of_all(size);
+            if (pieces > num_shares) continue;
+            units = alignment = size;
+            total = pieces * size;
+            cuts = pieces - int(num_seqs);
+            slowest = float(size);
+        }
+        int levels = 0;
+        for (int span = 1; span < ceil_div(longest, units) + (alignment < units); span *= 2) ++levels;
+        const float combine_units =
+            join_units + piece_units * float(cuts + min(cuts, int(num_seqs))) + level_units * float(levels);
+        const float whole = float(rounds) * float(longest) + item_units * float(rounds - 1);
+        if (whole <= slowest + combine_units) return;
 
-        share = equal;
+        share = units;
         const int begin = int(min(int64_t(rank) * share, int64_t(total)));
         end = min(total - begin, share) + begin;
         for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
-            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) : 0;
+            int sum = seq + lane < num_seqs ? ceil_div(units_of(length_of(seq + lane)), alignment) * alignment : 0;
 #pragma unroll
             for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
                 const int before = shfl<WARP_SIZE>(sum, max(lane - distance, 0));
@@ -87,12 +106,21 @@ struct MlaSchedule {
                 break;
             }
         }
+        if (alignment > 1 && start < end) end = min(end, start + units_of(length_of(seq)));
     }
     DEVICE int length_of(int s) const {
         if (!HAS_LENGTHS) return max_tokens;
         return int(min(max(int64_t(seq_lens[s * length_step]), int64_t(0)), int64_t(max_tokens)));
     }
     static DEVICE int units_of(int length) { return max(length / UNIT + (length % UNIT > 0), 1); }
+    // Pieces of all sequences, each in as few pieces of at most `size` units as possible.
+    DEVICE int pieces_of_all(int size) const {
+        uint32_t pieces = 0;
+        for (int s = threadIdx.x % WARP_SIZE; s < num_seqs; s += WARP_SIZE) {
+            pieces += ceil_div(units_of(length_of(s)), size);
+        }
+        return lane_reduce<Sum, WARP_SIZE>(pieces);
+    }
 
     // Whether there is a current item.
     DEVICE bool has_item() const { return share ? start < end : seq < num_seqs; }

@@ -1,4 +1,4 @@
-"""MLA decode on Hopper: equal shares of the tokens of all sequences (mla_schedule.cuh), and their combine."""
+"""MLA decode on Hopper: shares of the tokens of all sequences (mla_schedule.cuh), and their combine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _JOIN_US, _BYTES_PER_US = 2.6, 2.8e6
 # another), and bytes per us between an SM and L2: 64 per cycle.
 _NODE_US, _SM_BYTES_PER_US = 0.45, 1.1e5
 BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
-_MAX_UNITS = 2**30  # most units of all sequences: the kernels count them in ints
+# The cost model: us of each item of a block but its first one. docs/performance/mla.md, "One item for each block".
+_ITEM_US = 5.0
+# Most units of all sequences: the kernels count them in ints, also after they have aligned shares to sequences.
+_MAX_UNITS = 2**29
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
 
@@ -77,8 +80,8 @@ def choose_shares(problem: MlaProblem, config: SharesConfig, device: Device) -> 
     if not may_cut(problem, config):
         return min(num_seqs, MAX_SHARES), False
     shares = max(1, min(blocks, num_seqs * _units(problem, config)))
-    cuts = min(shares, num_seqs) if shares % num_seqs else 0  # shares of equal parts of a sequence are not cut again
-    return shares, _tree_us(config, _pieces(shares, num_seqs)) < kernel_us(problem, shares + cuts)
+    _, pieces, partials = _equal_lengths(problem, config, shares, device)
+    return shares, _tree_us(config, pieces) < kernel_us(problem, partials)
 
 
 def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
@@ -86,10 +89,24 @@ def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
     num_seqs, units, unit_us = problem.num_seqs, _units(problem, config), config.unit_us(problem, device)
     if not may_cut(problem, config):
         return -(-num_seqs // max(1, _blocks(problem, config, device))) * (config.BLOCK_US + units * unit_us)
-    shares = config.num_shares
-    cuts = min(shares, num_seqs) if shares % num_seqs else 0
-    by_tree, by_kernel = _tree_us(config, _pieces(shares, num_seqs)), kernel_us(problem, shares + cuts)
-    return config.BLOCK_US + -(-num_seqs * units // shares) * unit_us + (by_tree if config.combines else by_kernel)
+    share_units, pieces, partials = _equal_lengths(problem, config, config.num_shares, device)
+    by_tree, by_kernel = _tree_us(config, pieces), kernel_us(problem, partials)
+    return config.BLOCK_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
+
+
+def _equal_lengths(problem: MlaProblem, config: SharesConfig, shares: int, device: Device) -> tuple[float, int, int]:
+    """(units of a share with the time of its further items, pieces of a sequence, partial results) if all sequences are
+    as long as the page table allows, as MlaSchedule of mla_schedule.cuh cuts them."""
+    num_seqs, units = problem.num_seqs, _units(problem, config)
+    item_units = _ITEM_US / config.unit_us(problem, device)
+    equal = -(-num_seqs * units // shares)
+    slowest = equal + item_units * -(-num_seqs // shares)
+    if num_seqs <= shares:
+        aligned = -(-units // (shares // num_seqs))
+        if aligned < slowest:
+            pieces = -(-units // aligned)
+            return aligned, pieces, num_seqs * pieces
+    return slowest, _pieces(shares, num_seqs), shares + min(shares, num_seqs)
 
 
 def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
@@ -98,7 +115,6 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     is_cut = may_cut(problem, config)
     in_tree, by_kernel = is_cut and config.combines, is_cut and not config.combines
     unit_us = config.unit_us(problem, device)
-    join_us = _tree_us(config, _pieces(shares, num_seqs)) if in_tree else kernel_us(problem, 0)
     shared = {
         **absent(lse=problem.lse),
         **workspace(_SLOTS * shares * num_heads if by_kernel else 0, LATENT_SIZE),
@@ -109,8 +125,10 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     }
     arguments: dict[str, Any] = {
         "max_splits": 1 if not is_cut else problem.num_kv_splits if problem.num_kv_splits > 0 else _ANY_SPLITS,
-        "join_units": join_us / unit_us,
-        "piece_units": _piece_us(problem) / unit_us if by_kernel else 0.0,
+        "join_units": 0.0 if in_tree else _JOIN_US / unit_us,
+        "piece_units": 0.0 if in_tree else _piece_us(problem) / unit_us,
+        "level_units": _level_us(config) / unit_us if in_tree else 0.0,
+        "item_units": _ITEM_US / unit_us,
         "nodes": 0,
     }
     if in_tree:
@@ -136,7 +154,7 @@ def _units(problem: MlaProblem, config: SharesConfig) -> int:
 
 
 def _pieces(shares: int, num_seqs: int) -> int:
-    """Pieces of a sequence, if all are equally long."""
+    """Pieces of a sequence in equal shares, if all are equally long."""
     return -(-shares // num_seqs) + (shares % num_seqs > 0)
 
 
@@ -145,9 +163,14 @@ def _partial_bytes(config: SharesConfig) -> int:
     return config.WARPS * 32 * (4 * config.ACCUMULATORS + 16)
 
 
+def _level_us(config: SharesConfig) -> float:
+    """The time of a level of the tree of TreeCombine."""
+    return _NODE_US + 2 * _partial_bytes(config) / _SM_BYTES_PER_US
+
+
 def _tree_us(config: SharesConfig, pieces: int) -> float:
     """The time until the blocks have combined the pieces of a sequence: those of one path to the root."""
-    return (pieces - 1).bit_length() * (_NODE_US + 2 * _partial_bytes(config) / _SM_BYTES_PER_US)
+    return (pieces - 1).bit_length() * _level_us(config)
 
 
 def _piece_us(problem: MlaProblem) -> float:

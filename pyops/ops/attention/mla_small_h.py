@@ -10,7 +10,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import BLOCK_US, MAX_SHARES, call_us, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
@@ -35,9 +35,13 @@ class FewHeadsConfig:
     num_shares: int
     combines: bool
 
-    HEADS, BLOCKS, UNIT = _HEADS, 1, 64
+    HEADS, UNIT = _HEADS, 64
     BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = _HEADS // 2, 2 * LATENT_SIZE // 32
+
+    @property
+    def BLOCKS(self) -> int:
+        return _GROUPS[0] // self.groups
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
         """Other blocks and numbers of shares."""
@@ -89,7 +93,11 @@ def _copy_tokens(problem: MlaProblem) -> int:
 
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
-    """A block of four groups on every SM: two blocks of two groups would have twice the partial results."""
-    config = FewHeadsConfig(_GROUPS[0], 1, combines=False)
-    num_shares, combines = choose_shares(problem, config, device)
-    return replace(config, num_shares=num_shares, combines=combines)
+    """A block of four groups on every SM, or two blocks of two groups, which have twice the partial results, but more
+    sequences at once."""
+    found = []
+    for groups in _GROUPS:
+        config = FewHeadsConfig(groups, 1, combines=False)
+        num_shares, combines = choose_shares(problem, config, device)
+        found.append(replace(config, num_shares=num_shares, combines=combines))
+    return min(found, key=lambda one: call_us(problem, one, device))

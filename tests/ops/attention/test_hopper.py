@@ -748,10 +748,10 @@ MLA_ITEMS = """
 extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
 items(int* found,           // [num_shares, 64, 5]
       const int64_t* seq_lens,  // [num_seqs]
-      int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units) {
+      int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units, float level_units, float item_units) {
     await_previous_kernel();
-    MlaSchedule<64, int64_t, true> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f, gridDim.x,
-                                      blockIdx.x);
+    MlaSchedule<64, int64_t, true> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f,
+                                            level_units, item_units, gridDim.x, blockIdx.x);
     int* to = found + blockIdx.x * 64 * 5;
     for (; schedule.has_item(); schedule.next(), to += 5) {
         const MlaItem item = schedule.item();
@@ -772,6 +772,8 @@ items(int* found,           // [num_shares, 64, 5]
     [
         ([64 * 10] * 6, 5, 9999),  # shares end within units of sequences
         ([64 * 10] * 6, 12, 9999),  # each sequence has two whole shares
+        ([64 * 10] * 6, 23, 9999),  # three shares of four units for each, or equal ones of three
+        ([64 * 10, 0, 65, 1], 6, 9999),
         ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 9999),
         ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 2),
         ([1, 0, 5000, 64, 65, -7, 2**62, 0], 7, 3),
@@ -782,8 +784,10 @@ items(int* found,           // [num_shares, 64, 5]
         ([100000], 132, 5),
     ],
 )
-def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int) -> None:
-    """Items cover every token once, shares are equal, and the slots of partial results are what the combine reads."""
+@pytest.mark.parametrize("item_units", [0.0, 2.5])
+def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item_units: float) -> None:
+    """Items cover every token once, and the slots of partial results are what the combine reads. Shares are equal, or a
+    CTA has one item, where that costs less than another item does."""
     max_tokens = 100000
     found = numpy.full((num_shares, 64, 5), -1, numpy.int32)
     launched(
@@ -796,6 +800,8 @@ def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int) -> N
         max_tokens=max_tokens,
         max_splits=max_splits,
         join_units=0.0,
+        level_units=0.0,
+        item_units=item_units,
     )
     shares = [[tuple(item) for item in share.tolist() if item[0] >= 0] for share in found]
     exact = [min(max(length, 0), max_tokens) for length in lengths]
@@ -816,15 +822,33 @@ def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int) -> N
     assert all(0 <= slot < 2 * num_shares for slot in slots)
     if max_splits > len(lengths) + num_shares:
         largest = max(sum(max(1, -(-(end - begin) // 64)) for _, begin, end, *_ in share) for share in shares)
-        assert largest == -(-sum(units) // num_shares)
+        equal = -(-sum(units) // num_shares)
+        sizes = (equal + more for more in range(3) if more < item_units)
+        own = next((size for size in sizes if sum(-(-one // size) for one in units) <= num_shares), None)
+        if own is None and item_units:
+            return  # sequences may be whole: test_mla_cuts_where_a_combine_pays
+        assert largest == (min(own, max(units)) if own else equal)
+        assert not own or max(map(len, shares)) == 1
 
 
-@pytest.mark.parametrize(("join_units", "is_cut"), [(6.0, True), (7.0, False)])
-def test_mla_cuts_where_a_combine_pays(join_units: float, is_cut: bool) -> None:
-    """Whole sequences take two rounds of at most 10 units, equal shares 13 units and the combine."""
+@pytest.mark.parametrize(
+    ("join_units", "level_units", "item_units", "is_cut"),
+    [
+        (6.0, 0.0, 0.0, True),
+        (7.0, 0.0, 0.0, False),
+        (5.0, 1.0, 0.0, True),
+        (6.0, 1.0, 0.0, False),
+        (5.5, 0.0, 1.0, True),
+        (6.0, 0.0, 1.0, False),
+    ],
+)
+def test_mla_cuts_where_a_combine_pays(join_units: float, level_units: float, item_units: float, is_cut: bool) -> None:
+    """Whole sequences take two rounds of at most 10 units and one more item, equal shares 13 units, two more items at
+    most, and the combine, a tree of one level."""
     found = numpy.full((3, 64, 5), -1, numpy.int32)
     lengths = numpy.array([640, 500, 640, 600], numpy.int64)
-    arguments: dict[str, Any] = {"num_seqs": 4, "max_tokens": 999, "max_splits": 99, "join_units": join_units}
+    arguments: dict[str, Any] = {"num_seqs": 4, "max_tokens": 999, "max_splits": 99}
+    arguments |= {"join_units": join_units, "level_units": level_units, "item_units": item_units}
     launched(MLA_ITEMS, 3, 32, found=found, seq_lens=lengths, **arguments)
     assert ((found[..., 4] > 1).any()) == is_cut
     if not is_cut:

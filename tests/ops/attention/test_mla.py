@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -368,8 +369,10 @@ def test_shares() -> None:
         (2, 64, "uint8", 2, "small_h", (4, 4)),  # pieces of 64 tokens
         (2, 17, "float8_e4m3fn", 1, "small_h_fp8", (2, 2)),
         (66, 32, "bfloat16", 1, "small_h", (2, 66)),
-        (67, 32, "bfloat16", 1, "sm90", (1, 67)),  # two blocks on some SMs
         (64, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 64)),
+        (67, 32, "bfloat16", 1, "small_h", (2, 67)),  # of two warp groups: an SM has two blocks
+        (200, 16, "bfloat16", 1, "small_h", (1, 200)),
+        (67, 64, "bfloat16", 1, "sm90", (1, 67)),  # more blocks than run at once
         (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
         (64, 16, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
         (64, 32, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
@@ -385,6 +388,8 @@ def test_short_sequences_choose_blocks_of_few_heads(
     launch = _launches(0, num_seqs, num_heads, cache=cache, pages=pages)[0]
     assert launch.specialisation.kernel.file == f"attention/mla_decode_{kernel}.cu"
     assert launch.grid[:2] == grid
+    if kernel == "small_h":
+        assert launch.specialisation.constants["GROUPS"] == (4 if math.prod(grid) <= 132 else 2)
 
 
 @pytest.mark.parametrize(
