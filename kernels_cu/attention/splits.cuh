@@ -34,8 +34,8 @@ struct Splits {
 //
 // Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long.
 // Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
-// with few CTAs leaves memory bandwidth idle. More than two waves of sequences need no balancing. All lanes of a warp
-// must call every function.
+// with few CTAs leaves memory bandwidth idle. So do equal lengths that would leave less than MIN_TAIL of a wave. More
+// than two waves of sequences need no balancing. All lanes of a warp must call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster
 // Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
 // splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
@@ -46,6 +46,9 @@ constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are fas
 // the splits per token: their CTAs start last, and are to end together. docs/performance/decode.md, "Short splits last"
 constexpr int LATE_PART = 3;
 constexpr float LATE_WEIGHT = 3.0f;
+// A partial wave of equal splits takes as long as this part of a wave. docs/performance/decode.md, "A partial wave costs
+// at least half a wave"
+constexpr float MIN_TAIL = 0.5f;
 
 template <typename L>
 struct Balance {
@@ -53,7 +56,7 @@ struct Balance {
     int64_t step, num_seqs, max_attended;
     float max_splits;
     float splits_per_token;  // for mixed lengths; splits_of multiplies by the weighted length and rounds up
-    int equal_splits;        // splits of every sequence if all have about one length, else 0
+    int equal_splits;        // splits of every sequence if all have about one length and no tail, else 0
     int64_t first_late;      // the first sequence with LATE_WEIGHT
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
@@ -78,7 +81,9 @@ struct Balance {
             weighted += shfl_xor(weighted, mask);
             longest = fmaxf(longest, shfl_xor(longest, mask));
         }
-        const bool alike = longest * seqs <= 1.25f * total;
+        const float tail = seqs / wave_splits - floorf(seqs / wave_splits);
+        const bool has_tail = head_size >= MIN_WHOLE_HEAD && seqs > wave_splits && tail > 0.0f && tail < MIN_TAIL;
+        const bool alike = longest * seqs <= 1.25f * total && !has_tail;
         const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
         equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);

@@ -53,6 +53,7 @@ _SPLITS_OF_A_STEP = 12
 # ptxas counts them for sm_90.
 _REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 84
 
+MIN_WHOLE_HEAD = 128  # elements; MIN_WHOLE_HEAD of splits.cuh
 _PIECE_BYTES = 128  # bytes of a piece of a key or value: a chunk of 16 bytes for each lane that shares a value
 
 # AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
@@ -149,7 +150,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
-        if not is_pinned:
+        if not is_pinned and not _has_late_splits(problem, device, heads, tiles, min_blocks):
             num_warps = choose_num_warps(blocks, min_blocks, device)
         if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
@@ -181,6 +182,19 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         pieces,
         _is_ahead(problem, device, heads, tiles, min_blocks),
     )
+
+
+def _has_late_splits(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
+    """Whether Balance of splits.cuh gives the last sequences shorter splits, and a block of NUM_WARPS needs them.
+
+    Such a grid has no partial wave, so that fewer warps to a block gain nothing. They lose with 16 columns: a block of
+    two warps combines its heads in twice the time. "Four warps for 16 columns", fitted to heads of 128 elements.
+    """
+    wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
+    is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS * TILE_TOKENS * tiles
+    may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not is_short and not problem.partials
+    has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and problem.query_tokens == 1
+    return may_split and has_16_columns and problem.head_size >= MIN_WHOLE_HEAD
 
 
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:

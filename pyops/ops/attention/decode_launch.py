@@ -11,7 +11,7 @@ from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
 from .combine import TILE_TOKENS, launch_combine
-from .decode_choose import DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
+from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import DecodeProblem
 from .layout import CacheLayout, absent, heads_stride
 
@@ -20,7 +20,7 @@ decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_COMBINE = {"arrived": 0, "results": 0}
 _PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
-_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # LONG_SPLIT (tokens) and MIN_WHOLE_HEAD (elements) of splits.cuh
+_LONG_SPLIT = 4096  # tokens; LONG_SPLIT of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -131,7 +131,7 @@ def _query_access(problem: DecodeProblem) -> int:
 def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
     """The most splits of all sequences, as Balance of splits.cuh distributes them with `wave` splits per wave."""
     num_seqs = problem.num_seqs
-    if num_seqs > 2 * wave or problem.head_size < _MIN_WHOLE_HEAD:
+    if num_seqs > 2 * wave or problem.head_size < MIN_WHOLE_HEAD:
         return int(num_seqs + 2 * wave + 1)
     has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
     return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1

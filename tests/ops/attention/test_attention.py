@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from pyops.ops.attention import combine, decode_choose
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, run, written
 from tests.support.calls import DEVICES, Host, example, refusal
+from tests.support.kernels import launched
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -684,21 +686,55 @@ def test_idle_blocks_touch_nothing(lengths: list[int]) -> None:
         ((2, 1), 64, [1, 286, 571, 857, 1143, 1429, 1714, 2000]),
         ((2, 1), 128, [1, 286, 571, 857, 1143, 1429, 1714, 2000]),
         ((2, 1), 128, [20] * 8 + [500, 520, 540, 560]),
+        ((2, 1), 128, [700] * 7),
         ((12, 1), 128, [700, 3, 130]),
     ],
-    ids=["64", "128", "late", "three heads of a warp"],
+    ids=["64", "128", "late", "alike", "three heads of a warp"],
 )
 def test_splits_of_mixed_lengths_fit_the_grid(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], head_size: int, lengths: list[int]
 ) -> None:
     """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64. Twelve
-    sequences are more than a wave of six splits, and the last four have most of the 18 splits of three waves.
+    sequences are more than a wave of six splits, and the last four have most of the 18 splits of three waves. Seven of
+    one length would leave a sixth of a wave.
     """
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     V1.forget()
     with config.cpu("kernels"):
         _assert_is_attention(paged_call(lengths, heads, head_size, dtype=torch.bfloat16))
     V1.forget()
+
+
+SPLITS = """
+#include "attention/splits.cuh"
+extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
+count_splits(int* found,               // [num_seqs]
+             const int64_t* seq_lens,  // [num_seqs]
+             int64_t num_seqs, float wave_splits, int head_size) {
+    const Balance<int64_t> balance(seq_lens, 1, num_seqs, 1000, 0, wave_splits, 50, head_size);
+    for (int seq = threadIdx.x; seq < num_seqs; seq += WARP_SIZE) found[seq] = balance.splits_of(seq);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "head_size", "splits"),
+    [
+        (60, 128, (1, 1)),  # one wave
+        (66, 128, (2, 4)),  # a tenth of a wave is left
+        (100, 128, (1, 1)),  # two thirds are
+        (66, 64, (1, 1)),
+    ],
+)
+def test_alike_sequences_leave_no_tail(num_seqs: int, head_size: int, splits: tuple[int, int]) -> None:
+    """60 splits run at once. Each sequence has one, unless their last wave is less than half of one: then they fill
+    three waves, and the last third of the sequences has more."""
+    found = numpy.zeros(num_seqs, numpy.int32)
+    lengths = numpy.full(num_seqs, 900, numpy.int64)
+    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, num_seqs=num_seqs, wave_splits=60.0, head_size=head_size)
+    first_late = num_seqs - num_seqs // 3
+    assert found.tolist() == [splits[0]] * first_late + [splits[1]] * (num_seqs - first_late)
+    assert found.sum() <= max(num_seqs, 3 * 60)
 
 
 def test_rocm_refuses_a_table_without_rows() -> None:

@@ -254,6 +254,20 @@ def test_clusters_of_many_heads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "heads", "tokens", "warps"),
+    [
+        (207, (64, 4), 3111, 4),  # 16 columns: late splits leave no partial wave
+        (207, (32, 4), 3111, 3),
+        (207, (64, 4), 200, 2),  # too short to split
+        (350, (64, 4), 3111, 2),  # too many sequences to split
+    ],
+)
+def test_warps_of_16_columns(num_seqs: int, heads: tuple[int, int], tokens: int, warps: int) -> None:
+    axes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_size": 128}
+    assert chosen(V1, num_tokens=num_seqs, max_seq_len=tokens, **axes).num_warps == warps
+
+
+@pytest.mark.parametrize(
     ("blocks", "min_blocks", "warps"),
     [
         *((8, 3, 4), (396, 3, 4), (397, 3, 3), (528, 3, 3), (529, 3, 2), (600, 3, 4), (2048, 3, 3)),
