@@ -34,8 +34,9 @@ struct Splits {
 //
 // Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long.
 // Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
-// with few CTAs leaves memory bandwidth idle. So do equal lengths that would leave less than MIN_TAIL of a wave. More
-// than two waves of sequences need no balancing. All lanes of a warp must call every function.
+// with few CTAs leaves memory bandwidth idle. Where whole sequences of equal length would leave less than MIN_TAIL of a
+// wave, the last ones are split so that they fill it. More than two waves of sequences of mixed lengths need no whole
+// waves. All lanes of a warp must call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster
 // Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
 // splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
@@ -46,18 +47,19 @@ constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are fas
 // the splits per token: their CTAs start last, and are to end together. docs/performance/decode.md, "Short splits last"
 constexpr int LATE_PART = 3;
 constexpr float LATE_WEIGHT = 3.0f;
-// A partial wave of equal splits takes as long as this part of a wave. docs/performance/decode.md, "A partial wave costs
-// at least half a wave"
-constexpr float MIN_TAIL = 0.5f;
+// Sequences of equal length: of a last wave that is less than MIN_TAIL of a wave, two or more splits of a sequence run
+// at once, at most MOST_TAIL_SPLITS. docs/performance/decode.md, "Splits fill the last wave"
+constexpr float MIN_TAIL = 0.5f, MOST_TAIL_SPLITS = 8.0f;
 
 template <typename L>
 struct Balance {
     const L* seq_lens;
     int64_t step, num_seqs, max_attended;
     float max_splits;
-    float splits_per_token;  // for mixed lengths; splits_of multiplies by the weighted length and rounds up
-    int equal_splits;        // splits of every sequence if all have about one length and no tail, else 0
-    int64_t first_late;      // the first sequence with LATE_WEIGHT
+    float splits_per_token;           // unless equal_splits; splits_of multiplies by the weighted length and rounds up
+    int equal_splits;                 // splits of every sequence if all have about one length and no tail, else 0
+    int64_t first_late;               // the first sequence with late_weight
+    float late_weight = LATE_WEIGHT;  // the others have a weight of one
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
                    float wave_splits, int64_t max_splits, int head_size)
@@ -81,17 +83,21 @@ struct Balance {
             weighted += shfl_xor(weighted, mask);
             longest = fmaxf(longest, shfl_xor(longest, mask));
         }
-        const float tail = seqs / wave_splits - floorf(seqs / wave_splits);
-        const bool has_tail = head_size >= MIN_WHOLE_HEAD && seqs > wave_splits && tail > 0.0f && tail < MIN_TAIL;
-        const bool alike = longest * seqs <= 1.25f * total && !has_tail;
+        const bool alike = longest * seqs <= 1.25f * total;
+        const float tail = seqs / wave_splits - floorf(seqs / wave_splits);  // a thousandth may be a rounding error
+        equal_splits = 0;
+        if (alike && head_size >= MIN_WHOLE_HEAD && seqs > wave_splits && tail > 0.001f && tail < MIN_TAIL) {
+            fill_last_wave(wave_splits, tail, longest);
+            return;
+        }
         const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
-        equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
+        if (alike) equal_splits = int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits));
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
         if (!alike && seqs <= 2.0f * wave_splits) {
             fill_waves(wave_splits, total, weighted, head_size >= MIN_WHOLE_HEAD);
         }
     }
-    DEVICE float weight_of(int64_t seq) const { return seq < first_late ? 1.0f : LATE_WEIGHT; }
+    DEVICE float weight_of(int64_t seq) const { return seq < first_late ? 1.0f : late_weight; }
     DEVICE float tokens_of(int64_t seq) const {
         return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
     }
@@ -100,6 +106,15 @@ struct Balance {
     }
     DEVICE int mixed_splits(float weighted_tokens, float per_token) const {
         return int(fminf(fmaxf(ceilf(weighted_tokens * per_token), 1.0f), max_splits));
+    }
+    // Sequences of about one length get one split, and the last ones as many as fit in `tail` of a wave, 1 / tail. There
+    // are as many last ones as make whole waves.
+    DEVICE void fill_last_wave(float wave_splits, float tail, float longest) {
+        const float seqs = float(num_seqs);
+        late_weight = fminf(fminf(floorf(1.0f / tail), MOST_TAIL_SPLITS), max_splits);
+        const float idle = (1.0f - tail) * wave_splits;  // splits of the last wave without others
+        first_late = num_seqs - int64_t(fminf(floorf(idle / (late_weight - 1.0f)), seqs));
+        splits_per_token = 0.9999f / fmaxf(longest, 1.0f);  // rounding up must not make a second split
     }
     // Sets splits_per_token for whole waves; unless may_be_long, only if one wave is fastest. Rounding up adds less than
     // one split per sequence, so TRIES values are tested; the first one with a total that fits in the waves is taken.

@@ -17,7 +17,11 @@ _WARPS_OF_ONE_WAVE = (4, 3)
 # costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
 # tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
-_MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
+_MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave; MIN_TAIL of splits.cuh
+_MOST_TAIL_SPLITS = 8  # MOST_TAIL_SPLITS of splits.cuh
+# The cost model of blocks with 16 columns, "Four warps for 16 columns": us of a step of a warp, bytes per us of DRAM,
+# us of a block without its steps, and of one that leaves a partial result, times its warps: each combines some heads.
+_STEP_US, _BYTES_PER_US, _BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
 
 # Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
@@ -58,6 +62,24 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device) -> int:
         return (waves(num_warps) - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / num_warps
 
     return min(_WARPS_OF_MANY_WAVES, key=time)
+
+
+def call_us(blocks: int, at_once: int, num_warps: int, steps: int, block_bytes: int) -> float:
+    """The time of `blocks` blocks, `at_once` at a time, in us, by the cost model of blocks with 16 columns.
+
+    All sequences are as long as the page table allows: a warp of an unsplit block takes `steps` steps, a block
+    `block_bytes` bytes. Splits fill the last wave as Balance of splits.cuh fills it.
+    """
+
+    def wave(of: int, splits: int) -> float:
+        block_us = _BLOCK_US if splits == 1 else _SPLIT_WARPS_US / num_warps
+        return max(steps / splits * _STEP_US, of * block_bytes / _BYTES_PER_US) + block_us
+
+    waves, last = divmod(blocks, at_once)
+    if not last:
+        return waves * wave(at_once, 1)
+    is_split = waves > 0 and last < _MIN_TAIL * at_once
+    return waves * wave(at_once, 1) + wave(last, min(at_once // last, _MOST_TAIL_SPLITS) if is_split else 1)
 
 
 def most_cluster_steps(heads: int, head_size: int) -> int:

@@ -17,6 +17,7 @@ from .decode_blocks import (
     MAX_WIDE_ELEMENTS,
     NUM_WARPS,
     blocks_at_once,
+    call_us,
     choose_cluster,
     choose_num_warps,
     most_cluster_steps,
@@ -150,8 +151,8 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
-        if not is_pinned and not _has_late_splits(problem, device, heads, tiles, min_blocks):
-            num_warps = choose_num_warps(blocks, min_blocks, device)
+        if not is_pinned:
+            num_warps = _choose_num_warps(problem, device, blocks, heads, tiles, min_blocks)
         if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
@@ -184,17 +185,28 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     )
 
 
-def _has_late_splits(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
-    """Whether Balance of splits.cuh gives the last sequences shorter splits, and a block of NUM_WARPS needs them.
+def _choose_num_warps(
+    problem: DecodeProblem, device: Device, blocks: int, heads: int, tiles: int, min_blocks: int
+) -> int:
+    """Warps per block with the least time.
 
-    Such a grid has no partial wave, so that fewer warps to a block gain nothing. They lose with 16 columns: a block of
-    two warps combines its heads in twice the time. "Four warps for 16 columns", fitted to heads of 128 elements.
+    With 16 columns, also NUM_WARPS where Balance of splits.cuh fills waves: fewer warps leave less of the last wave
+    idle, but combine splits in more time. "Four warps for 16 columns", fitted to heads of 128 elements.
     """
+    num_warps = choose_num_warps(blocks, min_blocks, device)
     wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
     is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS * TILE_TOKENS * tiles
     may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not is_short and not problem.partials
     has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and problem.query_tokens == 1
-    return may_split and has_16_columns and problem.head_size >= MIN_WHOLE_HEAD
+    if not may_split or not has_16_columns or problem.head_size < MIN_WHOLE_HEAD:
+        return num_warps
+    block_bytes = 2 * problem.attended_tokens * problem.head_size * problem.layout.dtype.itemsize
+
+    def time(warps: int) -> float:
+        steps = -(-problem.attended_tokens // (warps * TILE_TOKENS * tiles))
+        return call_us(blocks, blocks_at_once(warps, min_blocks, device), warps, steps, block_bytes)
+
+    return min(NUM_WARPS, num_warps, key=time)
 
 
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:

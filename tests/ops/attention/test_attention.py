@@ -696,7 +696,7 @@ def test_splits_of_mixed_lengths_fit_the_grid(
 ) -> None:
     """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64. Twelve
     sequences are more than a wave of six splits, and the last four have most of the 18 splits of three waves. Seven of
-    one length would leave a sixth of a wave.
+    one length are a wave and a sixth; the last one has six splits.
     """
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     V1.forget()
@@ -718,23 +718,23 @@ count_splits(int* found,               // [num_seqs]
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "head_size", "splits"),
+    ("num_seqs", "head_size", "late", "splits"),
     [
-        (60, 128, (1, 1)),  # one wave
-        (66, 128, (2, 4)),  # a tenth of a wave is left
-        (100, 128, (1, 1)),  # two thirds are
-        (66, 64, (1, 1)),
+        (60, 128, 0, 1),  # one wave
+        (66, 128, 7, 8),  # a tenth of a wave is left: 54 more splits fill it
+        (84, 128, 36, 2),  # two fifths are left, for two splits of a sequence
+        (100, 128, 0, 1),  # two thirds are left
+        (66, 64, 0, 1),
     ],
 )
-def test_alike_sequences_leave_no_tail(num_seqs: int, head_size: int, splits: tuple[int, int]) -> None:
-    """60 splits run at once. Each sequence has one, unless their last wave is less than half of one: then they fill
-    three waves, and the last third of the sequences has more."""
+def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: int, late: int, splits: int) -> None:
+    """60 splits run at once. Each sequence has one, but the last ones share what is left of the last wave."""
     found = numpy.zeros(num_seqs, numpy.int32)
     lengths = numpy.full(num_seqs, 900, numpy.int64)
+    lengths[0] = 700
     launched(SPLITS, 1, 32, found=found, seq_lens=lengths, num_seqs=num_seqs, wave_splits=60.0, head_size=head_size)
-    first_late = num_seqs - num_seqs // 3
-    assert found.tolist() == [splits[0]] * first_late + [splits[1]] * (num_seqs - first_late)
-    assert found.sum() <= max(num_seqs, 3 * 60)
+    assert found.tolist() == [1] * (num_seqs - late) + [splits] * late
+    assert found.sum() <= -(-num_seqs // 60) * 60
 
 
 def test_rocm_refuses_a_table_without_rows() -> None:

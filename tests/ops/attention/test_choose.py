@@ -256,7 +256,10 @@ def test_clusters_of_many_heads() -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "heads", "tokens", "warps"),
     [
-        (207, (64, 4), 3111, 4),  # 16 columns: late splits leave no partial wave
+        (207, (64, 4), 3111, 4),  # 16 columns: splits fill the last wave
+        (45, (128, 8), 700, 2),  # one wave of two warps
+        (45, (128, 8), 2000, 4),  # one wave, too, but of long steps
+        (80, (128, 8), 1500, 4),
         (207, (32, 4), 3111, 3),
         (207, (64, 4), 200, 2),  # too short to split
         (350, (64, 4), 3111, 2),  # too many sequences to split
