@@ -45,6 +45,7 @@ from pyops.testing.calls import assert_results, expected, run
 from tests.ops.attention import test_e4m3 as e4m3
 from tests.ops.attention import test_hopper as prefill
 from tests.ops.attention import test_mla as latent
+from tests.ops.attention import test_mqa_logits as indexing
 from tests.ops.attention import test_varlen as varlen
 from tests.ops.linear import test_gemm_sm120 as scaled
 from tests.ops.linear import test_ggml as ggml
@@ -86,6 +87,11 @@ def small_m(one: Any, arch: str, case: tuple[Any, ...]) -> None:
 
 def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None) -> None:
     prefill.test_mla_decode_fp8("cpu", lengths, heads, page_size, 1, BF16, kind)
+
+
+def indexer() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        indexing.test_groups_with_many_tiles(patch)
 
 
 def on_ampere(call: Callable[[], None]) -> None:
@@ -139,6 +145,7 @@ STAGES = {
     "attention/mla_decode_small_h.cu": 4,
     "attention/mla_decode_sm80.cu": 3,
     "attention/mla_decode_sm90_fp8.cu": 4,
+    "attention/mqa_logits_sm90.cu": 3,
     "mamba/chunk_scan_states.cu": 3,
 }
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
@@ -158,6 +165,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
     "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],
+    "attention/mqa_logits_sm90.cu": [indexer],
     "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(128, cluster=2, group=8), 300, 264, 328),
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=8, ping_pong=True), 140, 168, 328),
@@ -257,6 +265,11 @@ def of_segment(tokens: int = 0) -> Rounds:
     return rounds
 
 
+def of_indexer(launch: Launch) -> tuple[float, float | None]:
+    """Tiles of a block of three groups of rows with 700 keys."""
+    return 3 * math.ceil(700 / (launch.specialisation.constants["NUM_THREADS"] // 2)) / launch.grid[0], None
+
+
 def of_row(constants: Mapping[str, Any]) -> float:
     """Elements of 128 bytes."""
     return 128 / float(constants["scalar_t"].itemsize)
@@ -273,6 +286,7 @@ ROUNDS: dict[str, Rounds] = {
     "attention/mla_decode_small_h.cu": of_keys(600, 64),
     "attention/mla_decode_sm90.cu": of_keys(330, 64),
     "attention/mla_decode_sm90_fp8.cu": of_keys(600, 64),
+    "attention/mqa_logits_sm90.cu": of_indexer,
     "linear/gemm_sm90.cu": of_products(of_row, lambda of: 128 * of["CLUSTER_M"]),
     "linear/gemm_sm80.cu": of_products(of_row),
     "linear/gemm_sm120.cu": of_products(lambda of: 128),  # k counts bytes

@@ -182,10 +182,10 @@ def test_blocks_with_many_tiles(block_size: int, next_n: int, monkeypatch: pytes
 def test_groups_with_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block goes through the tiles of groups of eight rows, the last one with fewer rows, some without a key."""
     monkeypatch.setitem(devices._HOST, 32, replace(devices.host(), num_sms=1))
-    tensors = _rows(19, 500, 20, 64)
-    begin = torch.tensor([9, 0, 33] + [500] * 13 + [17, 450, 0]).int()
-    end = torch.tensor([470, 16, 401] + [500] * 13 + [499, 455, 1]).int()
-    assert_matches_reference(ROWS, torch.full((19, 500), UNTOUCHED), *tensors.values(), begin, end, False, False)
+    tensors = _rows(19, 700, 20, 64)
+    begin = torch.tensor([9, 0, 33] + [700] * 13 + [17, 450, 0]).int()
+    end = torch.tensor([470, 16, 401] + [700] * 13 + [499, 455, 1]).int()
+    assert_matches_reference(ROWS, torch.full((19, 700), UNTOUCHED), *tensors.values(), begin, end, False, False)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
