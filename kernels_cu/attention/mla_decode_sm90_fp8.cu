@@ -28,7 +28,6 @@
 //     query_t        element type of queries: half_t or bf16_t
 //     cache_t        element type of the cache: fp8_e4m3_t
 //     out_t, table_t, length_t    element types of out, page_table and seq_lens
-//     HEADS          query heads of a CTA: 16 or 32
 //     PAGE_SIZE      slots of a page of the cache
 //     LISTS_SLOTS    false (mla_tokens.cuh)
 //     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
@@ -43,6 +42,7 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
+constexpr int HEADS = 32;  // query heads of a CTA
 constexpr int TOKENS = 64, PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;
 constexpr int STAGES = 4, CONSUMERS = 256;
 constexpr int QUERY_LANES = CONSUMERS / HEADS;  // threads that load a head
@@ -57,12 +57,10 @@ constexpr int EXCHANGED_BYTES = EXCHANGED * CONSUMERS * 16;
 constexpr int PROBABILITIES_AT = QUERY_BYTES > EXCHANGED_BYTES ? QUERY_BYTES : EXCHANGED_BYTES;
 constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2, TILES_AT = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
 constexpr int TILE_BYTES = TOKENS * ENTRY_BYTES;
-constexpr SmemSwizzle PROBABILITY_SWIZZLE = HEADS == 32 ? SWIZZLE_64B : SWIZZLE_32B;
 constexpr int BUFFERS = 2;                   // A operands are in so many buffers in registers
 constexpr int ALL_WARPS = 1, OWN_WARPS = 2;  // named barriers: of both warpgroups; OWN_WARPS + i: of warpgroup i
 constexpr int LOADER_REGISTERS = 24, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;  // of a thread
 using product_t = half_t;                                                           // represents every fp8 value
-static_assert(HEADS == 16 || HEADS == 32);
 static_assert(!IS_DS_MLA && !LISTS_SLOTS && BOX_TOKENS % 8 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(PAGE_SIZE % BOX_TOKENS == 0 && TILES_AT % 1024 == 0);
 
@@ -80,17 +78,13 @@ DEVICE void load_words(const uint8_t* shared, uint32_t (&words)[4]) {
     words[3] = x.w;
 }
 
-// Reduces each x[n] over lanes g. Lane g then has the result of n = g * ROWS / 8 in x[0].
+// Reduces each x[n] over lanes g. Lane g then has the result of n = g in x[0].
 template <typename F>
 DEVICE void reduce_rows(float (&x)[ROWS], F f) {
     const int lane = threadIdx.x % WARP_SIZE;
     int rows = ROWS;
 #pragma unroll
     for (int mask = 16; mask >= 4; mask /= 2) {
-        if (rows == 1) {
-            x[0] = f(x[0], shfl_xor(x[0], mask));
-            continue;
-        }
         rows /= 2;
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
@@ -221,7 +215,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4, token = warp * 16 + g;
     uint8_t* const probabilities = memory + PROBABILITIES_AT + warpgroup * PROBABILITY_BYTES;
-    const uint64_t probability_rows = make_smem_desc<PROBABILITY_SWIZZLE>(probabilities);
+    const uint64_t probability_rows = make_smem_desc<SWIZZLE_64B>(probabilities);
     const auto head_of = [&](int n) { return n / 2 * 8 + 2 * t + n % 2; };  // head n of the thread
     const auto sync_own = [&] { named_barrier_sync(OWN_WARPS + warpgroup, 128); };
     // The panel of o[i]. The warpgroups begin with different halves, so that each keeps the results of its first panels.
@@ -288,7 +282,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         }
         reduce_rows(top, [](float x, float y) { return fmaxf(x, y); });
         float (&own_max)[8][HEADS] = warp_max;
-        if (ROWS == 8 || g % 2 == 0) own_max[warpgroup * 4 + warp][head_of(g * ROWS / 8)] = top[0];
+        own_max[warpgroup * 4 + warp][head_of(g)] = top[0];
         sync_own();
         float correction[ROWS];
         bool corrects = false;
@@ -393,7 +387,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             for (int i = 0; i < LATENT_PANELS; ++i) warpgroup_fence_operand(o[i]);
         }
         reduce_rows(exp_sum, [](float x, float y) { return x + y; });
-        if (ROWS == 8 || g % 2 == 0) warp_sums[warpgroup * 4 + warp][head_of(g * ROWS / 8)] = exp_sum[0];
+        warp_sums[warpgroup * 4 + warp][head_of(g)] = exp_sum[0];
         if (warp == 0 && g == 0) {
 #pragma unroll
             for (int n = 0; n < ROWS; ++n) item_max[warpgroup][head_of(n)] = max_logit[n];

@@ -160,7 +160,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "attention/mla_decode_sm80.cu": [partial(on_ampere, partial(mla_on_ampere, 40))],
     "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 20, FP8)],
     "attention/mla_decode_sm90_fp8.cu": [
-        partial(mla, [600, 580], 16, 16, FP8),
+        partial(mla, [600, 580], 20, 16, FP8),
         partial(mla, [600, 580], 30, 64, FP8),
     ],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],

@@ -129,11 +129,10 @@ def _splits_us(problem: MlaProblem, config: MlaConfig, device: Device) -> float:
     return mla_schedule.BLOCK_US + waves * tokens * _TOKEN_US + combine_us
 
 
-def _choose_for_few_heads(problem: MlaProblem, device: Device) -> SharesConfig:
-    if not problem.is_plain_fp8:
-        return mla_small_h.choose(problem, device)
-    few = mla_small_h_fp8.choose(problem, device)
-    return _faster(problem, device, few, mla_sm90_fp8.choose(problem, device)) if mla_sm90_fp8.serves(problem) else few
+def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | FewHeadsConfig:
+    if problem.is_plain_fp8:
+        return mla_small_h_fp8.choose(problem, device)
+    return mla_small_h.choose(problem, device)
 
 
 def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:

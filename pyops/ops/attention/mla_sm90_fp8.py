@@ -15,11 +15,15 @@ from .mla_schedule import MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90_fp8.cu")
 
-_TOKENS, _MAX_HEADS = 64, 32  # tokens of a KV tile, most query heads of a block
+_TOKENS, _HEADS = 64, 32  # tokens of a KV tile, query heads of a block
+_MIN_HEADS = 17  # fewest query heads: mma.sync has 16 rows
 _PANEL_SIZE = 64  # bytes of a row of a TMA box, and of its swizzle
 _STAGES = 4  # tiles in shared memory
-# The cost model, by an H200: us of two KV tiles by the heads of a block, and us of a block without its tiles.
-_PAIR_US, _BLOCK_US = {16: 2.9, 32: 3.9}, 3.5
+# The cost model, by an H200: us of two KV tiles, and us of a block without its tiles.
+_PAIR_US, _BLOCK_US = 3.9, 3.5
+
+# Bytes of dynamic shared memory of a block: queries or what warpgroups exchange, probabilities, tiles.
+SHARED_MEMORY = _HEADS * LATENT_SIZE * 4 + 4 * _TOKENS * _HEADS + _STAGES * _TOKENS * ENTRY_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +31,15 @@ class MlaSm90Fp8Config:
     """The geometry of mla_decode_sm90_fp8.cu.
 
     Attributes:
-        heads: query heads of a block: 16 or 32.
         num_shares: shares of the tokens of all sequences; a block for each, and for each group of heads.
     """
 
-    heads: int
     num_shares: int
 
     combines = False
-    BLOCKS, UNIT, WARPS = 1, 2 * _TOKENS, 8
+    HEADS, BLOCKS, UNIT = _HEADS, 1, 2 * _TOKENS
     BLOCK_US = _BLOCK_US
-
-    @property
-    def HEADS(self) -> int:
-        return self.heads
-
-    @property
-    def ACCUMULATORS(self) -> int:
-        return self.heads * LATENT_SIZE // (32 * self.WARPS)
+    WARPS, ACCUMULATORS = 8, _HEADS * LATENT_SIZE // 256
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Fp8Config]:
         """Other numbers of shares."""
@@ -54,34 +49,27 @@ class MlaSm90Fp8Config:
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for two KV tiles, in us, if all SMs are busy."""
         del problem, device
-        return _PAIR_US[self.heads]
+        return _PAIR_US
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each group of heads."""
         box_tokens = _box_tokens(problem)
-        kernel = _decode.for_arch(problem.cache.device.arch_feature)(
-            **constants_of(problem), HEADS=self.heads, BOX_TOKENS=box_tokens
-        )
+        kernel = _decode.for_arch(problem.cache.device.arch_feature)(**constants_of(problem), BOX_TOKENS=box_tokens)
         return kernel.launch(
             (head_groups(problem, self), self.num_shares),
             384,
-            shared_memory(self.heads),
+            SHARED_MEMORY,
             cache_map=_map(problem, box_tokens),
             **_decode.taken(arguments_of(problem) | arguments),  # page_stride and slot_stride are those of the map
             **query_strides(problem),
         )
 
 
-def shared_memory(heads: int) -> int:
-    """Bytes of dynamic shared memory of a block, as mla_decode_sm90_fp8.cu counts them."""
-    return max(heads * ENTRY_SIZE * 2, heads * LATENT_SIZE * 4) + 4 * _TOKENS * heads + _STAGES * _TOKENS * ENTRY_SIZE
-
-
 def serves(problem: MlaProblem) -> bool:
     """Whether the kernel supports a call that another kernel for Hopper serves: plain fp8, pages that boxes of 8 tokens
     divide, and so many heads that one block has them."""
     is_served = problem.is_plain_fp8 and not problem.lists_slots
-    return is_served and problem.num_heads <= _MAX_HEADS and _box_tokens(problem) % 8 == 0
+    return is_served and _MIN_HEADS <= problem.num_heads <= _HEADS and _box_tokens(problem) % 8 == 0
 
 
 def _box_tokens(problem: MlaProblem) -> int:
@@ -99,6 +87,6 @@ def _map(problem: MlaProblem, tokens: int) -> TensorMap:
 
 
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Fp8Config:
-    """A block on every SM, with as few empty heads as possible."""
-    config = MlaSm90Fp8Config(16 if problem.num_heads <= 16 else _MAX_HEADS, 1)
+    """A block on every SM, or one per sequence."""
+    config = MlaSm90Fp8Config(1)
     return replace(config, num_shares=choose_shares(problem, config, device)[0])

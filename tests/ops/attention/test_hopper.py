@@ -639,7 +639,7 @@ def test_mla_decode(
         ([65, 129, 0], 70, 16, 1, torch.bfloat16, FP8),
         ([450], 70, 5, 3, torch.float16, FP8),
         ([65, 200, 0], 30, 8, 1, torch.bfloat16, FP8),
-        ([450, 1], 16, 48, 3, torch.float16, FP8),
+        ([450, 1], 17, 48, 3, torch.float16, FP8),
         ([65, 129, 0], 70, 64, 1, torch.bfloat16, torch.uint8),
         ([330], 40, 5, 2, torch.float16, torch.uint8),
         ([65, 129, 0], 16, 20, 1, torch.bfloat16, FP8),
@@ -671,9 +671,9 @@ def test_mla_decode_fp8(
             call["q_pe"][:, 4] *= 2.0**-100
             call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
             call["q_nope"][:, 6, 500] = 3e5
-        has_rows_of_tokens = kind == FP8 and num_heads <= 32 and page_size % 8 == 0
+        has_rows_of_tokens = kind == FP8 and 16 < num_heads <= 32 and page_size % 8 == 0
         if has_rows_of_tokens:
-            one = mla_sm90_fp8.MlaSm90Fp8Config(16 if num_heads <= 16 else 32, max(len(lengths), splits))
+            one = mla_sm90_fp8.MlaSm90Fp8Config(max(len(lengths), splits))
             with schedule, tuning.forced(MLA.name, one):
                 assert_is_mla(call)
             continue
@@ -727,7 +727,7 @@ def test_mla_shares_of_mixed_lengths(
 def test_mla_fp8_shares_of_mixed_lengths(on: str) -> None:
     """Of the kernel with tokens as rows, which has pages that 8 divides, and never combines pieces itself."""
     call = mla_call([0, 1, 300, 64, 129, 0, 520, 64, 0], 20, 16, dtype=torch.bfloat16, kind=FP8, device=on)
-    _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(32, 3), SCHEDULES)
+    _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(3), SCHEDULES)
 
 
 def _assert_shares(on: str, call: dict[str, Any], forced: Any, schedules: Any) -> None:
@@ -948,15 +948,14 @@ def test_mla_compiles_without_spills_and_advice(
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize(("heads", "query_tokens"), [(16, 1), (32, 4)])
-def test_mla_fp8_compiles_without_spills(heads: int, query_tokens: int) -> None:
+@pytest.mark.parametrize("query_tokens", [1, 4])
+def test_mla_fp8_compiles_without_spills(query_tokens: int) -> None:
     one = mla_sm90_fp8._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=dtypes.float8_e4m3fn,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
         table_t=dtypes.int32,
-        HEADS=heads,
         PAGE_SIZE=64,
         LISTS_SLOTS=False,
         HAS_LENGTHS=True,
@@ -967,7 +966,7 @@ def test_mla_fp8_compiles_without_spills(heads: int, query_tokens: int) -> None:
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes + mla_sm90_fp8.shared_memory(heads) <= HOPPER.shared_memory
+    assert report.shared_bytes + mla_sm90_fp8.SHARED_MEMORY <= HOPPER.shared_memory
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -376,7 +376,7 @@ def test_shares() -> None:
         (200, 16, "bfloat16", 1, "small_h", (1, 200)),
         (67, 64, "bfloat16", 1, "sm90", (1, 67)),  # more blocks than run at once
         (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
-        (64, 16, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
+        (64, 16, "float8_e4m3fn", 64, "small_h_fp8", (1, 264)),
         (64, 32, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
         (64, 128, "float8_e4m3fn", 64, "sm90", (2, 66)),
         (2, 32, "bfloat16", 3, "sm90", (1, 4)),  # WGMMA cuts sequences
