@@ -60,6 +60,7 @@ struct MlaSchedule {
         if (max_splits == 1) return;
         const int lane = threadIdx.x % WARP_SIZE;
         uint32_t all = 0, most = 0;
+#pragma unroll 1
         for (int s = lane; s < num_seqs; s += WARP_SIZE) {
             const uint32_t units = units_of(length_of(s));
             all += units;
@@ -67,24 +68,30 @@ struct MlaSchedule {
         }
         const int longest = lane_reduce<Max, WARP_SIZE>(most);
         int total = lane_reduce<Sum, WARP_SIZE>(all);
-        // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share.
+        // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share. Equal
+        // shares cut it into at most num_shares + 1.
         const uint32_t cuts_of_one = uint32_t(max_splits) - 1;
-        const int least = int((longest + cuts_of_one - 2) / cuts_of_one);
-        const int equal = max(ceil_div(total, num_shares), least), rounds = ceil_div(int(num_seqs), num_shares);
+        const int least = max_splits > num_shares ? 0 : int((longest + cuts_of_one - 2) / cuts_of_one);
+        const int equal = max(ceil_div(total, num_shares), least);
+        // A signed division: one that shares the reciprocal of num_shares with `equal` makes fp8 kernels spill.
+        const int rounds = num_seqs <= num_shares ? 1 : (int(num_seqs) + num_shares - 1) / num_shares;
         int units = equal, alignment = 1, cuts = ceil_div(total, equal) - 1;
         float slowest = float(equal) + item_units * float(rounds);  // of a share, in units
-        for (int size = equal; rounds == 1 && float(size) < slowest; ++size) {
+        // Where the largest size that is worth it needs too many shares, so does every other one.
+        for (int size = equal + int(ceilf(item_units)) - 1; rounds == 1 && size >= equal; --size) {
             const int pieces = pieces_of_all(size);
-            if (pieces > num_shares) continue;
+            if (pieces > num_shares) break;
             units = alignment = size;
             total = pieces * size;
             cuts = pieces - int(num_seqs);
             slowest = float(size);
         }
-        int levels = 0;
-        for (int span = 1; span < ceil_div(longest, units) + (alignment < units); span *= 2) ++levels;
-        const float combine_units =
-            join_units + piece_units * float(cuts + min(cuts, int(num_seqs))) + level_units * float(levels);
+        float combine_units = join_units;
+        if (level_units > 0.0f) {
+            // A sequence that begins within a share may have one more piece than one that begins a share.
+            for (int span = 1; (span - (alignment < units)) * units < longest; span *= 2) combine_units += level_units;
+        }
+        combine_units += piece_units * float(cuts + min(cuts, int(num_seqs)));
         const float whole = float(rounds) * float(longest) + item_units * float(rounds - 1);
         if (whole <= slowest + combine_units) return;
 
@@ -92,7 +99,8 @@ struct MlaSchedule {
         const int begin = int(min(int64_t(rank) * share, int64_t(total)));
         end = min(total - begin, share) + begin;
         for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
-            int sum = seq + lane < num_seqs ? ceil_div(units_of(length_of(seq + lane)), alignment) * alignment : 0;
+            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) : 0;
+            if (alignment > 1) sum = ceil_div(sum, alignment) * alignment;
 #pragma unroll
             for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
                 const int before = shfl<WARP_SIZE>(sum, max(lane - distance, 0));
@@ -110,12 +118,16 @@ struct MlaSchedule {
     }
     DEVICE int length_of(int s) const {
         if (!HAS_LENGTHS) return max_tokens;
-        return int(min(max(int64_t(seq_lens[s * length_step]), int64_t(0)), int64_t(max_tokens)));
+        const L length = seq_lens[s * length_step];
+        return length < 0 ? 0 : length < max_tokens ? int(length) : max_tokens;
     }
-    static DEVICE int units_of(int length) { return max(length / UNIT + (length % UNIT > 0), 1); }
+    static DEVICE int units_of(int length) { return max(int((uint32_t(length) + UNIT - 1) / UNIT), 1); }
+    // Of a >= 0 and b > 0, with a sum that fits: unsigned division takes half of the instructions of a signed one.
+    static DEVICE int ceil_div(int a, int b) { return int(uint32_t(a + b - 1) / uint32_t(b)); }
     // Pieces of all sequences, each in as few pieces of at most `size` units as possible.
     DEVICE int pieces_of_all(int size) const {
         uint32_t pieces = 0;
+#pragma unroll 1
         for (int s = threadIdx.x % WARP_SIZE; s < num_seqs; s += WARP_SIZE) {
             pieces += ceil_div(units_of(length_of(s)), size);
         }
@@ -129,7 +141,8 @@ struct MlaSchedule {
         if (!share) return {seq, 0, length, 0, 1, rank, 0};
         const int units = units_of(length), share_begin = rank * share;
         const int from = max(share_begin - start, 0), to = min(end - start, units);
-        const int first_share = start / share, pieces = (start + units - 1) / share - first_share + 1;
+        const int first_share = uint32_t(start) / uint32_t(share);
+        const int pieces = uint32_t(start + units - 1) / uint32_t(share) - first_share + 1;
         const int slot = 2 * rank + (start > share_begin);
         return {seq, from * UNIT, to < units ? to * UNIT : length, slot, pieces, first_share, rank - first_share};
     }
