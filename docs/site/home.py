@@ -23,7 +23,7 @@ Version {version} · [what changed](CHANGELOG.md)
 
 
 def page(readme: str) -> str:
-    """The README as the first page, without a list of pages beside it."""
+    """The README as the first page, without a list of pages next to it."""
     intro, *rest = re.split(r"^## (?=[A-Z])", readme, flags=re.MULTILINE)
     sections = {title: body for title, _, body in (section.partition("\n") for section in rest)}
     sections["Why"] = f'\n<div class="grid cards" markdown>\n{sections["Why"]}\n</div>\n'

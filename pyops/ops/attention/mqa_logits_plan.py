@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import check
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.tensors.dtypes import DType, float32, int32
 from ..._core.tensors.tensor import TensorArg
@@ -102,7 +102,8 @@ def _launch_sm90(
     """The launch of mqa_logits_sm90.cu, with as many blocks as run at a time; None if it does not take the rows."""
     num_rows, head_size = fed["num_rows"], q.shape[-1]
     # Rows of a prompt are in groups of the largest size, or of a power of two if there are few.
-    rows = fed["group_rows"] if constants["PAGED"] else min(_SM90_MAX_ROWS, 1 << max(num_rows - 1, 0).bit_length())
+    few = _SM90_MAX_ROWS if tuning.batch_invariant() else 1 << max(num_rows - 1, 0).bit_length()
+    rows = fed["group_rows"] if constants["PAGED"] else min(_SM90_MAX_ROWS, few)
     heads = -(-q.shape[-2] // 32) * 32
     for blocks, threads in _SM90_BLOCKS:
         stages = _SM90_STAGES * (threads // 2 * head_size + threads * float32.itemsize)
