@@ -33,7 +33,7 @@ gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
     if constexpr (!CONSTANT_WEIGHT) load_chunk(next, row(0), 0);
     const scalar_t* const x = input + matrix * input_batch_stride + token * input_stride;
     scalar_t* const to = out + matrix * out_batch_stride + token * out_stride;
-    const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
+    const bool stores = stores_products();
     const auto input_row = [&](int, int) { return x; };
     multiply_rows(next, num_rows, row, input_row, [&](int i, const float (&acc)[TOKENS]) {
         const int64_t column = column_of<1>(i);

@@ -122,7 +122,7 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
         load_chunk(next, row(0), 0);
     }
     const int num_rows = count_rows<OUT_ROWS>(output_size);
-    const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
+    const bool stores = stores_products();
     const auto token = [&](int i, int) {
         if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * CHOICES + choice_of(i)) * input_stride;
         return input + int64_t(blockIdx.y / CHOICES) * input_stride;

@@ -92,7 +92,7 @@ gemv_qkv(scalar_t* query,                             // [num_tokens, NUM_Q, HEA
     __shared__ float products[ROUNDS * BLOCK_ROWS][2];
     const auto row = [&](int i) { return weight + weight_row(i) * weight_stride; };
     const auto done = [&](int i, float (&acc)[TOKENS]) {
-        if (thread % (SPLIT * WARP_SIZE) == 0) products[pair_of_row(i)][i % 2] = acc[0];
+        if (stores_products()) products[pair_of_row(i)][i % 2] = acc[0];
     };
     multiply_rows(next, 2 * rounds, row, [&](int, int) { return x; }, done);
     __syncthreads();

@@ -14,9 +14,9 @@
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
 //     input_t       element type of input and norm_weight
 //     SCORING       softmax or sigmoid
-//     NUM_EXPERTS      experts, at most ROW_THREADS * THREAD_EXPERTS
+//     NUM_EXPERTS   experts, at most ROW_THREADS * THREAD_EXPERTS
 //     TOP_K         experts of a token, at most ROW_THREADS
-//     THREAD_EXPERTS   experts of a lane
+//     THREAD_EXPERTS    experts of a lane
 
 #include "experts.cuh"
 #include "gemv_norm.cuh"
@@ -61,9 +61,8 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
     const auto row = [&](int i) { return weight_row(i, weight, weight_stride); };
     const auto input_row = [&](int, int) { return x; };
     multiply_rows(next, count_rows<1>(NUM_EXPERTS), row, input_row, [&](int i, const float (&acc)[TOKENS]) {
-        const bool stores = threadIdx.x % WARP_SIZE == 0 && threadIdx.x / WARP_SIZE % SPLIT == 0;
         const int64_t expert = column_of<1>(i);
-        if (stores && expert < NUM_EXPERTS) logits[expert] = acc[0];
+        if (stores_products() && expert < NUM_EXPERTS) logits[expert] = acc[0];
     });
     if (!arrives_last(arrived + token, gridDim.x, &is_last)) return;
     for (int n = threadIdx.x; n < NUM_EXPERTS; n += NUM_THREADS) logits_of_token[n] = load_fresh(logits + n);

@@ -1,4 +1,4 @@
-// gemv_rows.cuh: dot products of rows of a weight with rows of the input, for gemv.cu and gemv_experts.cu.
+// gemv_rows.cuh: dot products of rows of a weight with rows of the input, for the kernels gemv*.cu.
 //
 // SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
 // BATCH vectors per lane, adjacent lanes take adjacent vectors. A warp issues the loads of its next chunk before it
@@ -43,6 +43,9 @@ DEVICE int count_rows(int64_t output_size) {
     const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
     return blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
 }
+
+// Whether the thread is the one that stores the dot products of its warp, or of the SPLIT warps that share a row.
+DEVICE bool stores_products() { return threadIdx.x % (SPLIT * WARP_SIZE) == 0; }
 
 // Loads the thread's vectors of a chunk of a row. Vectors out of range are replaced by the first one, so that the loads
 // need no branch; their results are not used.

@@ -29,8 +29,8 @@ _SHARED_BYTES_PER_CYCLE, _MULTIPLICATIONS_PER_CYCLE, _L2_BYTES_PER_CYCLE, _SM_BY
 _COPY_CYCLES, _ITEM_CYCLES = 800, 2700
 _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 # Microseconds of a work item of the geometry for short sequences, and of a KV tile of heads of 128 elements, fitted to
-# an H200 ("Short sequences"); the factor of a KV tile of an fp8 cache.
-_SHORT_ITEM_US, _SHORT_TILE_US, _FP8_TILE = 3.6, 3.4, 1.5
+# an H200 ("Short sequences").
+_SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
 _MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers
 
 
@@ -126,9 +126,8 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
 def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> float:
     """The time of `choose_short`: "Short sequences" of docs/performance/prefill.md."""
     width = (problem.query.shape[2] + problem.value_size) / 256
-    tile_us = _SHORT_TILE_US * width * (_FP8_TILE if problem.is_fp8 else 1.0)
     items = ShortItems.of(problem, config.rows)
-    return items.us(config.min_blocks * device.num_sms, _SHORT_ITEM_US, tile_us, config.step_tokens)
+    return items.us(config.min_blocks * device.num_sms, _SHORT_ITEM_US, _SHORT_TILE_US * width, config.step_tokens)
 
 
 def _choose_shared_rows(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:

@@ -265,7 +265,7 @@ def us_of_short(problem: PrefillProblem, device: Device) -> float:
     rows, width = 64 * _SHORT.consumers, problem.query.shape[2] + problem.value_size
     tile_us = _TILE_US * _SHORT.min_blocks * rows * _SHORT.tokens * width / (128 * 128 * 256)
     items, slots = ShortItems.of(problem, rows), _SHORT.min_blocks * device.num_sms
-    found = items.us(slots, ITEM_TILES * _TILE_US, tile_us * (1.5 if problem.is_fp8 else 1.0), _SHORT.tokens)
+    found = items.us(slots, ITEM_TILES * _TILE_US, tile_us, _SHORT.tokens)
     return found + _CALL_US + (_SINGLE_ROWS_US if problem.single_rows else 0.0)
 
 

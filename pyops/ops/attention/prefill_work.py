@@ -13,6 +13,9 @@ _MIN_SPLIT_TILES = 4  # fewest KV tiles of a split: MIN_SPLIT_TILES of tile_spli
 ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
+_FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
+
+
 class Work(NamedTuple):
     """The work items of a call as the plan expects them: the lengths of the sequences are on the device.
 
@@ -48,11 +51,13 @@ class ShortItems(NamedTuple):
         items: work items without those that are empty.
         keys: keys of an item, on average.
         evenness: new tokens of a sequence over the slots of its block table: 1 for sequences of one length.
+        tile_factor: times of a KV tile of 16 bits that a KV tile takes.
     """
 
     items: float
     keys: float
     evenness: float
+    tile_factor: float
 
     @classmethod
     def of(cls, problem: PrefillProblem, item_rows: int) -> ShortItems:
@@ -66,15 +71,16 @@ class ShortItems(NamedTuple):
         of_sequence = 1.0 if tokens <= of_item else tokens / of_item + 0.5  # the last item is half full on average
         keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
         items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
-        return cls(items, keys, new / max(1, problem.expected_tokens))
+        evenness = new / max(1, problem.expected_tokens)
+        return cls(items, keys, evenness, _FP8_TILE if problem.is_fp8 else 1.0)
 
     def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:
-        """The time if an item takes `item_us`, and `tile_us` for each KV tile; so many items run at once.
+        """The time if an item takes `item_us`, and `tile_us` for each KV tile of 16 bits; so many items run at once.
 
         Of sequences of one length, each has a last tile that is half full on average. Most of mixed lengths have one.
         """
         tiles = max(1.0, self.keys / tile_tokens + self.evenness / 2)
-        return max(1.0, self.items / slots) * (item_us + tiles * tile_us)
+        return max(1.0, self.items / slots) * (item_us + tiles * tile_us * self.tile_factor)
 
 
 def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:

@@ -111,12 +111,7 @@ def plan_skinny_bmm(out: TensorArg, input: TensorArg, mat2: TensorArg, constant_
     return _gemv_batch.renamed(weight="mat2")(
         **constants,
         input_t=input.dtype,
-        VEC_SIZE=config.vec_size,
-        TOKENS=config.tokens,
-        SPLIT=config.split,
-        BATCH=config.batch,
-        NUM_THREADS=config.num_threads,
-        MIN_BLOCKS=config.min_blocks,
+        **config.constants,
     ).launch(
         grid=(config.num_blocks(columns, input.device, batch * rows), rows, batch),
         block=config.num_threads,

@@ -54,6 +54,18 @@ class SkinnyConfig:
     num_threads: int
     min_blocks: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of gemv_rows.cuh, and those of the launch."""
+        return {
+            "VEC_SIZE": self.vec_size,
+            "TOKENS": self.tokens,
+            "SPLIT": self.split,
+            "BATCH": self.batch,
+            "NUM_THREADS": self.num_threads,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
     def num_blocks(self, output_size: int, device: Device, num_weights: int = 1) -> int:
         """Blocks for each of `num_weights` weights, with equal numbers of rows: the most that fit on the device."""
         groups = -(-output_size // (self.num_threads // device.warp_size // self.split))
@@ -88,17 +100,12 @@ class SkinnyConfig:
             scalar_t=problem.b.dtype,
             input_t=problem.a.dtype,
             HIDDEN_SIZE=problem.k,
-            VEC_SIZE=self.vec_size,
-            TOKENS=self.tokens,
-            SPLIT=self.split,
-            BATCH=self.batch,
+            **self.constants,
             HAS_BIAS=epilogue.bias is not None,
             ACTIVATION=constants["ACTIVATION"],
             GATED=epilogue.is_gated,
             NORMALISED=problem.norm_weight is not None,
             CONSTANT_WEIGHT=problem.constant_weight,
-            NUM_THREADS=self.num_threads,
-            MIN_BLOCKS=self.min_blocks,
         ).launch(
             grid=(self.num_blocks(problem.n, problem.device), -(-problem.m // self.tokens)),
             block=self.num_threads,
@@ -109,6 +116,12 @@ class SkinnyConfig:
             weight_stride=problem.b.stride,
             **arguments,
         )
+
+
+def check_normalised(input: TensorArg) -> None:
+    """OpError unless a block can have a normalised row of `input`, [num_tokens, K], in shared memory."""
+    if not 0 < input.shape[1] * input.dtype.itemsize <= MAX_NORMALISED_BYTES:
+        raise input.error(f"expected rows of 1 to {MAX_NORMALISED_BYTES} bytes, got shape {input.shape}")
 
 
 def choose(problem: GemmProblem, device: Device) -> SkinnyConfig:

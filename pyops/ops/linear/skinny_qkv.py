@@ -12,7 +12,7 @@ from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from .._shared.heads import known_positions, rotated
 from .._shared.norms import rms
-from .skinny_linear import MAX_NORMALISED_BYTES, SkinnyConfig, config_of
+from .skinny_linear import SkinnyConfig, check_normalised, config_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,8 +150,7 @@ def plan_skinny_qkv_rope_cache(
     num_tokens, hidden_size, device = input.shape[0], check.row_size(input), input.device
     if num_tokens > _MAX_TOKENS:
         raise input.error(f"expected at most {_MAX_TOKENS} tokens, got shape {input.shape}")
-    if not 0 < hidden_size * input.dtype.itemsize <= MAX_NORMALISED_BYTES:
-        raise input.error(f"expected rows of 1 to {MAX_NORMALISED_BYTES} bytes, got shape {input.shape}")
+    check_normalised(input)
     _check_cache(input, key_cache, value_cache)
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     check.sizes(weight, rows=None, hidden_size=hidden_size)
@@ -179,10 +178,7 @@ def plan_skinny_qkv_rope_cache(
         position_t=positions.dtype,
         slot_t=slot_mapping.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=config.vec_size,
-        TOKENS=config.tokens,
-        SPLIT=config.split,
-        BATCH=config.batch,
+        **config.constants,
         HEAD_SIZE=head_size,
         NUM_Q=num_q,
         NUM_KV=num_kv_heads,
@@ -191,8 +187,6 @@ def plan_skinny_qkv_rope_cache(
         HAS_BIAS=bias is not None,
         BLOCK_SIZE=max(1, block_size),
         PARTS=parts,
-        NUM_THREADS=config.num_threads,
-        MIN_BLOCKS=config.min_blocks,
     ).launch(
         grid=(problem.heads, parts, num_tokens),
         block=config.num_threads,

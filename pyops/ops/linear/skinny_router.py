@@ -15,7 +15,7 @@ from ..._core.tensors.tensor import TensorArg
 from .._shared.expert_choices import choose
 from .._shared.expert_scores import sigmoid, softmax
 from .._shared.norms import rms
-from .skinny_linear import MAX_NORMALISED_BYTES, config_of
+from .skinny_linear import check_normalised, config_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +96,7 @@ def plan_skinny_router(
     check.sizes(input, num_tokens=None, K=None)
     num_tokens, k = input.shape
     check.row_size(input)
-    if not k or k * input.dtype.itemsize > MAX_NORMALISED_BYTES:
-        raise input.error(f"expected rows of 1 to {MAX_NORMALISED_BYTES} bytes, got shape {input.shape}")
+    check_normalised(input)
     if num_tokens > _MAX_TOKENS:
         raise input.error(f"expected at most {_MAX_TOKENS} rows, got shape {input.shape}")
     check.shape(normalised, input.dtype, num_tokens=num_tokens, K=k)
@@ -126,17 +125,12 @@ def plan_skinny_router(
         scalar_t=weight.dtype,
         input_t=input.dtype,
         HIDDEN_SIZE=k,
-        VEC_SIZE=config.vec_size,
-        TOKENS=config.tokens,
-        SPLIT=config.split,
-        BATCH=config.batch,
+        **config.constants,
         SCORING=scoring_func,
         NUM_EXPERTS=num_experts,
         TOP_K=topk,
         ROW_THREADS=_ROW_THREADS,
         THREAD_EXPERTS=-(-num_experts // _ROW_THREADS),
-        NUM_THREADS=config.num_threads,
-        MIN_BLOCKS=config.min_blocks,
     ).launch(
         grid=(config.num_blocks(num_experts, device, num_tokens), num_tokens),
         block=config.num_threads,

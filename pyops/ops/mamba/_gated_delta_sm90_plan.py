@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ... import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
@@ -139,8 +139,8 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     )
     chains, segments = problem.num_seqs * value_heads, config.segments
     state_bytes = 4 * value_size * key_size
-    v_first, slot_stride = problem.tokens.state_v_first, arguments_of(problem, _walk)["state_stride"]
-    in_pairs = slot_stride % 2 == 0 and all(arg.alignment >= 2 * arg.dtype.itemsize for arg in problem.states)
+    v_first = problem.tokens.state_v_first
+    in_pairs = not problem.states or check.vector_width(key_size, *problem.states) >= 2
     added = Scratch(chains * (segments - 1) * state_bytes)
     transitions = Scratch(chains * max(0, segments - 2) * _transition_bytes(key_size))
 
