@@ -43,7 +43,7 @@ DEVICE sum_t element(T x) {
 template <typename Sum>
 DEVICE void multiply_add(Sum& sum, Sum x, Sum y) {
     if constexpr (IS_INTEGER) sum += x * y;
-    else sum = fmaf(x, y, sum);
+    else sum = ieee_fma(x, y, sum);  // subnormal elements count, as in a tensor core
 }
 
 // A k-tile of both operands. Rows are padded by 4 elements.

@@ -150,6 +150,8 @@ def test_map_to_an_expert_out_of_range_is_ignored(device: str) -> None:
 )
 def test_align_with_clusters(num_tokens: int, num_experts: int, device: str) -> None:
     """Clusters of 2 to 8 CTAs with partial shares, and as many experts as fit in one CTA's shared memory."""
+    if device == "cuda" and num_experts == 6000 and devices.get(0).shared_memory < 99 << 10:
+        pytest.skip("6000 experts need more shared memory")
     for skewed in (False, True):
         check_align(ids_of(num_tokens, 8, num_experts, 1, skewed).to(device), num_experts, 16, None)
 
