@@ -167,6 +167,15 @@ def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> Non
         assert same(result, expected)
 
 
+def test_errors_of_tanh_that_bfloat16_sums_with_1_absorb() -> None:
+    """math.cuh, tanh_for_sum_with_1: no error below 2^-19 changes bf16(1 + bf16(tanh(x)))."""
+    x = every_value(torch.bfloat16, "cpu")
+    tanh = x[~x.isnan()].double().tanh()
+    exact, least, most = (1 + (tanh + error).float().bfloat16() for error in (0, -(2.0**-19), 2.0**-19))
+    assert torch.equal(least, exact)
+    assert torch.equal(most, exact)
+
+
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clamps_use_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
