@@ -77,6 +77,7 @@ from .ops.linear.grouped_scaled import *
 from .ops.linear.grouped_w4a8 import *
 from .ops.linear.grouped_wna16 import *
 from .ops.linear.lora import *
+from .ops.linear.lora_experts import *
 from .ops.linear.machete_mm import *
 from .ops.linear.marlin_24_mm import *
 from .ops.linear.marlin_mm import *

@@ -7271,6 +7271,157 @@ class _lora_expand(_Attributes, Protocol):
 
 lora_expand: _lora_expand
 
+class _fused_moe_lora_shrink(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        lora_a: Tensor,
+        expert_ids: Tensor,
+        adapter_enabled: Tensor,
+        token_lora_mapping: Tensor | None = None,
+        sorted_token_ids: Tensor | None = None,
+        num_tokens_post_padded: Tensor | None = None,
+        lora_ids: Tensor | None = None,
+        block_size: int = 0,
+        lora_a1: Tensor | None = None,
+        lora_a2: Tensor | None = None,
+        lora_a3: Tensor | None = None,
+    ) -> None:
+        """The first product of LoRA for experts: ``out[s, t, k] = lora_a[l, e] @ x[t, k]``, summed in float32.
+
+        Choice k of token t is the pair t * top_k + k; e is its expert, and l the adapter of its token. A layer has a slice
+        s for gates and ups. The row of a pair without an adapter stays as it is. The contract is that of the first half of
+        vLLM's `fused_moe_lora`.
+
+        Pairs come in one of two forms. Without `sorted_token_ids`, each pair has its expert in `expert_ids`, and each token
+        its adapter in `token_lora_mapping`. With it, each adapter has a list of its pairs in blocks of one expert, as
+        `moe_lora_align_block_size` makes it. An adapter outside of 0 to max_loras - 1, one that is not enabled, and an
+        expert outside of 0 to num_experts - 1, such as -1, are none.
+
+        Args:
+            out: [num_slices, num_tokens, top_k, rank], written in part; the dtype of `lora_a` or float32; the last stride
+                is 1, and pairs follow each other.
+            x: [num_tokens, top_k, hidden_size], or [num_tokens, 1, hidden_size] for one row that all choices of a token
+                share; the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; strides as for `out`.
+            lora_a: [max_loras, num_experts, rank, hidden_size], float32, float16 or bfloat16; contiguous. The first slice.
+                One expert stands for any number that share the adapter.
+            expert_ids: int32 or int64, contiguous; [num_tokens * top_k], or the expert of each block of the lists,
+                [max_loras, num_blocks].
+            adapter_enabled: [max_loras or more] int32, contiguous; 0 for an adapter without weights for experts.
+            token_lora_mapping: [num_tokens or more] int32, contiguous; required without `sorted_token_ids`, else not read.
+            sorted_token_ids: [max_loras, num_slots] int32, contiguous: pairs, each once; numbers that are no pair are
+                padding.
+            num_tokens_post_padded: [max_loras] int32, contiguous: the slots of each list that are in use.
+            lora_ids: [any] int32, contiguous: the adapters in use. The list of an adapter that is not named is not read.
+            block_size: slots of a block of the lists.
+            lora_a1: further slices, like `lora_a`.
+            lora_a2: further slices, like `lora_a`.
+            lora_a3: further slices, like `lora_a`.
+        """
+    @staticmethod
+    def new(
+        x: Tensor,
+        lora_a: Tensor,
+        expert_ids: Tensor,
+        adapter_enabled: Tensor,
+        token_lora_mapping: Tensor | None = None,
+        sorted_token_ids: Tensor | None = None,
+        num_tokens_post_padded: Tensor | None = None,
+        lora_ids: Tensor | None = None,
+        block_size: int = 0,
+        lora_a1: Tensor | None = None,
+        lora_a2: Tensor | None = None,
+        lora_a3: Tensor | None = None,
+        *,
+        top_k: int | None,
+    ) -> Tensor:
+        """The first product of LoRA for experts: ``out[s, t, k] = lora_a[l, e] @ x[t, k]``, summed in float32.
+
+        Choice k of token t is the pair t * top_k + k; e is its expert, and l the adapter of its token. A layer has a slice
+        s for gates and ups. The row of a pair without an adapter stays as it is. The contract is that of the first half of
+        vLLM's `fused_moe_lora`.
+
+        Pairs come in one of two forms. Without `sorted_token_ids`, each pair has its expert in `expert_ids`, and each token
+        its adapter in `token_lora_mapping`. With it, each adapter has a list of its pairs in blocks of one expert, as
+        `moe_lora_align_block_size` makes it. An adapter outside of 0 to max_loras - 1, one that is not enabled, and an
+        expert outside of 0 to num_experts - 1, such as -1, are none.
+
+        Args:
+            x: [num_tokens, top_k, hidden_size], or [num_tokens, 1, hidden_size] for one row that all choices of a token
+                share; the dtype of `lora_a`, or float32, which is rounded to that of `lora_a`; strides as for `out`.
+            lora_a: [max_loras, num_experts, rank, hidden_size], float32, float16 or bfloat16; contiguous. The first slice.
+                One expert stands for any number that share the adapter.
+            expert_ids: int32 or int64, contiguous; [num_tokens * top_k], or the expert of each block of the lists,
+                [max_loras, num_blocks].
+            adapter_enabled: [max_loras or more] int32, contiguous; 0 for an adapter without weights for experts.
+            token_lora_mapping: [num_tokens or more] int32, contiguous; required without `sorted_token_ids`, else not read.
+            sorted_token_ids: [max_loras, num_slots] int32, contiguous: pairs, each once; numbers that are no pair are
+                padding.
+            num_tokens_post_padded: [max_loras] int32, contiguous: the slots of each list that are in use.
+            lora_ids: [any] int32, contiguous: the adapters in use. The list of an adapter that is not named is not read.
+            block_size: slots of a block of the lists.
+            lora_a1: further slices, like `lora_a`.
+            lora_a2: further slices, like `lora_a`.
+            lora_a3: further slices, like `lora_a`.
+            top_k: choices of a token. Without it, as many as `expert_ids` has for each, or those of `x` if there are lists.
+
+        Returns:
+            out: [num_slices, num_tokens, top_k, rank], written in part; the dtype of `lora_a` or float32;
+                the last stride is 1, and pairs follow each other. Zeros where the op leaves it as it is.
+        """
+
+fused_moe_lora_shrink: _fused_moe_lora_shrink
+
+class _fused_moe_lora_expand(_Attributes, Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        lora_b: Tensor,
+        expert_ids: Tensor,
+        adapter_enabled: Tensor,
+        token_lora_mapping: Tensor | None = None,
+        sorted_token_ids: Tensor | None = None,
+        num_tokens_post_padded: Tensor | None = None,
+        lora_ids: Tensor | None = None,
+        block_size: int = 0,
+        topk_weights: Tensor | None = None,
+        add_inputs: bool = True,
+        lora_b1: Tensor | None = None,
+        lora_b2: Tensor | None = None,
+        lora_b3: Tensor | None = None,
+    ) -> None:
+        """The second product of LoRA for experts: ``out[t, k] += topk_weights[t, k] * lora_b[l, e] @ x[s, t, k]``.
+
+        Choice k of token t is the pair t * top_k + k; e is its expert, and l the adapter of its token. Each slice s of a
+        layer has columns of `out` of its own. The row of a pair without an adapter stays as it is. Products are summed in
+        float32, and a result is rounded once. The contract is that of the second half of vLLM's `fused_moe_lora`; `out` may
+        be a view of columns of a larger tensor, where vLLM takes an offset.
+
+        Args:
+            out: [num_tokens, top_k, output_size], updated; the dtype of `lora_b` or float32; the last stride is 1, and
+                pairs follow each other, as do the columns of the slices.
+            x: [num_slices, num_tokens, top_k, rank], the dtype of `lora_b`, or float32, which is rounded to that of
+                `lora_b`; strides as for `out`.
+            lora_b: [max_loras, num_experts, columns of the slice, rank], float32, float16 or bfloat16; contiguous. The
+                first slice. One expert stands for any number that share the adapter.
+            expert_ids: see `fused_moe_lora_shrink`.
+            adapter_enabled: see `fused_moe_lora_shrink`.
+            token_lora_mapping: see `fused_moe_lora_shrink`.
+            sorted_token_ids: see there.
+            num_tokens_post_padded: see there.
+            lora_ids: see there.
+            block_size: see there.
+            topk_weights: [num_tokens, top_k], float32, float16 or bfloat16, contiguous: a factor of each pair.
+            add_inputs: add to `out`; otherwise overwrite the rows of pairs with an adapter.
+            lora_b1: further slices, with columns of their own.
+            lora_b2: further slices, with columns of their own.
+            lora_b3: further slices, with columns of their own.
+        """
+
+fused_moe_lora_expand: _fused_moe_lora_expand
+
 class _machete_prepack_B(_Attributes, Protocol):
     def __call__(
         self,

@@ -28,7 +28,13 @@
 //     HAS_ORDER         order and num_tokens_per_lora are given
 //     ADDS              add to out
 //     CLEARS            write zeros for tokens without an adapter
+//
+// lora_mma_experts: the same for pairs of a token and an expert, with a weight for each adapter and expert. Its rows
+// come from lists (lora_experts.cuh), and the sum of a pair may have a factor. A tile of a sorted list has one expert.
+//     SORTED            pairs come in blocks of one expert each
+//     HAS_FACTORS       topk_weights is given, of type factor_t
 
+#include "lora_experts.cuh"
 #include "lora_slices.cuh"
 #include "product.cuh"
 
@@ -81,41 +87,20 @@ struct Fragment {
     }
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-lora_mma(out_t* out,                          // [num_tokens, columns] of each slice
-         const input_t* x,                    // [num_tokens, size], of each slice if x_slice_stride is not 0
-         const scalar_t* weight,              // [num_loras, columns, size]
-         const scalar_t* weight1,             // [num_loras, columns1, size]
-         const scalar_t* weight2,             // [num_loras, columns2, size]
-         const scalar_t* weight3,             // [num_loras, columns3, size]
-         const index_t* indices,              // [num_tokens]
-         const index_t* order,                // [num_tokens]
-         const index_t* num_tokens_per_lora,  // [num_counts]
-         int64_t num_tokens, int num_loras, int num_counts, int columns, int columns1, int columns2, int columns3,
-         int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
-         float scale) {
-    await_previous_kernel();
+// Multiplies the rows of a CTA and writes them. Lane i of every warp knows row i; `rows` has the numbers of all of them
+// in out, and `x_rows` in x. The sum of row i has the factor `factor(i)`.
+template <typename Factor>
+DEVICE void multiply_rows(const LoraRow& mine, const int64_t* rows, const int64_t* x_rows, const Slices& slices,
+                          int column_tile, out_t* out, const input_t* x, int size, int64_t out_stride,
+                          int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride, const Factor& factor) {
     __shared__ alignas(16) float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
-    __shared__ int64_t rows[TOKENS];                                     // the tokens
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int k_warp = warp % K_WARPS, n_warp = warp / K_WARPS;
-    const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
-    const int column_tiles = slices.tiles<COLUMNS>();
-    const int64_t first_token = int64_t(blockIdx.x) / column_tiles * TOKENS;
-    const int first_column = int(blockIdx.x % column_tiles) * COLUMNS;
+    const int first_column = column_tile * COLUMNS;
 
-    // Lane i of every warp has token i and its adapter; -1 is none. The first lane with an adapter leads the others.
-    int64_t token = first_token + lane;
-    bool may_have_lora = lane < TOKENS && token < num_tokens;
-    if constexpr (HAS_ORDER) {
-        const int64_t ordered = may_have_lora ? int64_t(order[token]) : 0;  // in flight with the counts
-        may_have_lora &= token < num_ordered(num_tokens_per_lora, num_counts, num_tokens);
-        if (may_have_lora) token = ordered;
-    }
-    const bool has_token = lane < TOKENS && token >= 0 && token < num_tokens;
-    const int64_t index = may_have_lora && has_token ? int64_t(indices[token]) : -1;
-    const bool has_lora = index >= 0 && index < num_loras;
-    const int lora = has_lora ? int(index) : -1;
+    // The first lane with an adapter leads the others.
+    const int lora = mine.weight;
+    const bool has_lora = lora >= 0;
     int leader = lane;
 #pragma unroll
     for (int i = TOKENS - 1; i >= 0; --i) {
@@ -127,9 +112,8 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
         return uint32_t(count_bits(leaders & ((lane_mask_t(1) << leader) - 1))) % gridDim.y == blockIdx.y;
     };
     const lane_mask_t computed = ballot(has_lora && is_mine(leader));
-    const lane_mask_t cleared = ballot(CLEARS && blockIdx.y == 0 && has_token && !has_lora);
+    const lane_mask_t cleared = ballot(CLEARS && blockIdx.y == 0 && mine.exists && !has_lora);
     if ((computed | cleared) == 0) return;
-    if (warp == 0 && lane < TOKENS) rows[lane] = token;
     __syncthreads();
 
     // The tile of out in vectors. What is added comes to L2 while products are computed, for which the registers are
@@ -177,7 +161,7 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
                 for (int m = 0; m < TILES_M; ++m) {
                     const int here = made_anew(lane);
                     const int number = m * 16 + token_of(here) + i * 8;
-                    const input_t* row = x + rows[number] * x_stride;
+                    const input_t* row = x + x_rows[number] * x_stride;
 #pragma unroll
                     for (int s = 0; s < BATCH; ++s) {
                         const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
@@ -253,8 +237,93 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
             added.template word<OUT_VEC>(0) = words[v];
             added.to_floats(y);
 #pragma unroll
-            for (int j = 0; j < OUT_VEC; ++j) y[j] += total[j] * scale;
+            for (int j = 0; j < OUT_VEC; ++j) y[j] += total[j] * factor(row);
             out_vec::from_floats(y).store(addresses[v]);
         }
     }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+lora_mma(out_t* out,                          // [num_tokens, columns] of each slice
+         const input_t* x,                    // [num_tokens, size], of each slice if x_slice_stride is not 0
+         const scalar_t* weight,              // [num_loras, columns, size]
+         const scalar_t* weight1,             // [num_loras, columns1, size]
+         const scalar_t* weight2,             // [num_loras, columns2, size]
+         const scalar_t* weight3,             // [num_loras, columns3, size]
+         const index_t* indices,              // [num_tokens]
+         const index_t* order,                // [num_tokens]
+         const index_t* num_tokens_per_lora,  // [num_counts]
+         int64_t num_tokens, int num_loras, int num_counts, int columns, int columns1, int columns2, int columns3,
+         int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
+         float scale) {
+    await_previous_kernel();
+    __shared__ int64_t rows[TOKENS];  // the tokens
+    const int lane = threadIdx.x % WARP_SIZE;
+    const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
+    const int column_tiles = slices.tiles<COLUMNS>();
+    const int64_t first_token = int64_t(blockIdx.x) / column_tiles * TOKENS;
+
+    // Lane i of every warp has token i and its adapter.
+    int64_t token = first_token + lane;
+    bool may_have_lora = lane < TOKENS && token < num_tokens;
+    if constexpr (HAS_ORDER) {
+        const int64_t ordered = may_have_lora ? int64_t(order[token]) : 0;  // in flight with the counts
+        may_have_lora &= token < num_ordered(num_tokens_per_lora, num_counts, num_tokens);
+        if (may_have_lora) token = ordered;
+    }
+    const bool has_token = lane < TOKENS && token >= 0 && token < num_tokens;
+    const int64_t index = may_have_lora && has_token ? int64_t(indices[token]) : -1;
+    const bool has_lora = index >= 0 && index < num_loras;
+    if (threadIdx.x < TOKENS) rows[lane] = token;
+    multiply_rows({token, has_lora ? int(index) : -1, has_token}, rows, rows, slices, int(blockIdx.x % column_tiles),
+                  out, x, size, out_stride, out_slice_stride, x_stride, x_slice_stride, [=](int) { return scale; });
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+lora_mma_experts(out_t* out,                             // [num_pairs, columns] of each slice
+                 const input_t* x,                       // [num_pairs / x_top_k, size], likewise if x_slice_stride != 0
+                 const scalar_t* weight,                 // [max_loras * num_experts, columns, size]
+                 const scalar_t* weight1,                // [max_loras * num_experts, columns1, size]
+                 const scalar_t* weight2,                // [max_loras * num_experts, columns2, size]
+                 const scalar_t* weight3,                // [max_loras * num_experts, columns3, size]
+                 const index_t* expert_ids,              // [max_loras, num_blocks]; [num_pairs] unless SORTED
+                 const int32_t* adapter_enabled,         // [max_loras]
+                 const int32_t* token_lora_mapping,      // [num_pairs / top_k]
+                 const int32_t* sorted_token_ids,        // [max_loras, num_slots]
+                 const int32_t* num_tokens_post_padded,  // [max_loras]
+                 const int32_t* lora_ids,                // [num_lora_ids]
+                 const factor_t* topk_weights,           // [num_pairs]
+                 int64_t num_pairs, int top_k, int x_top_k, int max_loras, int num_experts, int num_slots,
+                 int num_blocks, int block_size, int num_lora_ids, int columns, int columns1, int columns2,
+                 int columns3, int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride,
+                 int64_t x_slice_stride) {
+    await_previous_kernel();
+    __shared__ int64_t rows[TOKENS];    // the pairs
+    __shared__ int64_t x_rows[TOKENS];  // their rows of x
+    __shared__ float factors[TOKENS];
+    const int lane = threadIdx.x % WARP_SIZE;
+    const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
+    const ExpertLists<SORTED, index_t> lists = {expert_ids,
+                                                adapter_enabled,
+                                                token_lora_mapping,
+                                                sorted_token_ids,
+                                                num_tokens_post_padded,
+                                                lora_ids,
+                                                num_pairs,
+                                                top_k,
+                                                max_loras,
+                                                num_experts,
+                                                num_slots,
+                                                num_blocks,
+                                                block_size,
+                                                num_lora_ids};
+    const int column_tiles = slices.tiles<COLUMNS>();
+    const LoraRow mine = lists.row<TOKENS>(int(blockIdx.x) / column_tiles, lane);
+    if (threadIdx.x < TOKENS) {
+        rows[lane] = mine.row;
+        x_rows[lane] = mine.row / x_top_k;
+        factors[lane] = HAS_FACTORS && mine.weight >= 0 ? to_float(topk_weights[mine.row]) : 1.0f;
+    }
+    multiply_rows(mine, rows, x_rows, slices, int(blockIdx.x) % column_tiles, out, x, size, out_stride,
+                  out_slice_stride, x_stride, x_slice_stride, [&](int row) { return factors[row]; });
 }

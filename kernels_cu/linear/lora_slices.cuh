@@ -41,6 +41,13 @@ struct Slices {
     }
 };
 
+// A row of a product: its number in out, the number of its weight, -1 for none, and whether there is such a row.
+struct LoraRow {
+    int64_t row;
+    int weight;
+    bool exists;
+};
+
 // The tokens of a call with an order: `order` names the first of them, as many as `num_tokens_per_lora` counts. The
 // others, padding of a CUDA graph, have no adapter. Every lane of the warp takes part.
 template <typename index_t>

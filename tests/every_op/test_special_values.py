@@ -278,7 +278,7 @@ OF_TWO_SCALES = {"cutlass_scaled_mm", "cutlass_w4a8_moe_mm", "grouped_gemm"}
 # Growing states become infinite earlier in one order than in another, and so does the mean of two largest numbers, or
 # the sum over heads under the largest weights, or over K: a product overflows unless it is added to -inf.
 WITHOUT_LARGEST = OF_GROWING_STATES | {"merge_attn_states", "fp8_mqa_logits", "fp8_paged_mqa_logits"}
-WITHOUT_LARGEST |= {"lora_expand", "lora_shrink"}
+WITHOUT_LARGEST |= {"fused_moe_lora_expand", "fused_moe_lora_shrink", "lora_expand", "lora_shrink"}
 # Norms round a subnormal key to zero, and zero times an infinite change of the state is NaN.
 WITHOUT_SUBNORMAL = {name for name in pyops.registry if re.search("gated_delta_rule|kda", name)}
 SCALES = (0.0, -0.0, 2.0**-149, -1e-42, 2.0**-127, 2.0**-126, 1e-30, -1.0, 3e38, INF, NAN)

@@ -16,6 +16,7 @@ from . import grouped_scaled as _grouped_scaled
 from . import grouped_w4a8 as _grouped_w4a8
 from . import grouped_wna16 as _grouped_wna16
 from . import lora as _lora
+from . import lora_experts as _lora_experts
 from . import machete_mm as _machete_mm
 from . import marlin_24_mm as _marlin_24_mm
 from . import marlin_mm as _marlin_mm
@@ -45,6 +46,7 @@ from .grouped_scaled import *
 from .grouped_w4a8 import *
 from .grouped_wna16 import *
 from .lora import *
+from .lora_experts import *
 from .machete_mm import *
 from .marlin_24_mm import *
 from .marlin_mm import *
@@ -71,6 +73,7 @@ __all__ += _fp4_mm.__all__
 __all__ += _ggml.__all__
 __all__ += _ggml_moe.__all__
 __all__ += _lora.__all__
+__all__ += _lora_experts.__all__
 __all__ += _machete_mm.__all__
 __all__ += _marlin_24_mm.__all__
 __all__ += _marlin_mm.__all__

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
-from ..._core.launch.kernel import Launch
+from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
-from .lora_plan import given, plan
+from .lora_plan import check_operands, given, launch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["lora_expand", "lora_shrink"]
+
+_mma, _simt = Kernel("linear/lora_mma.cu"), Kernel("linear/lora_simt.cu")
 
 
 def _adapters(indices: Tensor, num_tokens_per_lora: Tensor | None) -> Tensor:
@@ -28,7 +31,7 @@ def _adapters(indices: Tensor, num_tokens_per_lora: Tensor | None) -> Tensor:
     return torch.where(torch.arange(len(indices), dtype=torch.int64, device=indices.device) < counted, indices, -1)
 
 
-def _product(x: Tensor, weight: Tensor, adapters: Tensor) -> tuple[Tensor, Tensor]:
+def multiplied(x: Tensor, weight: Tensor, adapters: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens have an adapter, and the product of each of these with its own."""
     import torch
 
@@ -76,7 +79,7 @@ def lora_shrink(
     adapters = _adapters(indices, num_tokens_per_lora)
     out.zero_()
     for rows, weight in zip(out, given((lora_a, lora_a1, lora_a2, lora_a3)), strict=True):
-        found, product = _product(x, weight, adapters)
+        found, product = multiplied(x, weight, adapters)
         rows[found] = (product * scale).to(out.dtype)
 
 
@@ -111,7 +114,52 @@ def plan_lora_shrink(
     num_slices, num_tokens, rank = result_lora_shrink(x, lora_a, lora_a1, lora_a2, lora_a3).shape
     check.sizes(out, num_slices=num_slices, num_tokens=num_tokens, rank=rank)
     weights = lora_a, lora_a1, lora_a2, lora_a3
-    return plan(out, x, weights, indices, order, num_tokens_per_lora, is_shrink=True, adds=False)
+    return _plan(out, x, weights, indices, order, num_tokens_per_lora, is_shrink=True, adds=False)
+
+
+def _plan(
+    out: TensorArg,
+    x: TensorArg,
+    weights: Sequence[TensorArg | None],
+    indices: TensorArg,
+    order: TensorArg | None,
+    num_tokens_per_lora: TensorArg | None,
+    *,
+    is_shrink: bool,
+    adds: bool,
+    **scale: Any,
+) -> Launch:
+    """Checks what the ops have in common, and launches a kernel."""
+    check_operands(out, x, weights)
+    num_tokens = x.shape[-2]
+    check.index(indices, num_tokens=num_tokens)
+    check.contiguous(indices)
+    if (order is None) != (num_tokens_per_lora is None):
+        raise check.refuse(indices, "order", "expected num_tokens_per_lora with an order, and none without")
+    num_counts = 0
+    if order is not None and num_tokens_per_lora is not None:
+        check.shape(order, indices.dtype, num_tokens=num_tokens)
+        check.sizes(num_tokens_per_lora, num_loras=None)
+        check.dtype(num_tokens_per_lora, indices.dtype)
+        check.contiguous(num_tokens_per_lora)
+        num_counts = num_tokens_per_lora.numel
+    return launch(
+        _mma,
+        _simt,
+        out,
+        x,
+        weights,
+        num_rows=num_tokens,
+        is_shrink=is_shrink,
+        is_ordered=order is not None,
+        constants={"index_t": indices.dtype, "HAS_ORDER": order is not None, "ADDS": adds, "CLEARS": is_shrink},
+        num_tokens=num_tokens,
+        num_loras=given(weights)[0].shape[0],
+        num_counts=num_counts,
+        out_stride=out.strides[-2],
+        x_stride=x.strides[-2],
+        **scale,
+    )
 
 
 def _order(make: Any, num_tokens: int, num_loras: int, dtype: str, in_order: bool) -> tuple[Any, ...]:
@@ -187,7 +235,7 @@ def lora_expand(
     weights = given((lora_b, lora_b1, lora_b2, lora_b3))
     columns = out.split([weight.shape[1] for weight in weights], 1)
     for part, rows, weight in zip(columns, x, weights, strict=True):
-        found, product = _product(rows, weight, adapters)
+        found, product = multiplied(rows, weight, adapters)
         part[found] = (product + part[found].float() if add_inputs else product).to(out.dtype)
 
 
@@ -210,7 +258,7 @@ def plan_lora_expand(
     for arg in slices:
         check.sizes(arg, num_loras=lora_b.shape[0] if lora_b.shape else None, output_size=None, rank=x.shape[2])
     check.sizes(out, num_tokens=x.shape[1], output_size=sum(arg.shape[1] for arg in slices))
-    return plan(out, x, weights, indices, order, num_tokens_per_lora, is_shrink=False, adds=add_inputs, scale=1.0)
+    return _plan(out, x, weights, indices, order, num_tokens_per_lora, is_shrink=False, adds=add_inputs, scale=1.0)
 
 
 @lora_expand.example

@@ -14,7 +14,6 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
 
-_mma, _simt = Kernel("linear/lora_mma.cu"), Kernel("linear/lora_simt.cu")
 _TILE = 16  # rows of an MMA operand
 _NUM_WARPS = 8  # most warps of a CTA
 _WARP_K = 128  # fewest elements of K for each warp that splits it
@@ -35,6 +34,7 @@ class _Problem:
         columns: of each slice.
         shares_x: whether all slices multiply the same x.
         is_ordered: whether tokens come in order of their adapters.
+        lists: (their number, slots of each) if tokens come in padded lists, in blocks of one adapter each.
         vec_size: elements of an access to the weight.
         input_size: bytes of an element of x.
         has_mma: whether MMAs take the weight.
@@ -46,6 +46,7 @@ class _Problem:
     size: int
     shares_x: bool
     is_ordered: bool
+    lists: tuple[int, int] | None
     vec_size: int
     input_size: int
     has_mma: bool
@@ -54,6 +55,17 @@ class _Problem:
     def num_columns(self, step: int) -> int:
         """Columns of all slices, if each begins at a multiple of `step`."""
         return sum(-(-columns // step) * step for columns in self.columns)
+
+    def num_tiles(self, tokens: int) -> int:
+        """Tiles of so many tokens that have any; of padded lists, the most."""
+        tiles = -(-self.num_tokens // tokens)
+        return tiles if self.lists is None else min(self.num_tokens, tiles + self.num_loras - 1)
+
+    def grid_tiles(self, tokens: int) -> int:
+        """Tiles of so many tokens, or slots of padded lists, for which CTAs are launched."""
+        if self.lists is None or not self.num_tokens:
+            return self.num_tiles(tokens)
+        return self.lists[0] * -(-self.lists[1] // tokens)
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,12 @@ class _Rows:
     def block_columns(self) -> int:
         return _SIMT_THREADS // self.row_threads * self.rows
 
+    def column_tiles(self, problem: _Problem) -> int:
+        return problem.num_columns(self.block_columns) // self.block_columns
+
     def num_blocks(self, problem: _Problem) -> int:
-        return problem.num_tokens * problem.num_columns(self.block_columns) // self.block_columns
+        """CTAs with a token."""
+        return problem.num_tiles(1) * self.column_tiles(problem)
 
     def load(self, problem: _Problem) -> int:
         """Rows of K elements that the busiest SM loads."""
@@ -105,20 +121,23 @@ class _Tiles:
     def num_adapters(self, problem: _Problem) -> int:
         """Adapters of a tile of tokens, if these have as many different ones as there are."""
         others = problem.num_loras - 1
-        if problem.is_ordered:  # one where tiles begin, and each of the others begins in one tile
+        if problem.lists is not None:  # blocks have one, and are seldom smaller than a tile
+            others = 0
+        elif problem.is_ordered:  # one where tiles begin, and each of the others begins in one tile
             others //= max(1, -(-problem.num_tokens // self.tokens))
         return max(1, min(self.tokens, problem.num_tokens, others + 1))
 
-    def grid(self, problem: _Problem) -> tuple[int, int]:
-        """Tiles of tokens and columns, and the CTAs that share the adapters of each while SMs would idle."""
-        columns = -(-problem.num_columns(self.slice_step(problem)) // self.tile_columns)
-        tiles = -(-problem.num_tokens // self.tokens) * columns
-        idle = -(-problem.device.num_sms // max(1, tiles))
-        return tiles, min(self.num_adapters(problem), idle)
+    def column_tiles(self, problem: _Problem) -> int:
+        return -(-problem.num_columns(self.slice_step(problem)) // self.tile_columns)
+
+    def parts(self, problem: _Problem) -> int:
+        """CTAs that share the adapters of a tile of tokens and columns while SMs would idle."""
+        tiles = problem.num_tiles(self.tokens) * self.column_tiles(problem)
+        return min(self.num_adapters(problem), -(-problem.device.num_sms // max(1, tiles)))
 
     def load(self, problem: _Problem) -> int:
         """Rows of K elements that the busiest SM loads."""
-        tiles, parts = self.grid(problem)
+        tiles, parts = problem.num_tiles(self.tokens) * self.column_tiles(problem), self.parts(problem)
         adapters = -(-self.num_adapters(problem) // parts)
         columns = min(problem.num_columns(1), self.tile_columns)
         return -(-tiles * parts // problem.device.num_sms) * (adapters * columns + -(-self.tokens // parts))
@@ -146,13 +165,15 @@ def _choose(problem: _Problem) -> _Rows | _Tiles:
     while k_warps < _NUM_WARPS and 2 * k_warps * _WARP_K <= problem.size:
         k_warps *= 2
     best: _Rows | _Tiles = _choose_rows(problem)
+    # By lora_simt.cu, every slot of a list would be a CTA.
+    best_load = math.inf if problem.has_mma and problem.lists is not None else best.load(problem)
     for tiles_m, tiles_n in itertools.product((1, 2), (1, 2, 3, 4)) if problem.has_mma else ():
         columns = problem.num_columns(_TILE) if problem.shares_x else max(problem.columns)
         needed = -(-columns // (_TILE * tiles_n))
         tiles = _Tiles(tiles_m, tiles_n, k_warps, min(_NUM_WARPS // k_warps, tuning.power_of_two(max(1, needed))))
         fits = k_warps * tiles.tokens * tiles.tile_columns <= _MAX_SUMS
-        if fits and tiles.load(problem) < best.load(problem):
-            best = tiles
+        if fits and (load := tiles.load(problem)) < best_load:
+            best, best_load = tiles, load
     return best
 
 
@@ -168,80 +189,79 @@ def _choose_rows(problem: _Problem) -> _Rows:
     return _Rows(row_threads, rows)
 
 
-def plan(
-    out: TensorArg,
-    x: TensorArg,
-    weights: Sequence[TensorArg | None],
-    indices: TensorArg,
-    order: TensorArg | None,
-    num_tokens_per_lora: TensorArg | None,
-    *,
-    is_shrink: bool,
-    adds: bool,
-    **arguments: Any,
-) -> Launch:
-    """Checks what the ops have in common, and chooses the kernel."""
-    slices = given(weights)
-    weight = slices[0]
+def check_operands(out: TensorArg, x: TensorArg, weights: Sequence[TensorArg | None]) -> None:
+    """Checks what all products have in common, but for sizes."""
+    weight, *others = given(weights)
     check.floating(weight)
-    for arg in slices:
+    for arg in (weight, *others):
         check.dtype(arg, weight.dtype)
         check.contiguous(arg)
-    if weight.shape[0] > _MAX_LORAS:
+    if math.prod(weight.shape[:-2]) > _MAX_LORAS:
         raise weight.error(f"expected at most 2^30 adapters, got shape {weight.shape}")
     for arg in (x, out):
         check.dtype(arg, weight.dtype, float32)
         check.row_size(arg)
         check.narrow(arg)
-    num_tokens, size = x.shape[-2:]
-    check.index(indices, num_tokens=num_tokens)
-    check.contiguous(indices)
-    if (order is None) != (num_tokens_per_lora is None):
-        raise check.refuse(indices, "order", "expected num_tokens_per_lora with an order, and none without")
-    num_counts = 0
-    if order is not None and num_tokens_per_lora is not None:
-        check.shape(order, indices.dtype, num_tokens=num_tokens)
-        check.sizes(num_tokens_per_lora, num_loras=None)
-        check.dtype(num_tokens_per_lora, indices.dtype)
-        check.contiguous(num_tokens_per_lora)
-        num_counts = num_tokens_per_lora.numel
-    columns = tuple(arg.shape[1] for arg in slices)
+
+
+def launch(
+    mma: Kernel,
+    simt: Kernel,
+    out: TensorArg,
+    x: TensorArg,
+    weights: Sequence[TensorArg | None],
+    *,
+    num_rows: int,
+    is_shrink: bool,
+    is_ordered: bool,
+    constants: dict[str, Any],
+    lists: tuple[int, int] | None = None,
+    **arguments: Any,
+) -> Launch:
+    """A launch of that kernel which the choice takes, with these constants and arguments and with its own.
+
+    The weights are [..., columns of the slice, size]; `num_rows` are the tokens of the `_Problem`, which has
+    `is_ordered` and `lists`, too.
+    """
+    slices, size = given(weights), x.shape[-1]
+    weight, columns = slices[0], tuple(arg.shape[-2] for arg in slices)
     vec_size, input_vec = check.vector_width(size, *slices), check.vector_width(size, x)
     products = "bfloat16_products" if weight.dtype is bfloat16 else "products"
     has_mma = weight.dtype is not float32 and x.device.supports(products)
     problem = _Problem(
-        num_tokens,
-        weight.shape[0],
+        num_rows,
+        math.prod(weight.shape[:-2]),
         columns,
         size,
         shares_x=is_shrink,
-        is_ordered=order is not None,
+        is_ordered=is_ordered,
+        lists=lists,
         vec_size=vec_size,
         input_size=x.dtype.itemsize,
         has_mma=has_mma,
         device=x.device,
     )
-    chosen = _choose(replace(problem, num_tokens=tuning.pinned(num_tokens)))
-    constants: dict[str, Any] = {"scalar_t": weight.dtype, "input_t": x.dtype, "out_t": out.dtype}
-    constants |= {"index_t": indices.dtype, "ADDS": adds, "CLEARS": is_shrink, "VEC_SIZE": vec_size}
-    constants |= {"NUM_SLICES": len(slices), "HAS_ORDER": order is not None, **chosen.constants(problem)}
-    arguments |= {"num_tokens": num_tokens, "num_loras": weight.shape[0], "num_counts": num_counts, "size": size}
+    chosen = _choose(replace(problem, num_tokens=tuning.pinned(num_rows)))
+    constants |= {"scalar_t": weight.dtype, "input_t": x.dtype, "out_t": out.dtype, "VEC_SIZE": vec_size}
+    constants |= {"NUM_SLICES": len(slices), **chosen.constants(problem)}
     arguments |= {f"columns{i or ''}": columns[i] if i < len(columns) else 0 for i in range(len(weights))}
     # A slice of out begins at its number times out_slice_stride, plus the columns of the slices before it.
-    arguments |= {"out_stride": out.strides[-2], "out_slice_stride": out.strides[0] - columns[0] if is_shrink else 0}
-    arguments |= {"x_stride": x.strides[-2], "x_slice_stride": 0 if is_shrink else x.strides[0]}
+    arguments |= {"size": size, "out_slice_stride": out.strides[0] - columns[0] if is_shrink else 0}
+    arguments |= {"x_slice_stride": 0 if is_shrink else x.strides[0]}
     names = {f"weight{i or ''}": f"lora_{'a' if is_shrink else 'b'}{i or ''}" for i in range(len(weights))}
     if isinstance(chosen, _Rows):
-        specialised = _simt.renamed(**names)(**constants, INPUT_VEC=min(vec_size, input_vec), NUM_THREADS=_SIMT_THREADS)
-        return specialised.launch(grid=chosen.num_blocks(problem), block=_SIMT_THREADS, **arguments)
+        specialised = simt.renamed(**names)(**constants, INPUT_VEC=min(vec_size, input_vec), NUM_THREADS=_SIMT_THREADS)
+        blocks = problem.grid_tiles(1) * chosen.column_tiles(problem)
+        return specialised.launch(grid=blocks, block=_SIMT_THREADS, **arguments)
     num_threads = chosen.k_warps * chosen.n_warps * x.device.warp_size
-    return _mma.renamed(**names)(
+    tiles = problem.grid_tiles(chosen.tokens) * chosen.column_tiles(problem)
+    return mma.renamed(**names)(
         **constants,
         INPUT_VEC=input_vec,
         OUT_VEC=check.vector_width(math.gcd(*columns), out),
         NUM_THREADS=num_threads,
         MIN_BLOCKS=_MIN_BLOCKS if vec_size > 1 else 1,
-    ).launch(grid=chosen.grid(problem), block=num_threads, **arguments)
+    ).launch(grid=(tiles, chosen.parts(problem)), block=num_threads, **arguments)
 
 
 def given(weights: Sequence[Any]) -> list[Any]:
