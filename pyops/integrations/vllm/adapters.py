@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..._core.errors import OpError
@@ -12,8 +12,6 @@ from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
-from ...ops.linear import lora_expand as _lora_expand
-from ...ops.linear import lora_shrink as _lora_shrink
 from ...ops.linear import marlin_gemm as _marlin_gemm
 from ...ops.linear import moe_wna16_gemm as _moe_wna16_gemm
 from ...ops.linear import moe_wna16_marlin_gemm as _moe_wna16_marlin_gemm
@@ -26,6 +24,7 @@ from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_qu
 from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
 from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
+from . import adapters_lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,64 +239,5 @@ def moe_wna16_gemm(input: Tensor, output: Tensor, *args: Any) -> Tensor:
     return output.new_empty(0)
 
 
-@_adapter("0.22")
-def lora_shrink(
-    inputs: Tensor,
-    lora_a_weights: Sequence[Tensor],
-    output_tensor: Tensor,
-    token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor,
-    num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor,
-    lora_ids: Tensor,
-    no_lora_flag_cpu: Tensor,
-    num_active_loras: Tensor,
-    scaling: float,
-) -> None:
-    """lora_shrink, a launch for each four slices"""
-    if no_lora_flag_cpu.item():
-        return
-    sorted_tokens = token_indices_sorted_by_lora_ids, num_tokens_per_lora
-    for first, weights in _by_four(lora_a_weights):
-        out = output_tensor[first : first + 4]
-        _lora_shrink(out, inputs, weights[0], token_lora_mapping, scaling, *weights[1:], *sorted_tokens)
-
-
-@_adapter("0.22")
-def lora_expand(
-    inputs: Tensor,
-    lora_b_weights: Sequence[Tensor],
-    output_tensor: Tensor,
-    token_lora_mapping: Tensor,
-    token_indices_sorted_by_lora_ids: Tensor,
-    num_tokens_per_lora: Tensor,
-    lora_token_start_loc: Tensor,
-    lora_ids: Tensor,
-    no_lora_flag_cpu: Tensor,
-    num_active_loras: Tensor,
-    offset_start: int = 0,
-    add_inputs: bool = False,
-) -> None:
-    """lora_expand, a launch for each four slices"""
-    if no_lora_flag_cpu.item():
-        return
-    sorted_tokens = token_indices_sorted_by_lora_ids, num_tokens_per_lora
-    for first, weights in _by_four(lora_b_weights):
-        columns = sum(weight.shape[1] for weight in weights if weight is not None)
-        if offset_start < 0 or offset_start + columns > output_tensor.shape[-1]:
-            expected = f"at most {output_tensor.shape[-1] - columns}, for {columns} columns"
-            raise OpError("lora_expand", "offset_start", f"expected {expected}, got {offset_start}")
-        out, x = output_tensor[:, offset_start : offset_start + columns], inputs[first : first + 4]
-        _lora_expand(out, x, weights[0], token_lora_mapping, add_inputs, *weights[1:], *sorted_tokens)
-        offset_start += columns
-
-
-def _by_four(weights: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Any, Any, Any, Any]]]:
-    """(number of the first, weights [num_loras, rows, columns]) of each four slices; None for those that are missing.
-
-    vLLM stacks adapters as [num_loras, 1, rows, columns].
-    """
-    slices: list[Any] = [weight.squeeze(1) if weight.ndim == 4 else weight for weight in weights]
-    for first in range(0, len(slices), 4):
-        one, two, three, four, *_ = slices[first : first + 4] + [None] * 3
-        yield first, (one, two, three, four)
+for _lora in (adapters_lora.lora_shrink, adapters_lora.lora_expand):
+    _adapter("0.22")(_lora)

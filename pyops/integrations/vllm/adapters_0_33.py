@@ -23,7 +23,7 @@ from ...ops.moe import moe_sum_experts as _moe_sum_experts
 from ...ops.moe import topk_softplus_sqrt as _topk_softplus_sqrt
 from ...ops.norm import rms_norm_gated as _rms_norm_gated
 from ...ops.quantize import gptq_shuffle as _gptq_shuffle
-from . import adapters
+from . import adapters, adapters_lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,3 +276,6 @@ def fused_gdn_decode_post_conv_mtp(
 def mxfp4_experts_quant_supported(cuda_device_capability: int) -> bool:
     """mxfp4_experts_quant runs on every GPU"""
     return True
+
+
+_adapter(adapters_lora.fused_moe_lora)

@@ -102,6 +102,9 @@ mnnvl_multimem_reduce_scatter(int fa, Tensor inp, Tensor! out, int local_buffer,
 get_workspace_size(int T_total, int H, int N=1) -> int
 fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) out, Tensor(c!) workspace, Tensor A_log, Tensor dt_bias, float lower_bound, Tensor? initial_state=None, Tensor(b!)? final_state=None, Tensor? cu_seqlens=None, Tensor(d!)? checkpoint_state=None, Tensor? checkpoint_offsets=None) -> ()
 """,
+    "vllm": """
+fused_moe_lora(Tensor(a0!) output, Tensor qcurr_hidden_states, Tensor[] lora_a_stacked, Tensor[] lora_b_stacked, Tensor topk_weights, Tensor? sorted_token_ids, Tensor expert_ids, Tensor? num_tokens_post_padded, Tensor token_lora_mapping, SymInt max_lora_rank, SymInt top_k_num, Tensor lora_ids, Tensor num_active_loras, Tensor adapter_enabled, SymInt shrink_block_size_m, SymInt shrink_block_size_n, SymInt shrink_block_size_k, SymInt shrink_group_size_m, SymInt shrink_num_warps, SymInt shrink_num_stages, SymInt shrink_split_k, SymInt expand_block_size_m, SymInt expand_block_size_n, SymInt expand_block_size_k, SymInt expand_group_size_m, SymInt expand_num_warps, SymInt expand_num_stages, SymInt expand_split_k, bool mul_routed_weight=False, bool fully_sharded=False, SymInt offset=0, bool add_inputs=True) -> ()
+""",
 }
 
 # Ops of the earlier versions that 0.33 does not have.

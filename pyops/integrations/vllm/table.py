@@ -26,6 +26,7 @@ VERSIONS = tuple(_SCHEMAS)  # versions of vLLM with known schemas
 # {op that vLLM defines in Python, not in its compiled libraries: the module that defines it at import}
 DEFINED_IN_PYTHON = {
     "flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common",
+    "fused_moe_lora": "vllm.lora.ops.triton_ops.fused_moe_lora_op",
     "lora_expand": "vllm.lora.ops.triton_ops.lora_expand_op",
     "lora_shrink": "vllm.lora.ops.triton_ops.lora_shrink_op",
 }

@@ -66,6 +66,7 @@ PRODUCTS: dict[str, tuple[Refusal, ...]] = {
     "cutlass_w4a8_moe_mm": (),
     "dsv3_fused_a_gemm": (),
     "dsv3_router_gemm": (),
+    "fused_moe_lora": (),
     "get_cutlass_batched_moe_mm_data": (
         Refusal(
             "expert_offsets", "more elements than num_local_experts", "those behind the last would keep their bits"
