@@ -14,9 +14,10 @@
 // a shared MLP.
 //
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
-// choices of all tokens, or, with COMBINES, the tokens, for which a warp multiplies row n of one expert after the
-// other. The plan promises that no kernel which may still run writes the weights; with COMBINES, nor topk_ids. So the
-// first chunk of a sum, and of a shared choice, is loaded while the previous kernel runs.
+// choices of all tokens, or, with COMBINES, the tokens: SHARERS warps (or groups of SPLIT warps) multiply row n of an
+// equal number of experts each, one after the other, and exchange results through shared memory. The plan promises that
+// no kernel which may still run writes the weights; with COMBINES, nor topk_ids. So the first chunk of a sum, and of a
+// shared choice, is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
@@ -25,6 +26,7 @@
 //     TOP_K         choices of a token in topk_ids
 //     SHARED        choices of a token that are parts of the shared MLP
 //     COMBINES      whether the choices of a token are added
+//     SHARERS       with COMBINES, warps among which the choices of a token are divided; a divisor of their number
 //     HAS_BIAS, HAS_ADDEND    false when they are null
 //     ACTIVATION    f, a function expert_* of gemm_activation.cuh
 //     GATED         order of gates and ups in the rows of a weight: 0 no gates, 1 gates first, 2 alternating
@@ -34,11 +36,17 @@
 
 constexpr int CHOICES = TOP_K + SHARED;  // choices of a token
 // Rows of the weights for each column of out.
-constexpr int OUT_ROWS = COMBINES ? CHOICES : GATED ? 2 : 1;
+constexpr int OUT_ROWS = COMBINES ? CHOICES / SHARERS : GATED ? 2 : 1;
 constexpr int EXPERTS = COMBINES ? TOP_K : 1;  // experts that the block looks up
+static_assert(CHOICES % SHARERS == 0 && (COMBINES || SHARERS == 1));
+
+// The number of the warp among those that share a column.
+DEVICE int sharer() { return int(threadIdx.x) / WARP_SIZE / SPLIT % SHARERS; }
 
 // The choice of its token that row i of the warp belongs to.
-DEVICE int choice_of(int i) { return COMBINES ? i % OUT_ROWS : int(blockIdx.y % CHOICES); }
+DEVICE int choice_of(int i) { return COMBINES ? i % OUT_ROWS * SHARERS + sharer() : int(blockIdx.y % CHOICES); }
+
+DEVICE int64_t column_of(int i) { return column_of<OUT_ROWS, SHARERS>(i); }
 
 // Whether row i of the warp belongs to the shared MLP.
 DEVICE bool is_shared(int i) { return SHARED > 0 && choice_of(i) >= TOP_K; }
@@ -51,7 +59,8 @@ DEVICE int64_t expert_row(int i, int64_t column, int64_t num_columns) {
 
 // Finds the experts of the block's choices.
 DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_experts) {
-    const id_t* ids = topk_ids + (COMBINES ? blockIdx.y : blockIdx.y / CHOICES) * int64_t(TOP_K) + choice_of(0);
+    const int64_t token = COMBINES ? blockIdx.y : blockIdx.y / CHOICES;
+    const id_t* ids = topk_ids + token * TOP_K + (COMBINES ? 0 : choice_of(0));
     for (int j = threadIdx.x; j < EXPERTS; j += NUM_THREADS) {
         const int64_t id = load_fresh(ids + j);
         experts[j] = id < 0 || id >= num_experts ? -1 : id;
@@ -69,7 +78,7 @@ struct WeightRows {
 
     // The address of row i. Rows out of range, and those of no expert, are clamped; their results are not used.
     DEVICE const scalar_t* address(int i, const scalar_t* weight, const scalar_t* shared) const {
-        const int64_t column = loaded_column<OUT_ROWS>(i, output_size);
+        const int64_t column = loaded_column<OUT_ROWS, SHARERS>(i, output_size);
         if (is_shared(i)) {
             const int64_t part = choice_of(i) - TOP_K;
             if constexpr (COMBINES) return shared + column * shared_stride + part * HIDDEN_SIZE;
@@ -79,6 +88,19 @@ struct WeightRows {
         return weight + known * expert_stride + expert_row(i, column, output_size) * weight_stride;
     }
 };
+
+// The sum over the warps that share a column. All threads of the block call it, with `parity` alternately 0 and 1: other
+// warps may still read what the column before has left.
+DEVICE float sum_of_sharers(float own, int parity) {
+    __shared__ float partial[2][BLOCK_ROWS];
+    const int group = int(threadIdx.x) / WARP_SIZE / SPLIT;
+    if (stores_products()) partial[parity][group] = own;
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < SHARERS; ++s) sum += partial[parity][group / SHARERS * SHARERS + s];
+    return sum;
+}
 
 // Loads the first chunk to registers before the previous kernel has ended.
 DEVICE void prefetch_row(vec_t (&next)[BATCH], int64_t* experts, const WeightRows& rows, const scalar_t* weight,
@@ -121,32 +143,33 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
         }
         load_chunk(next, row(0), 0);
     }
-    const int num_rows = count_rows<OUT_ROWS>(output_size);
-    const bool stores = stores_products();
+    const int num_rows = count_rows<OUT_ROWS, SHARERS>(output_size);
+    const bool has_product = stores_products(), stores = has_product && sharer() == 0;
     const auto token = [&](int i, int) {
         if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * CHOICES + choice_of(i)) * input_stride;
         return input + int64_t(blockIdx.y / CHOICES) * input_stride;
     };
     const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
-        if (!HAS_ADDEND || !stores || column_of<OUT_ROWS>(i) >= output_size) return 0.0f;
-        return to_float(addend[blockIdx.y * addend_stride + column_of<OUT_ROWS>(i)]);
+        if (!HAS_ADDEND || !stores || column_of(i) >= output_size) return 0.0f;
+        return to_float(addend[blockIdx.y * addend_stride + column_of(i)]);
     };
     float kept = start(0);  // the gate, or the sum of the choices so far
     const auto done = [&](int i, const float (&acc)[TOKENS]) {
-        const int64_t column = column_of<OUT_ROWS>(i), expert = is_shared(i) ? -1 : rows.expert(i);
-        if (!stores || column >= output_size) return;
+        const int64_t column = column_of(i), expert = is_shared(i) ? -1 : rows.expert(i);
+        const bool is_last = i % OUT_ROWS == OUT_ROWS - 1, exists = column < output_size;
         float x = acc[0];
-        if (HAS_BIAS && expert >= 0) x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
-        const bool is_last = i % OUT_ROWS == OUT_ROWS - 1;
+        if (HAS_BIAS && has_product && exists && expert >= 0) {
+            x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
+        }
         if constexpr (COMBINES) {
             if (is_shared(i)) kept += x;
             if (expert >= 0) kept = fmaf(factors[choice_of(i)], x, kept);
-            if (is_last) {
-                out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
-                kept = start(i + 1);
-            }
+            if (!is_last) return;
+            if constexpr (SHARERS > 1) kept = sum_of_sharers(kept, i / OUT_ROWS % 2);
+            if (stores && exists) out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
+            kept = start(i + 1);
         } else {
-            if (is_last) {
+            if (is_last && stores && exists) {
                 out[blockIdx.y * out_stride + column] =
                     from_float<scalar_t>(GATED ? ACTIVATION<scalar_t>(kept, x) : ACTIVATION<scalar_t>(x, x));
             }

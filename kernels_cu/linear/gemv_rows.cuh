@@ -25,22 +25,25 @@ DEVICE int vector_of(int chunk, int b) {
 }
 DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
 
-// The column of out that row i of the warp contributes to: OUT_ROWS rows for each column. Blocks along x stride over the
-// columns together.
-template <int OUT_ROWS>
+// The column of out that row i of the warp contributes to: OUT_ROWS rows for each column, of each of SHARERS warps (or
+// groups of SPLIT warps) of the block. Blocks along x stride over the columns together.
+template <int OUT_ROWS, int SHARERS = 1>
 DEVICE int64_t column_of(int i) {
-    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
+    return (int64_t(i / OUT_ROWS) * gridDim.x + blockIdx.x) * (BLOCK_ROWS / SHARERS) +
+           threadIdx.x / WARP_SIZE / SPLIT / SHARERS;
 }
 // The same for loads: columns out of range are clamped to the last one.
-template <int OUT_ROWS>
+template <int OUT_ROWS, int SHARERS = 1>
 DEVICE int64_t loaded_column(int i, int64_t output_size) {
-    const int64_t column = column_of<OUT_ROWS>(i);
+    const int64_t column = column_of<OUT_ROWS, SHARERS>(i);
     return column < output_size ? column : output_size - 1;
 }
 // The number of rows of each warp of the block.
-template <int OUT_ROWS>
+template <int OUT_ROWS, int SHARERS = 1>
 DEVICE int count_rows(int64_t output_size) {
-    const int64_t groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
+    constexpr int COLUMNS = BLOCK_ROWS / SHARERS;
+    static_assert(BLOCK_ROWS % SHARERS == 0);
+    const int64_t groups = output_size / COLUMNS + (output_size % COLUMNS > 0);
     return blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0;
 }
 

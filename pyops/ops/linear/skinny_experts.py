@@ -122,6 +122,7 @@ def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
     """The launch for a problem."""
     device, (rows, columns), is_sum = problem.out.device, problem.out.shape, problem.is_sum
     config = tuning.config(problem.out.op, problem, device, choose)
+    sharers = config.sharers(problem.ids.shape[1] + problem.num_shared, columns, device) if is_sum else 1
     return _gemv_experts(
         scalar_t=problem.input.dtype,
         input_t=problem.input.dtype,
@@ -131,12 +132,13 @@ def launch(problem: ExpertRows, addend: TensorArg | None = None) -> Launch:
         TOP_K=problem.ids.shape[1],
         SHARED=problem.num_shared,
         COMBINES=is_sum,
+        SHARERS=sharers,
         HAS_BIAS=problem.bias is not None,
         HAS_ADDEND=addend is not None,
         ACTIVATION=f"expert_{problem.activation}",
         GATED=ACTIVATIONS[problem.activation],
     ).launch(
-        grid=(config.num_blocks(columns, device, rows), rows),
+        grid=(config.num_blocks(columns * sharers, device, rows), rows),
         block=config.num_threads,
         num_experts=problem.weight.shape[0],
         output_size=columns,

@@ -72,6 +72,17 @@ class SkinnyConfig:
         waves = -(-groups * num_weights // (device.num_sms * self.min_blocks))
         return -(-groups // max(1, waves))
 
+    def sharers(self, choices: int, output_size: int, device: Device) -> int:
+        """Warps among which the `choices` of a token are divided: as many as make the blocks of one token fill the
+        device, for any number of tokens, on which no result may depend. A warp has few bytes in flight, so fewer warps
+        than fit would leave DRAM idle."""
+        block_rows, found = self.num_threads // device.warp_size // self.split, 1
+        while choices % (2 * found) == 0 and block_rows % (2 * found) == 0:
+            if -(-output_size * 2 * found // block_rows) > device.num_sms * self.min_blocks:
+                break
+            found *= 2
+        return found
+
     def candidates(self, problem: Any, device: Device) -> list[SkinnyConfig]:
         """Other warps per row, vectors in flight, registers, and rows of the input per block if there are several."""
         found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]

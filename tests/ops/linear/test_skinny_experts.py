@@ -19,13 +19,15 @@ def integers(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("top_k", [3, 8])  # an odd number, and choices that are divided among warps
 @pytest.mark.parametrize("hidden_size", [7, 96, 1030, 2048])
-def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
+def test_sums_of_integers_are_exact(hidden_size: int, top_k: int, device: str) -> None:
     """More columns than a block has rows; ids that name no expert; rows with gaps."""
     columns, ids = 37, torch.tensor([[0, 4, -1], [2, 2, EXPERTS]], dtype=torch.int64, device=device)
+    ids = torch.cat((ids, ids, ids), 1)[:, :top_k].contiguous()
     x = integers(2, 2 * hidden_size, device=device)[:, :hidden_size]
     weight, bias = (integers(EXPERTS, columns, *more, device=device, seed=1) for more in ((hidden_size,), ()))
-    found = x.new_full((2 * TOP_K, columns + 3), 7.0)
+    found = x.new_full((2 * top_k, columns + 3), 7.0)
     pyops.skinny_experts(found[:, :columns], x, weight, ids, bias)
     exists = (ids >= 0) & (ids < EXPERTS)
     at = ids.where(exists, 0)
@@ -34,11 +36,11 @@ def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
     assert torch.equal(found[:, :columns].double(), each.flatten(0, 1))
     assert (found[:, columns:] == 7.0).all()
 
-    inputs = integers(2 * TOP_K, hidden_size, device=device, seed=2)
+    inputs = integers(2 * top_k, hidden_size, device=device, seed=2)
     inputs[~exists.flatten()] = torch.nan
-    factors = integers(2, TOP_K, device=device, seed=3)
+    factors = integers(2, top_k, device=device, seed=3)
     out = integers(2, columns, device=device, seed=4)
-    each = torch.einsum("tjnk,tjk->tjn", weight[at].double(), inputs.nan_to_num().unflatten(0, (2, TOP_K)).double())
+    each = torch.einsum("tjnk,tjk->tjn", weight[at].double(), inputs.nan_to_num().unflatten(0, (2, top_k)).double())
     each = ((each + bias[at].double()) * factors[..., None].double()).where(exists[..., None], 0)
     expected = out.double() + each.sum(1)
     pyops.skinny_experts_sum(out, inputs, weight, ids, factors, bias, out)  # in place
