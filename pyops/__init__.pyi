@@ -3701,6 +3701,45 @@ class _concat_and_cache_mla_rope_fused(_Attributes, Protocol):
 
 concat_and_cache_mla_rope_fused: _concat_and_cache_mla_rope_fused
 
+class _mla_norm_rope_cache(_Attributes, Protocol):
+    def __call__(
+        self,
+        positions: Tensor,
+        q_pe: Tensor,
+        k_pe: Tensor,
+        kv_c: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        slot_mapping: Tensor,
+        kv_cache: Tensor,
+        kv_cache_dtype: str,
+        kv_cache_scale: Tensor | float,
+        norm_weight: Tensor,
+        epsilon: float = 1e-06,
+    ) -> None:
+        """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
+
+        As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed.
+
+        Args:
+            positions: [at least num_tokens] int64 or int32, any stride.
+            q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
+                of tokens and heads.
+            k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any token stride.
+            kv_c: [at least num_tokens, latent_size] of the same dtype; any token stride.
+            cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
+                cosines in the first half of a row, sines in the second.
+            is_neox: whether a pair has one element in each half of a row, or two adjacent elements.
+            slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
+            kv_cache: likewise.
+            kv_cache_dtype: likewise.
+            kv_cache_scale: likewise.
+            norm_weight: [latent_size] of the dtype of `kv_c`, contiguous.
+            epsilon: added to the mean of squares.
+        """
+
+mla_norm_rope_cache: _mla_norm_rope_cache
+
 class _concat_mla_q(_Attributes, Protocol):
     def __call__(self, ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
         """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.

@@ -4,7 +4,8 @@
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe; the angles
 //     are row positions[t] of cos_sin_cache
-//     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                   fp8: x / scale, rounded
+//     kv_cache[block, offset] = [c[t], rotated k_pe[t]]                      fp8: x / scale, rounded
+//     c = kv_c, with NORMALISED its RMS norm:  T(T(kv_c[t, i] / sqrt(mean_i(kv_c[t, i]^2) + epsilon)) * norm_weight[i])
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //
 // A token with a position outside of the table is not changed. For a token without an existing slot, only queries are
@@ -12,7 +13,7 @@
 //
 // Threads: blockIdx.x counts tokens, blockIdx.y parts of a token's work. A thread takes up to ROUNDS items of the
 // token. An item is VEC_SIZE pairs of a query head, VEC_SIZE pairs of the key, or VEC_SIZE elements of the latent
-// vector.
+// vector. The mean square is summed by each warp, without a barrier.
 //
 // Constants
 //     scalar_t      T: element type of q_pe, k_pe and kv_c
@@ -24,10 +25,12 @@
 //     ROPE_SIZE     elements of a head of q_pe and of k_pe
 //     LATENT_SIZE   elements of kv_c
 //     IS_NEOX       which elements make a pair
+//     NORMALISED    whether latent vectors are normalised; else norm_weight is null
 //     VEC_SIZE      divides ROPE_SIZE / 2 and LATENT_SIZE
 //     ROUNDS        items of a thread
 
 #include "cache.cuh"
+#include "norm.cuh"
 #include "paged.cuh"
 #include "rotary.cuh"
 
@@ -71,6 +74,19 @@ struct PairVectors {
     }
 };
 
+// 1 / sqrt(mean of squares + epsilon) of a latent vector. All lanes of the warp call it.
+DEVICE float norm_scale(const scalar_t* latent, float epsilon) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = threadIdx.x % WARP_SIZE; i < LATENT_SIZE / VEC_SIZE; i += WARP_SIZE) {
+        float x[VEC_SIZE];
+        vec_t::load(latent + i * VEC_SIZE).to_floats(x);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) sum = fmaf(x[j], x[j], sum);
+    }
+    return rsqrtf(lane_reduce<Sum, WARP_SIZE>(sum) / LATENT_SIZE + epsilon);
+}
+
 // A template, so that only one of the two branches is compiled.
 template <typename U>
 DEVICE vec_t angles_at(const U* address) {
@@ -89,15 +105,20 @@ concat_and_cache_mla_rope_fused(const position_t* positions,   // [num_tokens]
                                 scalar_t* q_pe,                // [num_tokens, NUM_HEADS, ROPE_SIZE]
                                 scalar_t* k_pe,                // [num_tokens, ROPE_SIZE]
                                 const scalar_t* kv_c,          // [num_tokens, LATENT_SIZE]
+                                const scalar_t* norm_weight,   // [LATENT_SIZE]
                                 const angle_t* cos_sin_cache,  // [max_position, ROPE_SIZE]
                                 const slot_t* slot_mapping,    // [num_tokens]
                                 cache_t* kv_cache,             // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
                                 const float* kv_cache_scale,   // one element
                                 int64_t num_blocks, int64_t max_position, int64_t positions_stride,
                                 int64_t slot_mapping_stride, int64_t q_stride, int64_t q_head_stride, int64_t k_stride,
-                                int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride) {
+                                int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride, float epsilon) {
+    if constexpr (NORMALISED) prefetch_part(norm_weight, LATENT_SIZE - 1, threadIdx.x);
     await_previous_kernel();
     const int64_t token = blockIdx.x;
+    const scalar_t* const latent = kv_c + token * kv_c_stride;
+    float scale = 0.0f;
+    if constexpr (NORMALISED) scale = norm_scale(latent, epsilon);
     const int64_t position = positions[token * positions_stride];
     if (position < 0 || position >= max_position) return;
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
@@ -128,7 +149,13 @@ concat_and_cache_mla_rope_fused(const position_t* positions,   // [num_tokens]
             }
         } else if (item < ITEMS && entry != NOWHERE) {
             const int element = (item - QUERY_ITEMS - HEAD_ITEMS) * VEC_SIZE;
-            keep(vec_t::load(kv_c + token * kv_c_stride + element), element);
+            vec_t x = vec_t::load(latent + element);
+            if constexpr (NORMALISED) {
+                float v[VEC_SIZE];
+                x.to_floats(v);
+                x = scale_and_weigh(v, scale, vec_t::load(norm_weight + element));
+            }
+            keep(x, element);
         }
     }
 }

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .._core.system.lazy import torch
-from ..ops.cache import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from ..ops.cache import concat_and_cache_mla, mla_norm_rope_cache
 from ..ops.norm import rms_norm
 from .batch import Batch
 from .config import Config
@@ -131,15 +131,15 @@ class LatentAttention:
         query = (q_c if query is None else query).unflatten(-1, (self.num_heads, -1))
         # Early, because the first call may compute it, and no kernel just before may write constant weights.
         up = self._up.unflatten(0, (self.num_heads, -1))
-        rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
         if self.rope is None:
+            rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
             concat_and_cache_mla(kv_c, k_pe, entries, batch.slot_mapping, kv_cache_dtype, k_scale)
         else:
             turned = query[..., latent.qk_nope_head_dim :]
-            concat_and_cache_mla_rope_fused(
+            mla_norm_rope_cache(
                 *(batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved),
-                *(batch.slot_mapping, entries, kv_cache_dtype, k_scale),
+                *(batch.slot_mapping, entries, kv_cache_dtype, k_scale, self.kv_norm, _EPSILON),
             )
             self.rope.scale_queries(query, batch.positions)
         texts, scales = (batch.block_tables, batch.seq_lens), (latent.scale, k_scale, self.scales.first)

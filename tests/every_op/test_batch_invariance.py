@@ -45,6 +45,7 @@ ANY_ORDER = {
     *("dynamic_scaled_fp8_quant", "static_scaled_fp8_quant", "scaled_fp4_quant", "silu_and_mul_nvfp4_quant"),
     *("per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"),
     *("concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_q", "cp_gather_cache"),
+    "mla_norm_rope_cache",
     *("cp_gather_and_upconvert_fp8_kv_cache", "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"),
     *("gather_and_maybe_dequant_cache", "reshape_and_cache", "reshape_and_cache_flash"),
     *("apply_rotary_emb", "dual_chunk_rotary_embedding", "flashinfer_rotary_embedding", "multimodal_rotary_embedding"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from .blocks import copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
 from .compress_kv import compress_kv
 from .concat_and_cache_mla import concat_and_cache_mla
-from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
+from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused, mla_norm_rope_cache
 from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
@@ -76,6 +76,7 @@ __all__ = [
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",
+    "mla_norm_rope_cache",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "swap_blocks",

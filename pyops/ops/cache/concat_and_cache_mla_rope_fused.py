@@ -1,4 +1,4 @@
-"""Multi-head latent attention: rotary embedding and the write into the paged cache in one launch."""
+"""Multi-head latent attention: norm, rotary embedding and the write into the paged cache in one launch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
+from .._shared.norms import rms
 from ._common import (
     bad_slots,
     check_rows,
@@ -76,6 +77,24 @@ def concat_and_cache_mla_rope_fused(
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         kv_cache_scale: one float32, or a number; not read for "auto".
     """
+    _rotate_and_insert(
+        *(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox),
+        *(slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale),
+    )
+
+
+def _rotate_and_insert(
+    positions: Tensor,
+    q_pe: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: Tensor | float,
+) -> None:
     positions = positions[: len(slot_mapping)]
     known = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).nonzero().squeeze(1)
     cos, sin = cos_sin_cache[positions[known].long()].to(q_pe.dtype).chunk(2, -1)
@@ -100,6 +119,23 @@ def plan_concat_and_cache_mla_rope_fused(
     kv_cache_dtype: str,
     kv_cache_scale: TensorArg,
 ) -> Launch:
+    inserted = slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale
+    return _launch(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *inserted, None)
+
+
+def _launch(
+    positions: TensorArg,
+    q_pe: TensorArg,
+    k_pe: TensorArg,
+    kv_c: TensorArg,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+    slot_mapping: TensorArg,
+    kv_cache: TensorArg,
+    kv_cache_dtype: str,
+    kv_cache_scale: TensorArg,
+    norm_weight: TensorArg | None,
+) -> Launch:
     check.floating(q_pe)
     check.sizes(q_pe, num_tokens=None, num_heads=None, rope_size=None)
     _, num_heads, rope_size = q_pe.shape
@@ -118,12 +154,15 @@ def plan_concat_and_cache_mla_rope_fused(
     num_tokens = check_tokens(slot_mapping, q_pe, k_pe, kv_c)
     check_rows(positions, num_tokens, "num_tokens")
     latent_size = kv_c.shape[1]
+    check.shape(norm_weight, q_pe.dtype, latent_size=latent_size)
     kind = fp8.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entry_layout(kv_cache)
     check.scalar(kv_cache_scale)
-    vec_size = check.vector_width(rope_size // 2 | latent_size, q_pe, k_pe, kv_c, cos_sin_cache, kv_cache)
+    of_vectors = q_pe, k_pe, kv_c, cos_sin_cache, kv_cache, *([] if norm_weight is None else [norm_weight])
+    vec_size = check.vector_width(rope_size // 2 | latent_size, *of_vectors)
     items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
+    absent: dict[str, Any] = {"norm_weight": 0, "epsilon": 0.0} if norm_weight is None else {}
     rounds = _MANY_ROUNDS if num_tokens > q_pe.device.num_sms else 1
     num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
     return _concat_and_cache_mla_rope_fused(
@@ -137,6 +176,7 @@ def plan_concat_and_cache_mla_rope_fused(
         LATENT_SIZE=latent_size,
         BLOCK_SIZE=entry.block_size,
         IS_NEOX=bool(is_neox),
+        NORMALISED=norm_weight is not None,
         VEC_SIZE=vec_size,
         ROUNDS=rounds,
         NUM_THREADS=num_threads,
@@ -151,10 +191,61 @@ def plan_concat_and_cache_mla_rope_fused(
         k_stride=first_stride(k_pe),
         kv_c_stride=first_stride(kv_c),
         **entry.fixed,
+        **absent,
     )
 
 
+@op(inout=("q_pe", "k_pe", "kv_cache"), ulps=2)  # as `rms_norm`
+def mla_norm_rope_cache(
+    positions: Tensor,
+    q_pe: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: Tensor | float,
+    norm_weight: Tensor,
+    epsilon: float = 1e-6,
+) -> None:
+    """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
+
+    As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed.
+
+    Args:
+        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping: as in `concat_and_cache_mla_rope_fused`.
+        kv_cache, kv_cache_dtype, kv_cache_scale: likewise.
+        norm_weight: [latent_size] of the dtype of `kv_c`, contiguous.
+        epsilon: added to the mean of squares.
+    """
+    _rotate_and_insert(
+        *(positions, q_pe, k_pe, rms(kv_c.float(), norm_weight, epsilon, kv_c.dtype), cos_sin_cache, is_neox),
+        *(slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale),
+    )
+
+
+@mla_norm_rope_cache.plan
+def plan_mla_norm_rope_cache(
+    positions: TensorArg,
+    q_pe: TensorArg,
+    k_pe: TensorArg,
+    kv_c: TensorArg,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+    slot_mapping: TensorArg,
+    kv_cache: TensorArg,
+    kv_cache_dtype: str,
+    kv_cache_scale: TensorArg,
+    norm_weight: TensorArg,
+) -> Launch:
+    inserted = slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale
+    return _launch(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *inserted, norm_weight)
+
+
 @concat_and_cache_mla_rope_fused.bad_indices
+@mla_norm_rope_cache.bad_indices
 def bad_indices_concat_and_cache_mla_rope_fused(
     positions: Tensor, cos_sin_cache: Tensor, slot_mapping: Tensor, kv_cache: Tensor
 ) -> dict[str, Tensor]:
@@ -164,6 +255,7 @@ def bad_indices_concat_and_cache_mla_rope_fused(
 
 
 @concat_and_cache_mla_rope_fused.traffic
+@mla_norm_rope_cache.traffic
 def traffic_concat_and_cache_mla_rope_fused(
     positions: TensorArg,
     q_pe: TensorArg,
@@ -204,3 +296,17 @@ def example_concat_and_cache_mla_rope_fused(
         kv_cache_dtype,
         make.full(1, value=0.03, dtype="float32"),
     )
+
+
+@mla_norm_rope_cache.example
+def example_mla_norm_rope_cache(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+) -> tuple[Any, ...]:
+    given = example_concat_and_cache_mla_rope_fused(
+        make, num_tokens=num_tokens, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+    )
+    return (*given, make.randn(512, dtype=dtype), 1e-6)

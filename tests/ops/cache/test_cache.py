@@ -56,6 +56,36 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 
 
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rope_size", "latent_size"), [(64, 512), (6, 5)])
+def test_norm_before_rope(rope_size: int, latent_size: int, dtype: torch.dtype, where: str) -> None:
+    """The latent in the cache is the float64 norm, within two roundings; all else is as without a norm, bit for bit."""
+    n = 5
+    both = make(n, rope_size + latent_size, dtype=dtype, where=where)
+    kv_c, weight = both[:, rope_size:], make(latent_size, dtype=dtype, where=where)
+    table, positions = make(9, rope_size, dtype=dtype, where=where), ints([8, 0, 3, 9, 1], where=where)
+    slots, before, results = ints([3, 11, -1, 0, 7], where=where), both.clone(), []
+    for terms in ((weight, 1e-3), ()):
+        x, q_pe = both.clone(), make(n, 3, rope_size, dtype=dtype, where=where)
+        cache = torch.zeros(3, 4, latent_size + rope_size, dtype=dtype, device=where)
+        op = pyops.mla_norm_rope_cache if terms else pyops.concat_and_cache_mla_rope_fused
+        op(positions, q_pe, x[:, :rope_size], x[:, rope_size:], table, True, slots, cache, "auto", 1.0, *terms)
+        assert same_bits(x[:, rope_size:], before[:, rope_size:])
+        results.append((q_pe, x, cache.flatten(0, 1)))
+    (q, k, found), (plain_q, plain_k, plain) = results
+    assert same_bits(q, plain_q)
+    assert same_bits(k, plain_k)
+    assert same_bits(found[:, latent_size:], plain[:, latent_size:])
+    written = torch.tensor([0, 1, 4], device=where)
+    exact = kv_c[written].double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight.double()
+    rows = found[slots[written].long(), :latent_size].double()
+    assert ((rows - exact).abs() <= 1.5 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+    found[slots[written].long()] = 0
+    assert not found.any()
+
+
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
     """Tokens without a slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
