@@ -27,7 +27,7 @@ DEVICE int64_t weight_row(int i, int64_t output_size) {
 }
 
 // The first chunk, before the previous kernel has ended: in `w` if the weight is constant, else in L2.
-DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const scalar_t* weight, int64_t output_size, int64_t stride) {
+DEVICE void prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, int64_t output_size, int64_t stride) {
     const scalar_t* row = weight + weight_row(0, output_size) * stride;
     if constexpr (CONSTANT_WEIGHT) {
         load_chunk(w, row, 0);
@@ -47,7 +47,7 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
      const scalar_t* norm_weight,  // [HIDDEN_SIZE]
      int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride,
      float epsilon) {
-    vec_t next[BATCH];
+    raw_t next[BATCH];
     prefetch_chunk(next, weight, output_size, weight_stride);
     if constexpr (NORMALISED) prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
     await_previous_kernel();

@@ -12,7 +12,7 @@
 #include "gemv_rows.cuh"
 
 // Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_row(vec_t (&next)[BATCH], const scalar_t* row) { load_chunk(next, row, 0); }
+DEVICE void prefetch_row(raw_t (&next)[BATCH], const scalar_t* row) { load_chunk(next, row, 0); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
@@ -24,7 +24,7 @@ gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
     const auto offset = [&](int i) {
         return matrix * weight_batch_stride + loaded_column<1>(i, output_size) * weight_stride;
     };
-    vec_t next[BATCH];
+    raw_t next[BATCH];
     if constexpr (CONSTANT_WEIGHT) prefetch_row(next, weight + offset(0));
     await_previous_kernel();
     const auto row = [&](int i) { return weight + offset(i); };

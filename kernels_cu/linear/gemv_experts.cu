@@ -103,7 +103,7 @@ DEVICE float sum_of_sharers(float own, int parity) {
 }
 
 // Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_row(vec_t (&next)[BATCH], int64_t* experts, const WeightRows& rows, const scalar_t* weight,
+DEVICE void prefetch_row(raw_t (&next)[BATCH], int64_t* experts, const WeightRows& rows, const scalar_t* weight,
                          const scalar_t* shared, const id_t* topk_ids, int64_t num_experts) {
     if constexpr (COMBINES) find_experts(experts, topk_ids, num_experts);
     load_chunk(next, rows.address(0, weight, shared), 0);
@@ -123,7 +123,7 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
     __shared__ int64_t experts[EXPERTS];  // -1 where there is none
     __shared__ float factors[EXPERTS];
     const WeightRows rows{experts, output_size, weight_stride, expert_stride, shared_stride};
-    vec_t next[BATCH];
+    raw_t next[BATCH];
     if (COMBINES || is_shared(0)) prefetch_row(next, experts, rows, weight, shared, topk_ids, num_experts);
     await_previous_kernel();
     const auto row = [&](int i) { return rows.address(i, weight, shared); };

@@ -45,7 +45,7 @@ DEVICE int64_t weight_row(int i) {
 }
 
 // The first chunk, before the previous kernel has ended.
-DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const scalar_t* weight, const scalar_t* norm_weight, int64_t stride) {
+DEVICE void prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, const scalar_t* norm_weight, int64_t stride) {
     load_chunk(w, weight + weight_row(0) * stride, 0);
     prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
 }
@@ -63,7 +63,7 @@ gemv_qkv(scalar_t* query,                             // [num_tokens, NUM_Q, HEA
          int64_t num_blocks, int64_t max_position, int64_t input_stride, int64_t weight_stride, int64_t angle_stride,
          int64_t key_block_stride, int64_t key_slot_stride, int64_t key_head_stride, int64_t value_block_stride,
          int64_t value_slot_stride, int64_t value_head_stride, float epsilon) {
-    vec_t next[BATCH];
+    raw_t next[BATCH];
     prefetch_chunk(next, weight, norm_weight, weight_stride);
     await_previous_kernel();
     const int head = blockIdx.x, thread = threadIdx.x;

@@ -28,7 +28,7 @@ DEVICE const scalar_t* weight_row(int i, const scalar_t* weight, int64_t stride)
 }
 
 // The first chunk and the norm's weight, before the previous kernel has ended.
-DEVICE void prefetch_weights(vec_t (&next)[BATCH], const scalar_t* weight, int64_t stride, const input_t* norm_weight) {
+DEVICE void prefetch_weights(raw_t (&next)[BATCH], const scalar_t* weight, int64_t stride, const input_t* norm_weight) {
     load_chunk(next, weight_row(0, weight, stride), 0);
     prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
 }
@@ -46,7 +46,7 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
     __shared__ Vec<input_t, VEC_SIZE> row_of_token[VECS];
     __shared__ float logits_of_token[NUM_EXPERTS];
     __shared__ uint32_t is_last;
-    vec_t next[BATCH];
+    raw_t next[BATCH];
     prefetch_weights(next, weight, weight_stride, norm_weight);
     await_previous_kernel();
     const int64_t token = blockIdx.y;

@@ -1,8 +1,8 @@
 // gemv_rows.cuh: dot products of rows of a weight with rows of the input, for the kernels gemv*.cu.
 //
 // SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
-// BATCH vectors per lane, adjacent lanes take adjacent vectors. A warp issues the loads of its next chunk before it
-// multiplies the current one; the input stays in the L1 cache.
+// BATCH vectors per lane, adjacent lanes take adjacent vectors. A warp issues the loads of its next chunk as soon as it
+// has multiplied the current one; the input stays in the L1 cache.
 //
 // Constants:
 //     HIDDEN_SIZE   K, the length of each dot product
@@ -15,8 +15,17 @@
 #include "vec.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+// A vector of the weight while it is loaded. As elements of 16 bits the compiler would unpack it as soon as it arrives,
+// so that a load would be waited for where it is issued.
+using raw_t = vec_t::word_t<VEC_SIZE>;
 constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE, BLOCK_ROWS = NUM_WARPS / SPLIT;
 constexpr int VECS = HIDDEN_SIZE / VEC_SIZE, CHUNK = SPLIT * BATCH * WARP_SIZE, CHUNKS = ceil_div(VECS, CHUNK);
+
+DEVICE vec_t vector_from(const raw_t& words) {
+    vec_t vector;
+    vector.word<VEC_SIZE>(0) = words;
+    return vector;
+}
 
 // The index within the row of the thread's vector `b` of chunk `chunk`.
 DEVICE int vector_of(int chunk, int b) {
@@ -52,10 +61,11 @@ DEVICE bool stores_products() { return threadIdx.x % (SPLIT * WARP_SIZE) == 0; }
 
 // Loads the thread's vectors of a chunk of a row. Vectors out of range are replaced by the first one, so that the loads
 // need no branch; their results are not used.
-DEVICE void load_chunk(vec_t (&w)[BATCH], const scalar_t* row, int chunk) {
+DEVICE void load_chunk(raw_t (&w)[BATCH], const scalar_t* row, int chunk) {
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
-        w[b] = vec_t::load_once(row + int64_t(exists(chunk, b) ? vector_of(chunk, b) : 0) * VEC_SIZE);
+        const scalar_t* const vector = row + int64_t(exists(chunk, b) ? vector_of(chunk, b) : 0) * VEC_SIZE;
+        w[b] = vec_t::load_once(vector).word<VEC_SIZE>(0);
     }
 }
 
@@ -67,22 +77,23 @@ DEVICE void load_chunk(vec_t (&w)[BATCH], const scalar_t* row, int chunk) {
 //
 // `next` holds chunk 0 of row 0.
 template <typename Row, typename Input, typename Done>
-DEVICE void multiply_rows(vec_t (&next)[BATCH], int num_rows, Row row, Input input, Done done) {
+DEVICE void multiply_rows(raw_t (&next)[BATCH], int num_rows, Row row, Input input, Done done) {
     __shared__ float partial[2][NUM_WARPS][TOKENS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     float acc[TOKENS] = {};
 #pragma unroll 1
     for (int step = 0; step < num_rows * CHUNKS; ++step) {
         const int i = step / CHUNKS, chunk = step % CHUNKS;
-        vec_t w[BATCH];
+        raw_t w[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) w[b] = next[b];
         if (step + 1 < num_rows * CHUNKS) load_chunk(next, row((step + 1) / CHUNKS), (step + 1) % CHUNKS);
+        keep_loads();  // The compiler would move them after the sum over lanes.
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             if (!exists(chunk, b)) continue;
             float v[VEC_SIZE];
-            w[b].to_floats(v);
+            vector_from(w[b]).to_floats(v);
 #pragma unroll
             for (int t = 0; t < TOKENS; ++t) {
                 float x[VEC_SIZE];
