@@ -16,9 +16,11 @@
 
 constexpr int NUM_WARPS = 8, VEC_SIZE = 4, PART_SIZE = 32 * VEC_SIZE, LATENT_SIZE = 512,
               PARTS = LATENT_SIZE / PART_SIZE;
-constexpr int BATCH = 4;  // pieces that a warp loads at once
+// A round of loads takes a latency of L2, and one sequence may have a piece on each SM.
+constexpr int BATCH = 8;      // pieces that a warp loads at once
+constexpr int MAX_BATCH = 4;  // row maxima that a lane loads at once
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 4)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 3)
 mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             float* lse,               // [num_seqs, num_heads]
             const float* tmp_out,     // [slots, num_heads, LATENT_SIZE]
@@ -72,25 +74,40 @@ mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             vec_t x[BATCH];
             load(member, x);  // in flight while the row max is found
             float own_max = minus_infinity(), own_sum = 0.0f;
-            for (int i = lane; i < own.count; i += 32) {
-                const float of_piece = max_logits[row(i)], larger = fmaxf(own_max, of_piece);
-                own_sum = own_sum * relative_exp2(own_max, larger) + exp_sums[row(i)] * relative_exp2(of_piece, larger);
+            for (int first = lane; first < own.count; first += 32 * MAX_BATCH) {
+                float of_pieces[MAX_BATCH], sums_of_pieces[MAX_BATCH], larger = own_max;
+#pragma unroll
+                for (int i = 0; i < MAX_BATCH; ++i) {
+                    const bool is_piece = first + i * 32 < own.count;
+                    const int64_t at = row(is_piece ? first + i * 32 : first);
+                    of_pieces[i] = is_piece ? max_logits[at] : minus_infinity();
+                    sums_of_pieces[i] = is_piece ? exp_sums[at] : 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < MAX_BATCH; ++i) larger = fmaxf(larger, of_pieces[i]);
+                own_sum *= relative_exp2(own_max, larger);
                 own_max = larger;
+#pragma unroll
+                for (int i = 0; i < MAX_BATCH; ++i) own_sum += sums_of_pieces[i] * relative_exp2(of_pieces[i], larger);
             }
             const float max_logit = lane_reduce<Max, 32>(own_max);
             const float exp_sum = lane_reduce<Sum, 32>(own_sum * relative_exp2(own_max, max_logit));
             const float scale = 1.0f / (exp_sum + 1e-6f);
-            for (int first = member; first < own.count; first += sharers * BATCH) {
-                if (first > member) load(first, x);
+            for (int first = member; first < own.count; first += 32 * sharers) {
+                // At most 1, so that its product with a value does not overflow. Of piece first + lane * sharers.
+                const int of_lane = first + lane * sharers;
+                float factor = 0.0f;
+                if (of_lane < own.count) {
+                    factor = exp_sums[row(of_lane)] * scale * relative_exp2(max_logits[row(of_lane)], max_logit);
+                }
+                for (int i = 0; i < 32 && first + i * sharers < own.count; i += BATCH) {
+                    if (first + i > member) load(first + i * sharers, x);
 #pragma unroll
-                for (int i = 0; i < BATCH; ++i) {
-                    const int piece = first + i * sharers;
-                    if (piece >= own.count) continue;
-                    // At most 1, so that its product with a value does not overflow.
-                    const float factor =
-                        exp_sums[row(piece)] * scale * relative_exp2(max_logits[row(piece)], max_logit);
+                    for (int j = 0; j < BATCH; ++j) {
+                        const float of_piece = shfl<32>(factor, i + j);
 #pragma unroll
-                    for (int j = 0; j < VEC_SIZE; ++j) total[j] = fmaf(factor, x[i][j], total[j]);
+                        for (int k = 0; k < VEC_SIZE; ++k) total[k] = fmaf(of_piece, x[j][k], total[k]);
+                    }
                 }
             }
             if (HAS_LSE && member == 0 && column == 0) lse[seq * num_heads + head] = log_sum_exp(max_logit, exp_sum);

@@ -15,7 +15,7 @@ from .mla_problem import LATENT_SIZE, MlaProblem
 _combine = Kernel("attention/mla_combine.cu")
 
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
-_NUM_THREADS, _BLOCKS = 256, 4  # threads of a block of mla_combine.cu, blocks that an SM holds
+_NUM_THREADS, _BLOCKS = 256, 3  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
 # The cost model: us per combine kernel, and bytes per us of partial results that blocks write and it reads. This and
 # _NODE_US are fitted to the differences of both combines in seven batches on an H200; the largest error is 4 us.
