@@ -75,20 +75,20 @@ mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             load(member, x);  // in flight while the row max is found
             float own_max = minus_infinity(), own_sum = 0.0f;
             for (int first = lane; first < own.count; first += 32 * MAX_BATCH) {
-                float of_pieces[MAX_BATCH], sums_of_pieces[MAX_BATCH], larger = own_max;
+                float of_pieces[MAX_BATCH], exp_of_pieces[MAX_BATCH], larger = own_max;
 #pragma unroll
                 for (int i = 0; i < MAX_BATCH; ++i) {
                     const bool is_piece = first + i * 32 < own.count;
                     const int64_t at = row(is_piece ? first + i * 32 : first);
                     of_pieces[i] = is_piece ? max_logits[at] : minus_infinity();
-                    sums_of_pieces[i] = is_piece ? exp_sums[at] : 0.0f;
+                    exp_of_pieces[i] = is_piece ? exp_sums[at] : 0.0f;
                 }
 #pragma unroll
                 for (int i = 0; i < MAX_BATCH; ++i) larger = fmaxf(larger, of_pieces[i]);
                 own_sum *= relative_exp2(own_max, larger);
                 own_max = larger;
 #pragma unroll
-                for (int i = 0; i < MAX_BATCH; ++i) own_sum += sums_of_pieces[i] * relative_exp2(of_pieces[i], larger);
+                for (int i = 0; i < MAX_BATCH; ++i) own_sum += exp_of_pieces[i] * relative_exp2(of_pieces[i], larger);
             }
             const float max_logit = lane_reduce<Max, 32>(own_max);
             const float exp_sum = lane_reduce<Sum, 32>(own_sum * relative_exp2(own_max, max_logit));

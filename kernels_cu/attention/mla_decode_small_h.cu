@@ -9,7 +9,8 @@
 // operand once.
 //
 // Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
-// (mla_schedule.cuh). A CTA goes through each item of its share in tiles of TOKENS entries.
+// (mla_schedule.cuh) and, fastest, the CTAs of a cluster, which split each item (mla_cluster_combine.cuh). A CTA goes
+// through each item of its share in tiles of TOKENS entries.
 //
 // Thread mapping: a group of PARTS warps shares GROUP entries of each tile, and each of its warps has a part of their
 // elements. One warp of a group issues bulk copies (whole rows) STAGES tiles ahead. Groups do not wait for each other:
@@ -34,9 +35,11 @@
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
+//     CLUSTER        CTAs of a cluster; if there are several, every item is a whole sequence
 
 #include "attention.cuh"
 #include "barrier.cuh"
+#include "mla_cluster_combine.cuh"
 #include "mla_operands.cuh"
 #include "mla_tokens.cuh"
 #include "mla_tree_combine.cuh"
@@ -51,10 +54,11 @@ constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats
 constexpr int UNIT = 64;                        // tokens; shares are cut at multiples of it
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
 static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
+static_assert(CLUSTER == 1 || !COMBINES);
 static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
 mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                    float* lse,             // [num_seqs, num_heads]
                    float* tmp_out,         // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
@@ -93,11 +97,11 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     __syncthreads();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                      join_units, piece_units, level_units, item_units, gridDim.y,
-                                                      blockIdx.y);
+                                                      join_units, piece_units, level_units, item_units,
+                                                      gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
     int stage = 0, phase = 0;
     for (; schedule.has_item(); schedule.next()) {
-        const MlaItem item = schedule.item();
+        const MlaItem item = piece_of_cta<TOKENS>(schedule.item());
         const int seq = item.seq, begin = item.begin, end = item.end;
         if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
@@ -287,6 +291,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
         }
         __syncthreads();
+        const auto element_of = [](int at) {  // of four elements of a result
+            return at / PANEL_SIZE * PANEL_SIZE + at / 4 % 4 * 16 + at / 16 % 4 * 4;
+        };
         // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
         // 1e-20 only guards against 0 / 0.
         for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
@@ -312,6 +319,24 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                     }
                 }
             }
+            if constexpr (CLUSTER > 1) {  // leaves what the groups add up to in the memory of the first one
+                sync_warp();              // every lane has read the row maxima
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int head = 2 * pair + i;
+                    if (lane == 0) {
+                        group_max[0][head] = larger[i];
+                        group_sums[0][head] = sum[i];
+                    }
+#pragma unroll
+                    for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                        const float* const x = of_groups + i * LANE_ELEMENTS + k;
+                        *reinterpret_cast<float4*>(results + head * RESULT_PITCH + lane * 4 + k * 32) = {x[0], x[1],
+                                                                                                         x[2], x[3]};
+                    }
+                }
+                continue;
+            }
             bool direct = item.is_whole();
             if constexpr (COMBINES) {
                 const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{
@@ -336,8 +361,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 }
 #pragma unroll
                 for (int k = 0; k < LANE_ELEMENTS; k += 4) {
-                    const int place = lane * 4 + k * 32;
-                    const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
+                    const int element = element_of(lane * 4 + k * 32);
                     float four[4];
 #pragma unroll
                     for (int j = 0; j < 4; ++j) four[j] = of_groups[i * LANE_ELEMENTS + k + j] * factor;
@@ -350,8 +374,14 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 }
             }
         }
-        // The next item's copies overwrite the results, which threads have written.
+        if constexpr (CLUSTER > 1) {
+            const int64_t row = seq * num_heads + first_head;
+            combine_cluster<query_t, NUM_WARPS>(results, RESULT_PITCH, group_max[0], group_sums[0], block_heads,
+                                                out + seq * out_stride + first_head * LATENT_SIZE,
+                                                HAS_LSE ? lse + row : nullptr, element_of);
+        }
+        // The next item's copies overwrite the results, which threads have written, and those of a cluster have read.
         fence_proxy_async();
-        __syncthreads();
+        start_cluster<CLUSTER>();
     }
 }

@@ -9,9 +9,9 @@
 // bound by memory bandwidth, so several CTAs share an SM, and fp8 values are converted to MMA operands in registers.
 //
 // Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
-// (mla_schedule.cuh). A CTA goes through each item of its share in tiles of TOKENS entries, and copies the next tile
-// while it computes the current one. Loads that do not depend on each other are issued together, as in
-// mla_decode_small_h.cu.
+// (mla_schedule.cuh) and, fastest, the CTAs of a cluster, which split each item (mla_cluster_combine.cuh). A CTA goes
+// through each item of its share in tiles of TOKENS entries, and copies the next tile while it computes the current
+// one. Loads that do not depend on each other are issued together, as in mla_decode_small_h.cu.
 //
 // Thread mapping, for each tile, with MMAs of 16 heads x 8 columns:
 // 1. S = Q K^T: a warp has 16 entries, those that it has copied. Four adjacent lanes have 16 fp8 values each of a panel
@@ -33,9 +33,11 @@
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     IS_DS_MLA      false (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
+//     CLUSTER        CTAs of a cluster; if there are several, every item is a whole sequence
 
 #include "async.cuh"
 #include "attention.cuh"
+#include "mla_cluster_combine.cuh"
 #include "mla_entry.cuh"
 #include "mla_tokens.cuh"
 #include "mla_tree_combine.cuh"
@@ -51,6 +53,8 @@ using product_t = half_t;  // represents every fp8 value
 constexpr int CHUNKS = ENTRY_BYTES / 16, PITCH = ceil_div(CHUNKS - 4, 8) * 128 + 64, TILE_BYTES = TOKENS * PITCH;
 constexpr int QUERY_PITCH = ENTRY_SIZE * 2, QUERY_BYTES = HEADS * QUERY_PITCH;
 constexpr int PROBABILITY_PITCH = TOKENS * 2 + 16;
+constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats: eight lanes with results of two heads cover all banks
+static_assert(CLUSTER == 1 || (!COMBINES && HEADS * RESULT_PITCH * 4 <= STAGES * TILE_BYTES));
 static_assert(PITCH >= ENTRY_BYTES && PITCH % 128 == 64);
 
 DEVICE int place_in_tile(int row, int chunk) { return row * PITCH + (chunk ^ row / 2 % 4) * 16; }
@@ -64,7 +68,7 @@ DEVICE void split_words(uint4 x, uint32_t (&words)[4]) {
     words[3] = x.w;
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
 mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                        float* lse,             // [num_seqs, num_heads]
                        float* tmp_out,         // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
@@ -94,10 +98,10 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
     const int g = lane / 4, t = lane % 4;
     const int first_head = blockIdx.x * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     MlaSchedule<TOKENS, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
-                                                        join_units, piece_units, level_units, item_units, gridDim.y,
-                                                        blockIdx.y);
+                                                        join_units, piece_units, level_units, item_units,
+                                                        gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
     for (; schedule.has_item(); schedule.next()) {
-        const MlaItem item = schedule.item();
+        const MlaItem item = piece_of_cta<TOKENS>(schedule.item());
         const int seq = item.seq, begin = item.begin, end = item.end;
         if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
@@ -301,6 +305,29 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
             exp_sum[half] = 0.0f;
 #pragma unroll
             for (int w = 0; w < NUM_WARPS; ++w) exp_sum[half] += warp_sums[w][g + 8 * half];
+        }
+        if constexpr (CLUSTER > 1) {
+            float* const results = reinterpret_cast<float*>(tiles);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int head = g + 8 * half;
+                if (warp == 0 && t == 0) {
+                    warp_max[0][head] = max_logit[half];
+                    warp_max[1][head] = exp_sum[half];
+                }
+                float* const to = results + head * RESULT_PITCH + warp * WARP_DIMS + 4 * t;
+#pragma unroll
+                for (int n = 0; n < WARP_DIMS / 16; ++n) {
+                    *reinterpret_cast<float4*>(to + n * 16) = {o[n][0][2 * half], o[n][1][2 * half],
+                                                               o[n][0][2 * half + 1], o[n][1][2 * half + 1]};
+                }
+            }
+            const int64_t row = seq * num_heads + first_head;
+            combine_cluster<product_t, NUM_WARPS>(results, RESULT_PITCH, warp_max[0], warp_max[1], block_heads,
+                                                  out + seq * out_stride + first_head * LATENT_SIZE,
+                                                  HAS_LSE ? lse + row : nullptr, [](int i) { return i; });
+            start_cluster<CLUSTER>();  // the next item overwrites what other CTAs may still read
+            continue;
         }
         bool direct = item.is_whole();
         if constexpr (COMBINES) {

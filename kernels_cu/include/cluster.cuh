@@ -81,6 +81,23 @@ DEVICE float load_of_block(const float* word, unsigned rank) {
 }
 
 template <int BLOCKS>
+DEVICE float4 load_of_block(const float4* four, unsigned rank) {
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
+    if constexpr (BLOCKS > 1) {
+        float4 x;
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                     : "r"(address_in_block(four, rank))
+                     : "memory");
+        return x;
+    }
+#elif PYOPS_HOST
+    if constexpr (BLOCKS > 1) return host_load_of_block(four, rank);
+#endif
+    return *four;
+}
+
+template <int BLOCKS>
 DEVICE uint64_t load_of_block(const uint64_t* pair, unsigned rank) {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) {

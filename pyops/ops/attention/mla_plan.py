@@ -136,14 +136,17 @@ def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | 
 
 
 def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:
-    """A kernel with WGMMA, or, if no sequence can be worth a cut, several blocks of a kernel for few heads where the
-    model says that they take less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
+    """A kernel with WGMMA, or several blocks or clusters of a kernel for few heads where the model says that they take
+    less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
     config: SharesConfig = mla_sm90.choose(problem, device)
     if mla_sm90_fp8.serves(problem):
         config = _faster(problem, device, mla_sm90_fp8.choose(problem, device), config)
-    if not problem.allows_few_heads or mla_schedule.may_be_long(problem, config):
+    if not problem.allows_few_heads:
         return config
-    return _faster(problem, device, _choose_for_few_heads(problem, device), config)
+    few_heads: SharesConfig = _choose_for_few_heads(problem, device)
+    if few_heads.split_ctas > 1:
+        return mla_schedule.or_clusters(problem, config, [few_heads], device)
+    return config if mla_schedule.may_be_long(problem, config) else _faster(problem, device, few_heads, config)
 
 
 def _faster(problem: MlaProblem, device: Device, first: SharesConfig, second: SharesConfig) -> SharesConfig:

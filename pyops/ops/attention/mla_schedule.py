@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
@@ -17,17 +18,21 @@ _combine = Kernel("attention/mla_combine.cu")
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
 _NUM_THREADS, _BLOCKS = 256, 3  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
-# The cost model: us per combine kernel, and bytes per us of partial results that blocks write and it reads. This and
-# _NODE_US are fitted to the differences of both combines in seven batches on an H200; the largest error is 4 us.
-_JOIN_US, _BYTES_PER_US = 2.6, 2.8e6
-# The cost model of mla_tree_combine.cuh: us of a node without its bytes (the node, a store, two loads, one after
-# another), and bytes per us between an SM and L2: 64 per cycle.
-_NODE_US, _SM_BYTES_PER_US = 0.45, 1.1e5
+# The cost model: us of the combine kernel, bytes per us of partial results that blocks write and it reads, and us of
+# the schedule that reads all lengths. docs/performance/mla.md, "Clusters for short calls".
+_JOIN_US, _BYTES_PER_US, _SCHEDULE_US = 3.8, 2.8e6, 0.6
+# The cost model of mla_tree_combine.cuh: us of a node without its bytes (a load, a store, an exchange and a load, one
+# after another), and bytes per us between an SM and L2: 64 per cycle.
+_NODE_US, _SM_BYTES_PER_US = 1.7, 1.1e5
 BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
 # The cost model: us of each item of a block but its first one. docs/performance/mla.md, "One item for each block".
 _ITEM_US = 5.0
 # Most units of all sequences: the kernels count them in ints, also after they have aligned shares to sequences.
 _MAX_UNITS = 2**29
+# The cost model of mla_cluster_combine.cuh: bytes per us that a CTA reads of the others.
+_CLUSTER_BYTES_PER_US = 9.5e3
+_CLUSTER_SIZES = (2, 4, 8)  # CTAs of a cluster: every GPU with clusters allows eight
+_GPCS, _TPC_SMS = 8, 2  # GPCs of the GPU: a cluster lies within one; SMs of a TPC: any may be disabled
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
 
@@ -38,6 +43,7 @@ class SharesConfig(tuning.Config, Protocol):
     Attributes:
         num_shares: shares of the tokens of all sequences; a block for each, and for each group of heads.
         combines: whether blocks combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does.
+        split_ctas: CTAs of a cluster that split each sequence, and combine its pieces; 1: no clusters, or for others.
         HEADS, BLOCKS: query heads of a block, blocks that run at once on an SM.
         BLOCK_US: us of a block without its units.
         UNIT: tokens; sequences are cut at multiples of it.
@@ -48,6 +54,8 @@ class SharesConfig(tuning.Config, Protocol):
     def num_shares(self) -> int: ...
     @property
     def combines(self) -> bool: ...
+    @property
+    def split_ctas(self) -> int: ...
     @property
     def HEADS(self) -> int: ...
     @property
@@ -68,6 +76,9 @@ class SharesConfig(tuning.Config, Protocol):
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch: ...
 
 
+AnyShares = TypeVar("AnyShares", bound=SharesConfig)
+
+
 def head_groups(problem: MlaProblem, config: SharesConfig) -> int:
     """Groups of heads; each has its own blocks."""
     return -(-problem.num_heads // config.HEADS)
@@ -84,14 +95,52 @@ def choose_shares(problem: MlaProblem, config: SharesConfig, device: Device) -> 
     return shares, _tree_us(config, pieces) < kernel_us(problem, partials)
 
 
+def or_clusters(problem: MlaProblem, config: AnyShares, clusters: Sequence[AnyShares], device: Device) -> AnyShares:
+    """The config with shares, or the fastest one with clusters, if it takes less time whatever the lengths are."""
+    fastest = min(clusters, key=lambda one: call_us(problem, one, device), default=config)
+    return fastest if call_us(problem, fastest, device) < _least_us(problem, config, device) else config
+
+
+def _least_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
+    """The time of a call by the cost model, in us, if one sequence is as long as the page table allows, and the others
+    are empty: most shares are pieces of the long one, which has no more than its own cluster otherwise."""
+    units, unit_us = _units(problem, config), config.unit_us(problem, device)
+    if not may_cut(problem, config):
+        return config.BLOCK_US + units * unit_us
+    pieces, share_units = min(units, config.num_shares), -(-(units + problem.num_seqs - 1) // config.num_shares)
+    combine_us = _tree_us(config, pieces) if config.combines else kernel_us(problem, pieces)
+    return config.BLOCK_US + _SCHEDULE_US + share_units * unit_us + combine_us
+
+
+def most_blocks(problem: MlaProblem, config: SharesConfig) -> int:
+    """Blocks that have a unit: at most one for each unit, or as many as the clusters have."""
+    blocks = problem.num_seqs * head_groups(problem, config)
+    return blocks * (_units(problem, config) if config.split_ctas == 1 else config.split_ctas)
+
+
+def cluster_sizes(problem: MlaProblem, config: SharesConfig, device: Device) -> list[int]:
+    """Sizes of clusters that may split a sequence: the clusters of all sequences run at once, and the caller allows so
+    many splits."""
+    splits, num_clusters = problem.num_kv_splits, problem.num_seqs * head_groups(problem, config)
+
+    def run_at_once(size: int) -> bool:
+        # A GPC may have blocks to spare that are too few for another cluster, whole TPCs of them.
+        spare = _GPCS * max(0, size - config.BLOCKS * _TPC_SMS)
+        return size * num_clusters <= config.BLOCKS * device.num_sms - spare
+
+    return [size for size in _CLUSTER_SIZES if run_at_once(size) and (splits <= 0 or size <= splits)]
+
+
 def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
     """The time of a call by the cost model, in us, if all sequences are as long as the page table allows."""
     num_seqs, units, unit_us = problem.num_seqs, _units(problem, config), config.unit_us(problem, device)
+    if config.split_ctas > 1:
+        return config.BLOCK_US + -(-units // config.split_ctas) * unit_us + _cluster_us(problem, config)
     if not may_cut(problem, config):
         return -(-num_seqs // max(1, _blocks(problem, config, device))) * (config.BLOCK_US + units * unit_us)
     share_units, pieces, partials = _equal_lengths(problem, config, config.num_shares, device)
     by_tree, by_kernel = _tree_us(config, pieces), kernel_us(problem, partials)
-    return config.BLOCK_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
+    return config.BLOCK_US + _SCHEDULE_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
 
 
 def _equal_lengths(problem: MlaProblem, config: SharesConfig, shares: int, device: Device) -> tuple[float, int, int]:
@@ -173,6 +222,12 @@ def _tree_us(config: SharesConfig, pieces: int) -> float:
     return (pieces - 1).bit_length() * _level_us(config)
 
 
+def _cluster_us(problem: MlaProblem, config: SharesConfig) -> float:
+    """The time until a cluster has combined its pieces: a CTA reads its part of the results of the others."""
+    heads, size = min(problem.num_heads, config.HEADS), config.split_ctas
+    return heads * LATENT_SIZE * 4 * (size - 1) / size / _CLUSTER_BYTES_PER_US
+
+
 def _piece_us(problem: MlaProblem) -> float:
     """The time of writing and reading a partial result, if all SMs do."""
     return 2 * 4 * problem.num_heads * LATENT_SIZE / _BYTES_PER_US
@@ -191,5 +246,9 @@ def may_be_long(problem: MlaProblem, config: SharesConfig) -> bool:
 
 def may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be cut."""
-    is_allowed = problem.num_kv_splits != 1 and problem.num_seqs * _units(problem, config) <= _MAX_UNITS
+    is_allowed = (
+        config.split_ctas == 1
+        and problem.num_kv_splits != 1
+        and problem.num_seqs * _units(problem, config) <= _MAX_UNITS
+    )
     return is_allowed and may_be_long(problem, config)

@@ -42,7 +42,7 @@ class MlaSm80Config:
     held: int
     num_shares: int
 
-    HEADS, BLOCKS, UNIT = HEADS, 1, 128
+    HEADS, BLOCKS, UNIT, split_ctas = HEADS, 1, 128, 1
     BLOCK_US = _BLOCK_US
     WARPS, ACCUMULATORS = _NUM_WARPS, LATENT_SIZE // 4
     combines = False  # mla_combine.cu combines the pieces of a sequence

@@ -39,7 +39,7 @@ class MlaSm90Config:
     num_shares: int
     combines: bool
 
-    HEADS, BLOCKS, UNIT = _HEADS, 1, 2 * _TOKENS
+    HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
     BLOCK_US = BLOCK_US
     WARPS, ACCUMULATORS = 8, LATENT_SIZE // 4
 

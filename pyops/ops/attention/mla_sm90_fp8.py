@@ -37,7 +37,7 @@ class MlaSm90Fp8Config:
     num_shares: int
 
     combines = False
-    HEADS, BLOCKS, UNIT = _HEADS, 1, 2 * _TOKENS
+    HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
     BLOCK_US = _BLOCK_US
     WARPS, ACCUMULATORS = 8, _HEADS * LATENT_SIZE // 256
 

@@ -10,15 +10,25 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import BLOCK_US, MAX_SHARES, call_us, choose_shares, head_groups
+from .mla_schedule import (
+    BLOCK_US,
+    MAX_SHARES,
+    call_us,
+    choose_shares,
+    cluster_sizes,
+    head_groups,
+    most_blocks,
+    or_clusters,
+)
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
 # Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
 _GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
-# The cost model: least us of an SM per 64 tokens, and bytes per us of the cache. Fitted to 64 sequences of 4096 tokens.
-_UNIT_US, _BYTES_PER_US = 1.5, 4.3e6
+# The cost model: least us of an SM per 64 tokens, by the differences of clusters of two, four and eight CTAs
+# (docs/performance/mla.md, "Clusters for short calls"); bytes per us of the cache, by 64 sequences of 4096 tokens.
+_UNIT_US, _BYTES_PER_US = 1.9, 4.3e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +37,15 @@ class FewHeadsConfig:
 
     Attributes:
         groups: groups of two warps of a block.
-        num_shares: shares of the tokens of all sequences; a block for each.
+        num_shares: shares of the tokens of all sequences; a block or a cluster for each.
         combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
+        split_ctas: CTAs of a cluster that split each sequence and combine its pieces; 1: no clusters.
     """
 
     groups: int
     num_shares: int
     combines: bool
+    split_ctas: int = 1
 
     HEADS, UNIT = _HEADS, 64
     BLOCK_US = BLOCK_US
@@ -46,14 +58,19 @@ class FewHeadsConfig:
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
         """Other blocks and numbers of shares."""
         del problem, device
-        found = tuning.varied(self, groups=_GROUPS, combines=(False, True))
+        found = tuning.varied(self, groups=_GROUPS)
+        if self.split_ctas == 1:
+            found += tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 64 tokens, in us, if all SMs are busy."""
-        num_readers = device.num_sms / head_groups(problem, self)  # the other blocks read the same from L2
+        # The blocks of other groups of heads read the same from L2.
+        num_readers = min(device.num_sms, most_blocks(problem, self)) / head_groups(problem, self)
         bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
-        return max(_UNIT_US, bytes_us) * _GROUPS[0] / self.groups
+        # A block of two groups takes two tiles for 64 tokens, but one for a sequence that fits in it.
+        tiles = min(_GROUPS[0] // self.groups, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS)))
+        return max(_UNIT_US, bytes_us) * tiles
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 16 heads."""
@@ -61,10 +78,11 @@ class FewHeadsConfig:
             **constants_of(problem),
             GROUPS=self.groups,
             COMBINES=self.combines,
+            CLUSTER=self.split_ctas,
             COPY_TOKENS=_copy_tokens(problem),
         )
         return kernel.launch(
-            (head_groups(problem, self), self.num_shares),
+            (head_groups(problem, self), self.num_shares * self.split_ctas),
             self.groups * _GROUP_THREADS,
             shared_memory(problem, self.groups),
             **arguments_of(problem),
@@ -94,10 +112,13 @@ def _copy_tokens(problem: MlaProblem) -> int:
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """A block of four groups on every SM, or two blocks of two groups, which have twice the partial results, but more
-    sequences at once."""
-    found = []
+    sequences at once. Or a cluster for each sequence, whatever the other lengths."""
+    found, clusters = [], []
     for groups in _GROUPS:
         config = FewHeadsConfig(groups, 1, combines=False)
         num_shares, combines = choose_shares(problem, config, device)
         found.append(replace(config, num_shares=num_shares, combines=combines))
-    return min(found, key=lambda one: call_us(problem, one, device))
+        for size in cluster_sizes(problem, config, device):
+            clusters.append(replace(config, num_shares=problem.num_seqs, split_ctas=size))
+    config = min(found, key=lambda one: call_us(problem, one, device))
+    return or_clusters(problem, config, clusters, device)

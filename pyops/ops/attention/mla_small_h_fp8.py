@@ -9,7 +9,7 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, cluster_sizes, head_groups, most_blocks, or_clusters
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
@@ -25,12 +25,14 @@ class CodesConfig:
     """The geometry of mla_decode_small_h_fp8.cu.
 
     Attributes:
-        num_shares: shares of the tokens of all sequences; a block for each.
+        num_shares: shares of the tokens of all sequences; a block or a cluster for each.
         combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
+        split_ctas: CTAs of a cluster that split each sequence and combine its pieces; 1: no clusters.
     """
 
     num_shares: int
     combines: bool
+    split_ctas: int = 1
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
     BLOCK_US = BLOCK_US
@@ -39,18 +41,17 @@ class CodesConfig:
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
         """Other numbers of shares, and the other combine."""
         del problem, device
-        found = tuning.varied(self, combines=(False, True))
+        found = tuning.varied(self, combines=(False, True)) if self.split_ctas == 1 else []
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a KV tile, in us."""
-        tiles = problem.num_seqs * -(-problem.max_tokens // _TOKENS) * head_groups(problem, self)
-        return _TILE_US if tiles <= device.num_sms else _SHARED_TILE_US
+        return _TILE_US if most_blocks(problem, self) <= device.num_sms else _SHARED_TILE_US
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 16 heads."""
-        return _decode(**constants_of(problem), COMBINES=self.combines).launch(
-            (head_groups(problem, self), self.num_shares),
+        return _decode(**constants_of(problem), COMBINES=self.combines, CLUSTER=self.split_ctas).launch(
+            (head_groups(problem, self), self.num_shares * self.split_ctas),
             _NUM_THREADS,
             SHARED_MEMORY,
             **arguments_of(problem),
@@ -60,6 +61,8 @@ class CodesConfig:
 
 
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
-    """Two blocks on every SM."""
+    """Two blocks on every SM, or a cluster for each sequence."""
     config = CodesConfig(1, combines=False)
-    return CodesConfig(*choose_shares(problem, config, device))
+    config = CodesConfig(*choose_shares(problem, config, device))
+    clusters = [CodesConfig(problem.num_seqs, False, size) for size in cluster_sizes(problem, config, device)]
+    return or_clusters(problem, config, clusters, device)

@@ -730,6 +730,21 @@ def test_mla_fp8_shares_of_mixed_lengths(on: str) -> None:
     _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(3), SCHEDULES)
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "kind", "config"),
+    [
+        (5, None, mla_small_h.FewHeadsConfig(4, 2, False, 4)),
+        (20, torch.uint8, mla_small_h.FewHeadsConfig(2, 3, False, 2)),
+        (20, FP8, mla_small_h_fp8.CodesConfig(2, False, 8)),
+    ],
+    ids=str,
+)
+def test_mla_clusters(on: str, num_heads: int, kind: torch.dtype | None, config: Any) -> None:
+    """CTAs of a cluster split several sequences, also short ones that do not give each CTA a tile."""
+    call = mla_call([0, 1, 300, 64, 530], num_heads, 8, dtype=torch.bfloat16, kind=kind, device=on)
+    _assert_shares(on, call, config, SCHEDULES)
+
+
 def _assert_shares(on: str, call: dict[str, Any], forced: Any, schedules: Any) -> None:
     """The result is right, and has the same bits under all schedules."""
     first: Any = None
@@ -971,17 +986,19 @@ def test_mla_fp8_compiles_without_spills(query_tokens: int) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("kernel", "cache_t", "is_ds_mla"),
+    ("kernel", "cache_t", "is_ds_mla", "split_ctas"),
     few(
         [
-            (mla_small_h._decode, dtypes.float8_e4m3fn, True),
-            (mla_small_h._decode, dtypes.bfloat16, False),
-            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False),
+            (mla_small_h._decode, dtypes.float8_e4m3fn, True, 1),
+            (mla_small_h._decode, dtypes.bfloat16, False, 8),
+            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False, 8),
         ],
         2,
     ),
 )
-def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
+def test_mla_small_h_compiles_without_spills(
+    kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool, split_ctas: int
+) -> None:
     one = kernel(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
@@ -992,7 +1009,8 @@ def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DTy
         LISTS_SLOTS=False,
         HAS_LENGTHS=True,
         HAS_LSE=True,
-        COMBINES=True,
+        COMBINES=split_ctas == 1,
+        CLUSTER=split_ctas,
         IS_DS_MLA=is_ds_mla,
         QUERY_TOKENS=1 if is_ds_mla else 4,
         **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),

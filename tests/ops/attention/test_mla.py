@@ -372,14 +372,19 @@ def test_shares() -> None:
         (2, 17, "float8_e4m3fn", 1, "small_h_fp8", (2, 2)),
         (66, 32, "bfloat16", 1, "small_h", (2, 66)),
         (64, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 64)),
-        (67, 32, "bfloat16", 1, "small_h", (2, 67)),  # of two warp groups: an SM has two blocks
+        (67, 32, "bfloat16", 1, "sm90", (1, 67)),  # more blocks of four warp groups than run at once
         (200, 16, "bfloat16", 1, "small_h", (1, 200)),
         (67, 64, "bfloat16", 1, "sm90", (1, 67)),  # more blocks than run at once
         (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
         (64, 16, "float8_e4m3fn", 64, "small_h_fp8", (1, 264)),
         (64, 32, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
         (64, 128, "float8_e4m3fn", 64, "sm90", (2, 66)),
-        (2, 32, "bfloat16", 3, "sm90", (1, 4)),  # WGMMA cuts sequences
+        (2, 32, "bfloat16", 3, "small_h", (2, 8)),  # clusters of four, which WGMMA's pieces do not beat
+        (1, 20, "bfloat16", 5, "small_h", (2, 8)),
+        (1, 20, "float8_e4m3fn", 5, "small_h_fp8", (2, 8)),
+        (1, 64, "bfloat16", 99, "sm90", (1, 50)),  # WGMMA cuts sequences
+        (16, 16, "bfloat16", 8, "small_h", (1, 64)),  # more clusters of eight than GPCs may have
+        (16, 16, "bfloat16", 64, "small_h", (1, 132)),  # shares, as lengths may be mixed
         (2, 65, "bfloat16", 1, "sm90", (2, 2)),
     ],
 )
