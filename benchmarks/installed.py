@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 left_out = set[str]()  # rivals that are not wanted
+patience_s = 0.0  # seconds after which the first call of a rival is given up; 0 is no limit
 _BLANKS = {"bool": False}  # by the type of an argument; None of others
 
 
@@ -30,6 +33,25 @@ def check_gpu(rival: str) -> None:
             torch.cuda.synchronize()
     except RuntimeError as error:
         raise Fault(rival) from error
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises Unavailable after this time, such as in a rival that tunes itself; 0 is no limit. For the main thread."""
+    if not seconds:
+        yield
+        return
+
+    def give_up(*_: Any) -> None:
+        raise Unavailable(f"takes more than {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def reason(error: Exception) -> str:

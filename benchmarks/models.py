@@ -12,7 +12,8 @@ Prints, for each kind, the geometric mean of pyops' time over the best rival's a
 2 % behind, and the worst rows. Rivals that cannot be imported, that fail, or that refuse a row, are named on stderr and
 left out; each row says which were timed. Without --seed each run draws its own. Kinds alternate, so that a run which
 ends after --minutes has rows of each. Rows are measured in a process of their own: a kernel that faults, or a rival
-that crashes or hangs, costs its row.
+that crashes or hangs, costs its row. A rival that takes half of the time of --hang for its first call, such as one that
+tunes itself, is left out of the row.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _WORST = 10
 # Seconds after which a row counts as hanging. Most rivals compile within a minute; FLA's scans take several on a fresh
 # machine, and need --hang.
 _HUNG_S = 120.0
+_PATIENCE = 1 / 2  # of this time for the first call of a rival, after which the row goes on without it
 
 
 def module(kind: str) -> Any:
@@ -105,10 +107,11 @@ def in_rounds(kinds: Collection[str], count: int, seed: int) -> Iterator[Row]:
     return (row for row in chain.from_iterable(zip_longest(*drawn)) if row is not None)
 
 
-def _start(without: Collection[str]) -> None:
+def _start(without: Collection[str], patience_s: float) -> None:
     """In a measuring process, before its first row."""
     torch.set_grad_enabled(False)
     installed.left_out.update(without)
+    installed.patience_s = patience_s
 
 
 def _measure(row: Row) -> tuple[dict[str, float], str | None]:
@@ -184,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spawn = multiprocessing.get_context("spawn")
 
     def start(without: Collection[str]) -> Executor:
-        return ProcessPoolExecutor(1, spawn, _start, (without,))
+        return ProcessPoolExecutor(1, spawn, _start, (without, _PATIENCE * asked.hang))
 
     drawn = in_rounds(kinds, asked.rows, asked.seed)
     for row, times in measured(drawn, asked.minutes, asked.without, start, asked.hang):

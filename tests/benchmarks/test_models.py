@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import pyops
-from benchmarks import fit, gemm_layers, installed, models, packed_products, rivals
+from benchmarks import drawn, fit, gemm_layers, installed, models, packed_products, rivals
 from benchmarks.gemm_layers import MODELS, Row
 from pyops import SCALAR_TYPES
 from pyops._core.system import device
@@ -98,6 +99,20 @@ def test_a_row_that_ends_its_process_costs_itself(
     assert started == [["compile"]] * 4 + [["compile", "FA3"]]
     assert "bf16:1x16x16: BrokenProcessPool: died" in capsys.readouterr().err
     assert list(models.measured([row], 0.0, (), start)) == []
+
+
+def test_a_rival_that_hangs_costs_its_time_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"out": torch.ones(3)}
+
+    def hangs(_: Any) -> Any:
+        return lambda: time.sleep(30)
+
+    contenders = {"pyops": lambda _: lambda: None, "FLA": hangs, "vLLM": lambda _: lambda: torch.ones(3)}
+    monkeypatch.setattr(installed, "patience_s", 0.05)
+    assert set(drawn.agreeing("row", contenders, call, "out", 0.01)) == {"pyops", "vLLM"}
+    assert "row: FLA: takes more than 0.05 s" in capsys.readouterr().err
 
 
 def test_a_rival_that_is_left_out_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
