@@ -93,6 +93,13 @@ DEVICE void split_tf32(const float (&x)[N], uint32_t (&high)[N], uint32_t (&low)
     }
 }
 
+// Rounds x to TF32.
+template <int N>
+DEVICE void round_tf32(const float (&x)[N], uint32_t (&rounded)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) rounded[i] = __float_as_uint(x[i]) + 0x1000 & 0xffffe000;
+}
+
 // Whether mma_m16n8k32 takes elements of type T on this device. Otherwise kernels convert with fp8_to_half and use two
 // mma_m16n8k16. (Data-centre GPUs from sm_90 on have the fp8 instruction, too, but not in hardware: the compiler
 // converts the elements again for every MMA.)

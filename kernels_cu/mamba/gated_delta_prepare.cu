@@ -3,7 +3,8 @@
 //
 // Formula: that of gated_delta_chunk.cu. WGMMA multiplies keys and queries by keys. I + L is inverted in blocks of 16
 // tokens: those on its diagonal, X_i, by forward substitution, and then block j of row i, below the diagonal, is
-// -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers that are as exact as float32.
+// -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers. For half_t they are split, which is as exact as
+// float32. For bf16_t one rounding to TF32 is a quarter of the rounding of the inverse that follows.
 //
 // Blocks: blockIdx.x counts slots of tiles and groups of HEADS value heads, which share dot products of tokens. A block
 // is a warpgroup. Both matrices are lower triangular, so warp w has groups w and 7 - w of 8 tokens as rows: the tiles
@@ -24,6 +25,7 @@
 
 constexpr int NUM_THREADS = 128, WARPS = 4, GROUPS = TOKENS / 8, SIDE = TOKENS / WARPS;  // tokens of a block of I + L
 constexpr int LOWER_PITCH = TOKENS + 4, INVERSE_PITCH = SIDE + 4;  // in floats: columns begin on different banks
+constexpr bool SPLITS = is_same<scalar_t, half_t>;                 // TF32 numbers of blocks of the inverse
 static_assert(TOKENS == 64 && WARP_SIZE == 32 && HEADS <= WARPS);
 
 // Column-major matrices of floats.
@@ -91,15 +93,20 @@ DEVICE void add_product(float (&d)[2][4], const float (&y)[2][4], const float* m
     for (int step = 0; step < 2; ++step) {
         const float rows[4] = {y[step][0], y[step][2], y[step][1], y[step][3]};
         uint32_t high_rows[4], low_rows[4];
-        split_tf32(rows, high_rows, low_rows);
+        if constexpr (SPLITS) split_tf32(rows, high_rows, low_rows);
+        else round_tf32(rows, high_rows);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const float* const from = m + (step * 8 + 2 * t) * PITCH + n * 8 + g;
             const float columns[2] = {from[0], from[PITCH]};
             uint32_t high[2], low[2];
-            split_tf32(columns, high, low);
-            mma_m16n8k8(d[n], low_rows, high);
-            mma_m16n8k8(d[n], high_rows, low);
+            if constexpr (SPLITS) {
+                split_tf32(columns, high, low);
+                mma_m16n8k8(d[n], low_rows, high);
+                mma_m16n8k8(d[n], high_rows, low);
+            } else {
+                round_tf32(columns, high);
+            }
             mma_m16n8k8(d[n], high_rows, high);
         }
     }
@@ -109,7 +116,8 @@ DEVICE void add_product(float (&d)[2][4], const float (&y)[2][4], const float* m
 // tokens, columns all tokens in the order of the tile's rows.
 DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const float (&of_queries)[TOKENS / 2],
                       int number, int count, float scale) {
-    const int thread = made_anew(threadIdx.x);  // addresses of all iterations would not fit in registers
+    // Addresses of all iterations would not fit in registers.
+    const int thread = made_anew(threadIdx.x) & NUM_THREADS - 1;
     const int warp = thread / 32, lane = thread % 32, r = lane / 4, t = lane % 4;
     PreparedTile& tile = shared.made.tile;
     Lower& lower = shared.made.lower;
