@@ -274,7 +274,9 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
     const int seq = sequence_of<NUM_THREADS>(slot, num_seqs, shared.seq, tiles_of);
     if (seq < 0) return;
     const SequenceTiles tiles = tiles_of(seq);
-    const int index = int(slot - tiles.first_slot), count = tiles.tokens(index);
+    // From the end of a sequence: its first tiles are walked first, and should be those that the L2 cache still has.
+    const int index = tiles.count - 1 - int(slot - tiles.first_slot), count = tiles.tokens(index);
+    const uint32_t own_slot = uint32_t(tiles.first_slot) + index;
     const int64_t first_token = tiles.token(index), key = uint32_t(first_head) / uint32_t(heads_per_key) * KEY_SIZE;
 
     load_rows_of(shared.rows[0], k + first_token * k_stride + key, k_stride, count);
@@ -360,7 +362,7 @@ gated_delta_prepare(uint8_t* prepared,           // [slots, value_heads, sizeof(
         if (number > 0) __syncthreads();  // the tile of the previous head has been read
         make_tile(shared, of_keys, of_queries, number, count, scale);
         if (threadIdx.x == 0) {
-            const int64_t to = (int64_t(slot) * value_heads + first_head + number) * int64_t(sizeof(PreparedTile));
+            const int64_t to = (own_slot * value_heads + first_head + number) * int64_t(sizeof(PreparedTile));
             bulk_store(prepared + to, &shared.made.tile, sizeof(PreparedTile));
             tma_store_commit();
             tma_store_wait_read<0>();
