@@ -94,8 +94,8 @@ DEVICE Vec<T, N> scaled(float c, const Vec<T, N>& x) {
     return map(x, [=](float v) { return ieee_multiply(c, v); });
 }
 
-// tanh for a sum T(1 + T(tanh(x))) of an x of type T. An absolute error of 2^-19 does not change that sum for any bfloat16
-// x, and this formula has less.
+// tanh for a sum T(1 + T(tanh(x))) of an x of type T. An absolute error of 2^-19 does not change that sum for any
+// bfloat16 x, and this formula has less.
 template <typename T>
 DEVICE float tanh_for_sum_with_1(float x) {
     if constexpr (!is_same<T, bf16_t>) return tanhf(x);

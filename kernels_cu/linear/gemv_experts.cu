@@ -89,8 +89,8 @@ struct WeightRows {
     }
 };
 
-// The sum over the warps that share a column. All threads of the block call it, with `parity` alternately 0 and 1: other
-// warps may still read what the column before has left.
+// The sum over the warps that share a column. All threads of the block call it, with `parity` alternately 0 and 1:
+// other warps may still read what the column before has left.
 DEVICE float sum_of_sharers(float own, int parity) {
     __shared__ float partial[2][BLOCK_ROWS];
     const int group = int(threadIdx.x) / WARP_SIZE / SPLIT;

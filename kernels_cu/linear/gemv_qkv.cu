@@ -10,8 +10,8 @@
 // slot.
 //
 // blockIdx.x counts heads, blockIdx.z tokens; PARTS blocks along y share a head. Warps multiply as gemv_rows.cuh says,
-// and a warp multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in shared
-// memory, where each pair has a thread. The plan promises that no kernel which may still run writes the weight:
+// and a warp multiplies both rows of a pair of elements that rotate together. The dot products of a block meet in
+// shared memory, where each pair has a thread. The plan promises that no kernel which may still run writes the weight:
 // the first chunk is loaded while the previous kernel runs.
 //
 // Constants:

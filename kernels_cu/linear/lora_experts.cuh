@@ -1,7 +1,7 @@
 // lora_experts.cuh: the pairs of a token and an expert that a CTA multiplies by LoRA adapters, with their weights.
 //
-// Choice k of token t is the pair t * top_k + k. Adapter l of expert e is weight l * num_experts + e; with num_experts 1,
-// all experts share the weight of an adapter.
+// Choice k of token t is the pair t * top_k + k. Adapter l of expert e is weight l * num_experts + e; with num_experts
+// 1, all experts share the weight of an adapter.
 //
 // SORTED: adapter l has a list of its pairs, as moe_lora_align_block_size makes it, in blocks of block_size slots with
 // one expert each. Tiles of slots follow each other, adapter by adapter; a tile has one adapter. Otherwise tiles are of

@@ -1,6 +1,6 @@
 // lora_simt: rows of x times the transposed weights of each row's LoRA adapter, without tensor cores.
 //
-//     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), summed in float32
+//     out[t, n] = out_t(scale * sum_k T(x[t, k]) * weight[indices[t], n, k] + (ADDS ? out[t, n] : 0)), in float32
 //
 // for each slice, with a weight and columns of out of its own, and with x of its own unless x_slice_stride is 0. A
 // token with an index outside of [0, num_loras) has no adapter: its row becomes zeros if CLEARS, else it stays.

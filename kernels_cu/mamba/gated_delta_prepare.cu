@@ -3,8 +3,8 @@
 //
 // Formula: that of gated_delta_chunk.cu. WGMMA multiplies keys and queries by keys. I + L is inverted in blocks of 16
 // tokens: those on its diagonal, X_i, by forward substitution, and then block j of row i, below the diagonal, is
-// -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers. For half_t they are split, which is as exact as
-// float32. For bf16_t one rounding to TF32 is a quarter of the rounding of the inverse that follows.
+// -X_i (L_ij X_j + ... + L_i,i-1 X_i-1,j), with products of TF32 numbers. For half_t they are split, which is as exact
+// as float32. For bf16_t one rounding to TF32 is a quarter of the rounding of the inverse that follows.
 //
 // Blocks: blockIdx.x counts slots of tiles and groups of HEADS value heads, which share dot products of tokens. A block
 // is a warpgroup. Both matrices are lower triangular, so warp w has groups w and 7 - w of 8 tokens as rows: the tiles
