@@ -7,26 +7,28 @@
 // Work: a group of ROWS rows (PAGED: the rows of a sequence) has the tiles of TILE keys that lie between the first and
 // the last key of its rows. The tiles of all groups, one group after another, are split evenly among the CTAs.
 //
-// Thread mapping: a warpgroup holds 64 keys of a tile as operand A in registers; the heads are the columns of B. A
-// thread applies the ReLU to its accumulators and adds them up, weighted; only the sum over all heads is exchanged
-// between the four lanes of a key. The queries of a group stay in shared memory, so that warpgroups are synchronized
-// only where the group changes.
+// Warp specialisation: one warp loads tiles by TMA, STAGES of them ahead. Each consumer warpgroup multiplies 64 keys of
+// a tile, operand A in registers, with the heads of the rows, the columns of B in shared memory. A thread applies the
+// ReLU to its accumulators and adds them up, weighted; only the sum over all heads is exchanged between the four lanes
+// of a key.
 //
-// Overlap: the MMAs go through chunks of CHUNK columns, a row or half a row. While the tensor cores multiply a chunk,
-// the warpgroup adds up the one before, also if that is the last chunk of the tile before. Without this, the warpgroups
-// of an SM fall into step: all multiply, then all add up.
+// Ping-pong: the consumers issue the MMAs of a chunk, up to 128 columns, one after another. So the tensor cores finish
+// the chunk of one warpgroup while the others add up and convert keys. Without the order, the tensor cores alternate
+// between the warpgroups, which then end at the same time, and all add up while no MMA runs. Nothing is computed
+// between the MMAs of a chunk and the wait for them: ptxas takes operand A for dead as soon as an MMA is issued, and
+// its registers for free.
 //
-// Keys: each thread copies the bytes of its A registers STAGES tiles ahead to slots of shared memory that no other
-// thread reads, and loads block numbers a tile earlier. These are 16-byte pieces of two keys: element 16 t + 4 j + i of
-// 64 is therefore column 2 t + i % 2 + i / 2 * 8 of k-step j, and queries are stored in this order.
+// Keys: a lane converts HEAD_SIZE / 4 adjacent elements of two keys. Element 4 j + i of its 16-byte piece c is column
+// 2 t + i % 2 + i / 2 * 8 of k-step 4 c + j, and queries are stored in this order.
 //
 // Constants
 //     length_t, table_t      element types of context_lens and block_tables
 //     NUM_HEADS, HEAD_SIZE   heads of a row, and their elements: 64 or 128
 //     ROWS                   rows of a group
-//     NUM_THREADS            a multiple of 128
+//     STAGES                 tiles in flight
 //     PAGED                  keys are in the indexer's paged cache; otherwise they are rows of a tensor
 //     BLOCK_SIZE             slots of a block of the cache
+//     BOX_KEYS               keys of a TMA box: a multiple of 8 that divides 64 and, if PAGED, BLOCK_SIZE
 //     SCALE_ACCESS           bytes of a scale in one memory access, if PAGED: 4, because keys are aligned
 //     LENGTH_PER_ROW         context_lens has a length for each row
 //     COMPRESSED             column 0 of a row has its first position
@@ -34,26 +36,36 @@
 
 #include "async.cuh"
 #include "mqa_logits.cuh"
+#include "pipeline.cuh"
 #include "swizzle.cuh"
 #include "wgmma.cuh"
 
-constexpr int NUM_WARPS = NUM_THREADS / 32, TILE = NUM_THREADS / 128 * 64, STAGES = 3;
-constexpr int HEADS = (NUM_HEADS + 31) / 32 * 32;                            // columns of B for a row
-constexpr int CHUNK = MIN_BLOCKS == 1 && ROWS % 2 == 0 ? HEADS : HEADS / 2;  // columns of an MMA
-constexpr int PARTS = HEADS / CHUNK, CHUNKS = ROWS * PARTS;                  // chunks of a row, and of a tile
-constexpr int PANELS = HEAD_SIZE / 64, STEPS = HEAD_SIZE / 16;               // panels of B, 64 elements wide; k-steps
-constexpr int KEY_PIECES = HEAD_SIZE / 64, QUERY_PIECES = HEAD_SIZE / 16;    // pieces of a thread's key, and of a query
-constexpr int CLEANED = 4096;                                                // columns that a CTA cleans at a time
-static_assert(HEAD_SIZE % 64 == 0);
+constexpr int CONSUMERS = 3, NUM_THREADS = 128 * (CONSUMERS + 1), NUM_WARPS = NUM_THREADS / 32;
+constexpr int TILE = CONSUMERS * 64, TILE_BYTES = TILE * HEAD_SIZE, BOXES = TILE / BOX_KEYS;
+constexpr int HEADS = (NUM_HEADS + 31) / 32 * 32;  // columns of B for a row
+// An MMA has up to 128 columns: the chunk is as many rows.
+constexpr int CHUNK_ROWS = ROWS % (128 / HEADS) == 0 ? 128 / HEADS : ROWS % 2 == 0 ? 2 : 1;
+constexpr int CHUNK = CHUNK_ROWS * HEADS, CHUNKS = ROWS / CHUNK_ROWS;      // columns of an MMA; chunks of a tile
+constexpr int PANELS = HEAD_SIZE / 64, STEPS = HEAD_SIZE / 16;             // panels of B, 64 elements wide; k-steps
+constexpr int KEY_PIECES = HEAD_SIZE / 64, QUERY_PIECES = HEAD_SIZE / 16;  // pieces of a thread's key, and of a query
+constexpr int CLEANED = 4096;                                              // columns that a CTA cleans at a time
+constexpr int ALL_CONSUMERS = 1, ORDER = 2;  // named barriers; ORDER + i: consumer i may issue its MMAs
+constexpr int PRODUCER_REGISTERS = 32, REGISTERS = 160;
+// Rows of weights in a thread's registers: all, or those of a chunk, which the chunk loads from shared memory. A thread
+// also has CHUNK / 2 accumulators, and HEAD_SIZE / 4 words of keys.
+constexpr int KEPT_ROWS = CHUNK / 2 + HEAD_SIZE / 4 + ROWS * HEADS / 4 <= 128 ? ROWS : CHUNK_ROWS;
+static_assert(HEAD_SIZE % 64 == 0 && BOX_KEYS % 8 == 0 && 64 % BOX_KEYS == 0 && (!PAGED || BLOCK_SIZE % BOX_KEYS == 0));
 
 using panel_t = SwizzledTile<half_t, 8>;
 
-// The swizzle of a panel counts rows from a multiple of 1024 bytes.
+// The swizzles of a panel and of keys count rows from a multiple of 1024 bytes.
 struct alignas(1024) Shared {
     uint8_t queries[CHUNKS][PANELS][panel_t::bytes(CHUNK)];
-    uint4 keys[STAGES][2 * KEY_PIECES][NUM_THREADS];
-    float4 weights[CHUNKS][CHUNK / 16][4];  // the weights of the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16
-    float scales[STAGES][NUM_THREADS];
+    uint8_t keys[STAGES][TILE_BYTES];
+    float4 weights[ROWS][HEADS / 16][4];  // the weights of the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16
+    float scales[STAGES][TILE];
+    uint64_t barriers[2 * STAGES];
+    uint32_t boxes[STAGES];  // bit i: whether box i exists
     LogitRow rows[ROWS];
     int tiles[NUM_WARPS], group, tile;  // of the threads' groups; where the work of the CTA begins
 };
@@ -72,23 +84,27 @@ struct Cursor {
     Range range;
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-mqa_logits_sm90(float* logits,                 // [num_rows, columns]
-                const fp8_e4m3_t* q,           // [num_rows, NUM_HEADS, HEAD_SIZE]
-                const float* weights,          // [num_rows, NUM_HEADS]
-                const fp8_e4m3_t* k,           // as in mqa_logits.cuh, and so are the others
-                const float* k_scales,         //
-                const uint8_t* kv_cache,       //
-                const table_t* block_tables,   // [num_rows / ROWS, max_blocks]
-                const int32_t* cu_seqlen_ks,   //
-                const int32_t* cu_seqlen_ke,   //
-                const length_t* context_lens,  //
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+mqa_logits_sm90(const __grid_constant__ TensorMap key_map,  // [blocks, keys, HEAD_SIZE]; 1 x BOX_KEYS x HEAD_SIZE
+                float* logits,                              // [num_rows, columns]
+                const fp8_e4m3_t* q,                        // [num_rows, NUM_HEADS, HEAD_SIZE]
+                const float* weights,                       // [num_rows, NUM_HEADS]
+                const fp8_e4m3_t* k,                        // as in mqa_logits.cuh, and so are the others
+                const float* k_scales,                      //
+                const uint8_t* kv_cache,                    //
+                const table_t* block_tables,                // [num_rows / ROWS, max_blocks]
+                const int32_t* cu_seqlen_ks,                //
+                const int32_t* cu_seqlen_ke,                //
+                const length_t* context_lens,               //
                 int64_t num_rows, int64_t columns, int64_t num_keys, int64_t num_blocks, int64_t logits_stride,
                 int64_t q_stride, int64_t weights_stride, int64_t key_stride, int64_t block_stride,
                 int64_t table_stride, int64_t table_step, int64_t length_step) {
-    await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Ring<STAGES> ring(shared.barriers);
+    if (threadIdx.x == 0) ring.init(CONSUMERS * 4, 1 + 32);  // a stage is filled by boxes, and by a warp's scales
+    prefetch_tensor_maps(key_map);
+    await_previous_kernel();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int num_groups = int((num_rows + ROWS - 1) / ROWS);
     const auto rows_of = [&](int group) {
@@ -98,7 +114,6 @@ mqa_logits_sm90(float* logits,                 // [num_rows, columns]
     const auto row_of = [&](int group, int row) {
         return int64_t(group) * ROWS + row < num_rows ? rows_of(group).at(row) : LogitRow{0, 0, 0};
     };
-    // Two keys of a thread are in one block of the cache if tiles begin at multiples of 16.
     const auto range_of = [&](int group) {
         Range range{int(num_keys), 0};
 #pragma unroll 2
@@ -107,7 +122,7 @@ mqa_logits_sm90(float* logits,                 // [num_rows, columns]
             if (row.begin >= row.end) continue;
             range = {min(range.begin, row.begin), max(range.end, row.end)};
         }
-        return range.end > 0 ? Range{range.begin / 16 * 16, range.end} : Range{0, 0};
+        return range.end > 0 ? range : Range{0, 0};
     };
 
     if constexpr (CLEAN) {
@@ -161,52 +176,62 @@ mqa_logits_sm90(float* logits,                 // [num_rows, columns]
         cursor.first = cursor.range.begin;
     };
 
-    // The thread's keys of a tile are `offset` and `offset` + 8. If it is one of the first two lanes of a key, it has
-    // the scale of key own_offset and writes its logit.
-    constexpr int LOOKUPS = BLOCK_SIZE % 16 == 0 ? 1 : 2;
-    const int offset = warp * 16 + g, own_offset = offset + t * 8;
-    Keys keys{k, k_scales, kv_cache, block_tables, num_keys, key_stride, num_blocks, block_stride, table_step};
-    Cursor ahead = current;    // the next tile to copy
-    table_t entries[LOOKUPS];  // of the block table, for this tile
-    uint32_t existing = 0;     // bit i: whether key own_offset exists in the tile that was copied i tiles before
-    const auto find_blocks = [&] {
-        if constexpr (PAGED) keys.blocks = block_tables + ahead.group * table_stride;
-#pragma unroll
-        for (int i = 0; i < LOOKUPS; ++i) {
-            entries[i] = keys.entry_of(min(ahead.first + offset + i * 8, ahead.range.end - 1));
-        }
-    };
-    const auto copy_keys = [&](int stage) {
-        existing <<= 1;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int n = ahead.first + offset + i * 8;
-            const int64_t block = entries[i % LOOKUPS];
-            const bool exists = ahead.left > 0 && n < ahead.range.end && keys.has_block(block);
-            const Key key = keys.in_block(exists ? block : 0, n);
-#pragma unroll
-            for (int c = 0; c < KEY_PIECES; ++c) {
-                uint4* const to = &shared.keys[stage][i * KEY_PIECES + c][threadIdx.x];
-                cp_async<16>(to, key.values + c * 64 + t * 16, exists);
+    if (warp >= CONSUMERS * 4) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp > CONSUMERS * 4) return;
+        Keys keys{k, k_scales, kv_cache, block_tables, num_keys, key_stride, num_blocks, block_stride, table_step};
+        // Lane i has box i of a tile. A box without a key is that of the last key.
+        const auto find_block = [&] {
+            if constexpr (PAGED) keys.blocks = block_tables + current.group * table_stride;
+            return keys.entry_of(min(current.first + lane % BOXES * BOX_KEYS, current.range.end - 1));
+        };
+        table_t entry = find_block();
+        for (; current.left > 0; ring.advance()) {
+            const bool exists = keys.has_block(entry);
+            const int block = exists ? int(entry) : 0, first = current.first, end = current.range.end;
+            const uint32_t found = ballot(exists);
+            advance(current);
+            entry = find_block();
+            ring.acquire();
+            if (lane == 0) {
+                shared.boxes[ring.stage] = found;
+                mbarrier_arrive_expect_tx(ring.full(), TILE_BYTES);
             }
-            if (i == t) {
-                cp_async<4>(&shared.scales[stage][threadIdx.x], key.scale, exists);
-                existing |= exists;
+            sync_warp();
+            if (lane < BOXES) {
+                const int n = first + lane * BOX_KEYS;
+                tma_load(shared.keys[ring.stage] + lane * BOX_KEYS * HEAD_SIZE, &key_map, ring.full(), 0,
+                         PAGED ? n % BLOCK_SIZE : n, block);
             }
+#pragma unroll
+            for (int i = 0; i < TILE; i += 32) {
+                const int n = first + i + lane, box = (i + lane) / BOX_KEYS;
+                const Key key = keys.in_block(shfl<32>(block, box), n);
+                cp_async<4>(&shared.scales[ring.stage][i + lane], key.scale, n < end && (found >> box & 1));
+            }
+            cp_async_mbarrier_arrive_noinc(ring.full());
         }
-        cp_async_commit();
-        advance(ahead);
-        find_blocks();
-    };
-    find_blocks();
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) copy_keys(stage);
+        cp_async_wait<0>();
+        return;
+    }
 
-    // Stores the queries of a group as float16. Heads after the last one are zeros, and so are their weights.
+    warpgroup_reg_alloc<REGISTERS>();
+    // Stores the queries of a group as float16. Heads after the last one are zeros, and so are their weights. The loads
+    // of weights and bounds precede the wait for other warpgroups.
     const auto load_queries = [&](int group) {
+        constexpr int THREADS = CONSUMERS * 128, WEIGHTS = ceil_div(ROWS * HEADS, THREADS);
         const int64_t first_row = int64_t(group) * ROWS;
+        float own_weights[WEIGHTS];
+#pragma unroll
+        for (int i = 0; i < WEIGHTS; ++i) {
+            const int column = i * THREADS + threadIdx.x, head = column % HEADS, row = column / HEADS;
+            const bool exists = row < ROWS && head < NUM_HEADS && first_row + row < num_rows;
+            own_weights[i] = exists ? weights[(first_row + row) * weights_stride + head] : 0.0f;
+        }
+        const LogitRow own_row = threadIdx.x < ROWS ? row_of(group, threadIdx.x) : LogitRow{0, 0, 0};
+        named_barrier_sync<ALL_CONSUMERS>(THREADS);
 #pragma unroll 2
-        for (int i = threadIdx.x; i < ROWS * HEADS * QUERY_PIECES; i += NUM_THREADS) {
+        for (int i = threadIdx.x; i < ROWS * HEADS * QUERY_PIECES; i += THREADS) {
             const int piece = i % QUERY_PIECES, column = i / QUERY_PIECES, head = column % HEADS, row = column / HEADS;
             uint4 values = make_uint4(0, 0, 0, 0);
             if (head < NUM_HEADS && first_row + row < num_rows) {
@@ -214,40 +239,41 @@ mqa_logits_sm90(float* logits,                 // [num_rows, columns]
                 values = *reinterpret_cast<const uint4*>(from);
             }
             const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-            const panel_t panel{reinterpret_cast<half_t*>(shared.queries[column / CHUNK][piece / 4])};
+            const panel_t panel{reinterpret_cast<half_t*>(shared.queries[column / CHUNK][piece % KEY_PIECES])};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 uint32_t halves[2];
                 fp8_to_half<fp8_e4m3_t>(words[j], halves);
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
-                    reinterpret_cast<uint32_t*>(panel.at(column % CHUNK, 2 * j + odd))[piece % 4] = halves[odd];
+                    reinterpret_cast<uint32_t*>(panel.at(column % CHUNK, 2 * j + odd))[piece / KEY_PIECES] =
+                        halves[odd];
                 }
             }
         }
         float* const of_columns = reinterpret_cast<float*>(shared.weights);
-        for (int i = threadIdx.x; i < ROWS * HEADS; i += NUM_THREADS) {
-            const int head = i % HEADS, row = i / HEADS;
-            const bool exists = head < NUM_HEADS && first_row + row < num_rows;
-            of_columns[i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2] =
-                exists ? weights[(first_row + row) * weights_stride + head] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < WEIGHTS; ++i) {
+            const int column = i * THREADS + threadIdx.x;
+            if (column >= ROWS * HEADS) break;
+            of_columns[column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2] = own_weights[i];
         }
-        if (threadIdx.x < ROWS) shared.rows[threadIdx.x] = row_of(group, threadIdx.x);
+        if (threadIdx.x < ROWS) shared.rows[threadIdx.x] = own_row;
         fence_proxy_async();
-        __syncthreads();
+        named_barrier_sync<ALL_CONSUMERS>(THREADS);
     };
 
+    // The thread's keys of a tile are `key` and `key` + 8. If it is one of the first two lanes of a key, it has the
+    // scale of key own_key and writes its logit.
+    const int consumer = shfl<WARP_SIZE>(warp / 4, 0), key = warp * 16 + g, own_key = key + t * 8;
     uint32_t a[STEPS][4];
-    float scale;
-    bool exists;
-    int stage = 0;
     const auto convert_keys = [&] {
-        cp_async_wait<STAGES - 1>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
             for (int c = 0; c < KEY_PIECES; ++c) {
-                const uint4 piece = shared.keys[stage][i * KEY_PIECES + c][threadIdx.x];
+                const int at = swizzle_chunk<HEAD_SIZE>(key + i * 8, t * KEY_PIECES + c);
+                const uint4 piece = *reinterpret_cast<const uint4*>(shared.keys[ring.stage] + at);
                 const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -258,91 +284,82 @@ mqa_logits_sm90(float* logits,                 // [num_rows, columns]
                 }
             }
         }
-        scale = t < 2 ? shared.scales[stage][threadIdx.x] : 0.0f;
-        exists = existing >> (STAGES - 1) & 1;
     };
-    // A row that has been multiplied: where the logit of key own_offset goes, or null, and what it takes to make it.
-    struct Output {
-        float* logit;
-        float scale;
-        bool exists;
-    };
-    const auto output_of = [&](int row) {
-        LogitRow bounds = shared.rows[row];
-        if constexpr (PAGED) bounds.begin = 0;
-        if constexpr (!COMPRESSED) bounds.shift = 0;
-        const int n = current.first + own_offset;
-        float* const to = logits + (int64_t(current.group) * ROWS + row) * logits_stride + (n - bounds.shift);
-        return Output{t < 2 && bounds.has(n) ? to : nullptr, scale, exists};
-    };
-    float4 of_products[CHUNK / 16] = {};             // their weights
-    float products[CHUNK / 2] = {}, totals[2] = {};  // the last chunk after the ReLU; of keys `offset`, `offset` + 8
-    const auto add = [&] {
+    const auto await_order = [&] { named_barrier_sync(ORDER + consumer, 256); };
+    const auto release_order = [&] { named_barrier_arrive(ORDER + (consumer + 1) % CONSUMERS, 256); };
+    LogitRow rows[ROWS];
+    float4 kept[KEPT_ROWS][HEADS / 16];
+    const auto load_weights = [&](int first_row) {
 #pragma unroll
-        for (int n = 0; n < CHUNK / 8; ++n) {
-            const float4& four = of_products[n / 2];
-            const float2 pair = n % 2 ? make_float2(four.z, four.w) : make_float2(four.x, four.y);
+        for (int row = 0; row < KEPT_ROWS; ++row) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                totals[i] = fmaf(pair.x, products[n * 4 + i * 2], totals[i]);
-                totals[i] = fmaf(pair.y, products[n * 4 + i * 2 + 1], totals[i]);
-            }
+            for (int i = 0; i < HEADS / 16; ++i) kept[row][i] = shared.weights[first_row + row][i][t];
         }
-    };
-    // Writes the logit of the last row, and returns what the logit is before the scale.
-    const auto finish_row = [&](const Output& output) {
-        const bool odd = t & 1;
-        float total = (odd ? totals[1] : totals[0]) + shfl_xor(odd ? totals[0] : totals[1], 1);
-        total += shfl_xor(total, 2);
-        if (output.logit) *output.logit = output.exists ? output.scale * total : minus_infinity();
-        totals[0] = totals[1] = 0.0f;
-        return total;
     };
 
-    Output last{};
     int group = -1;  // of the queries
-    for (; current.left > 0; advance(current)) {
+    float* of_group = nullptr;
+    if (consumer == CONSUMERS - 1) release_order();
+    for (; current.left > 0; advance(current), ring.advance()) {
         if (current.group != group) {
             group = current.group;
-            __syncthreads();
+            of_group = logits + int64_t(group) * ROWS * logits_stride;
             load_queries(group);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                rows[row] = shared.rows[row];
+                if constexpr (PAGED) rows[row].begin = 0;
+                if constexpr (!COMPRESSED) rows[row].shift = 0;
+            }
+            if (KEPT_ROWS == ROWS) load_weights(0);
         }
+        ring.wait();
         convert_keys();
-#pragma unroll 1
-        for (int row = 0; row < ROWS; ++row) {
+        const float scale = shared.scales[ring.stage][t < 2 ? own_key : key];
+        const bool exists = !PAGED || (shared.boxes[ring.stage] >> (t < 2 ? own_key : key) / BOX_KEYS & 1);
+        sync_warp();
+        ring.release(ring.stage);
+        const int n = current.first + own_key;
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                const int chunk = row * PARTS + part;
-                float d[CHUNK / 2];
-                warpgroup_arrive();
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            float d[CHUNK / 2];
+            if (KEPT_ROWS < ROWS) load_weights(chunk * CHUNK_ROWS);
+            await_order();
+            warpgroup_arrive();
 #pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    const uint64_t b = make_smem_desc(shared.queries[chunk][step / 4]);
-                    wgmma<half_t, CHUNK>(d, a[step], advance_smem_desc(b, step % 4 * 32), step > 0);
+            for (int step = 0; step < STEPS; ++step) {
+                const uint64_t b = make_smem_desc(shared.queries[chunk][step / 4]);
+                wgmma<half_t, CHUNK>(d, a[step], advance_smem_desc(b, step % 4 * 32), step > 0);
+            }
+            warpgroup_commit_batch();
+            release_order();
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(d);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) warpgroup_fence_operand(a[step]);  // otherwise A is overwritten
+#pragma unroll
+            for (int i = 0; i < CHUNK_ROWS; ++i) {
+                const int row = chunk * CHUNK_ROWS + i;
+                float totals[2][2] = {};  // of keys `key` and `key` + 8, of even and odd heads
+#pragma unroll
+                for (int j = 0; j < HEADS / 8; ++j) {
+                    const float4& four = kept[row % KEPT_ROWS][j / 2];
+                    const float2 pair = j % 2 ? make_float2(four.z, four.w) : make_float2(four.x, four.y);
+#pragma unroll
+                    for (int upper = 0; upper < 2; ++upper) {
+                        const float* const x = d + (i * HEADS / 8 + j) * 4 + upper * 2;
+                        totals[upper][0] = fmaf(pair.x, fmaxf(x[0], 0.0f), totals[upper][0]);
+                        totals[upper][1] = fmaf(pair.y, fmaxf(x[1], 0.0f), totals[upper][1]);
+                    }
                 }
-                warpgroup_commit_batch();
-                if (part == PARTS - 1 && row == 0) {
-                    // The stage that has just been converted is free: the keys are in registers.
-                    copy_keys(stage);
-                    stage = stage == STAGES - 1 ? 0 : stage + 1;
+                const float lower = totals[0][0] + totals[0][1], upper = totals[1][0] + totals[1][1];
+                const bool odd = t & 1;
+                float total = (odd ? upper : lower) + shfl_xor(odd ? lower : upper, 1);
+                total += shfl_xor(total, 2);
+                if (t < 2 && rows[row].has(n)) {
+                    of_group[row * logits_stride + (n - rows[row].shift)] = exists ? scale * total : minus_infinity();
                 }
-                add();
-                float added = totals[0];
-                if (part == 0) {
-                    added = finish_row(last);
-                    last = output_of(row);
-                }
-#pragma unroll
-                for (int i = 0; i < CHUNK / 16; ++i) of_products[i] = shared.weights[chunk][i][t];
-                hold_next_wait(fabsf(added));
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(d);
-#pragma unroll
-                for (int i = 0; i < CHUNK / 2; ++i) products[i] = fmaxf(d[i], 0.0f);
             }
         }
     }
-    add();
-    finish_row(last);
-    cp_async_wait<0>();
 }

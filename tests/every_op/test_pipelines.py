@@ -145,7 +145,6 @@ STAGES = {
     "attention/mla_decode_small_h.cu": 4,
     "attention/mla_decode_sm80.cu": 3,
     "attention/mla_decode_sm90_fp8.cu": 4,
-    "attention/mqa_logits_sm90.cu": 3,
     "mamba/chunk_scan_states.cu": 3,
 }
 # A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
@@ -266,8 +265,8 @@ def of_segment(tokens: int = 0) -> Rounds:
 
 
 def of_indexer(launch: Launch) -> tuple[float, float | None]:
-    """Tiles of a block of three groups of rows with 700 keys."""
-    return 3 * math.ceil(700 / (launch.specialisation.constants["NUM_THREADS"] // 2)) / launch.grid[0], None
+    """Tiles of a block of three groups of rows, with 470, 0 and 499 keys."""
+    return 2 * math.ceil(470 / 192) / launch.grid[0], None
 
 
 def of_row(constants: Mapping[str, Any]) -> float:

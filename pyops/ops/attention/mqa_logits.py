@@ -142,6 +142,7 @@ def plan_fp8_mqa_logits(
     stride = k.strides[0]
     return launch(
         (logits, q, weights),
+        keys=k,
         q_stride=heads_stride(q),
         aligned=k.alignment == 16 and (stride % 16 == 0 or num_keys == 1),
         groups=-(-num_tokens // group_rows),
@@ -272,6 +273,7 @@ def plan_fp8_paged_mqa_logits(
     num_keys = min(block_tables.shape[1] * block_size, columns)
     return launch(
         (logits, q, weights),
+        keys=keys,
         q_stride=num_heads * head_size,
         aligned=keys.alignment == 16 and kv_cache.strides[0] % 16 == 0,
         groups=num_seqs,

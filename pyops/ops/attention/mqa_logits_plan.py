@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
 from ..._core.tensors.dtypes import DType, float32, int32
 from ..._core.tensors.tensor import TensorArg
 
@@ -17,10 +19,10 @@ _mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
 # thread; of 256 threads they leave 128, and the keys of a warp take 64: some architectures would spill.
 _NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
-# mqa_logits_sm90.cu: (blocks per SM, threads of a block), tiles of a block in flight, most heads, most rows of a group.
-# Two blocks overlap best where their queries fit. With more rows one block has 168 registers for a thread.
-_SM90_BLOCKS = (2, 256), (1, 384)
-_SM90_STAGES, _SM90_MAX_HEADS, _SM90_MAX_ROWS = 3, 64, 8
+# mqa_logits_sm90.cu: threads of a block, keys of a tile, most keys of a TMA box, most tiles in flight, most heads, most
+# rows of a group.
+_SM90_THREADS, _SM90_TILE, _SM90_BOX, _SM90_STAGES, _SM90_MAX_HEADS, _SM90_MAX_ROWS = 512, 192, 64, 4, 64, 8
+_MIN_BOX = 8  # fewest keys of a box: the period of the swizzle
 _SIMT_WARPS = 4  # warps of a block of mqa_logits_simt.cu, a key each
 _HEAD_SIZES = (64, 128)  # head sizes of mqa_logits.cu
 _MAX_HEADS = 192  # most heads of mqa_logits.cu: a thread loads a weight
@@ -39,6 +41,7 @@ def blocks_in_flight(arg: TensorArg) -> int:
 def launch(
     tensors: tuple[TensorArg, TensorArg, TensorArg],
     *,
+    keys: TensorArg,
     q_stride: int,
     aligned: bool,
     groups: int,
@@ -49,6 +52,7 @@ def launch(
     """The launch of `groups` groups of rows with `positions` keys or columns, for (logits, q, weights).
 
     Args:
+        keys: [num_keys, head_size] or, in pages, [num_blocks, block_size, head_size], within an argument of the op.
         aligned: whether every key begins at a multiple of 16 bytes.
     """
     logits, q, weights = tensors
@@ -80,7 +84,7 @@ def launch(
     takes_vectors = aligned and q.alignment == 16 and (q_stride % 16 == 0 or num_rows == 1) and head_size in _HEAD_SIZES
     tiles = -(-positions // TILE)
     if takes_vectors and num_heads <= _SM90_MAX_HEADS and q.device.supports("wgmma"):
-        on_hopper = _launch_sm90(q, positions, absent | constants | sizes, fed)
+        on_hopper = _launch_sm90(q, keys, positions, absent | constants | sizes, fed)
         if on_hopper:
             return on_hopper
     if constants["PAGED"]:
@@ -97,24 +101,32 @@ def launch(
 
 
 def _launch_sm90(
-    q: TensorArg, positions: int, constants: dict[str, DType | int | bool], fed: dict[str, int]
+    q: TensorArg, keys: TensorArg, positions: int, constants: dict[str, Any], fed: dict[str, int]
 ) -> Launch | None:
     """The launch of mqa_logits_sm90.cu, with as many blocks as run at a time; None if it does not take the rows."""
     num_rows, head_size = fed["num_rows"], q.shape[-1]
     # Rows of a prompt are in groups of the largest size, or of a power of two if there are few.
     few = _SM90_MAX_ROWS if tuning.batch_invariant() else 1 << max(num_rows - 1, 0).bit_length()
     rows = fed["group_rows"] if constants["PAGED"] else min(_SM90_MAX_ROWS, few)
-    heads = -(-q.shape[-2] // 32) * 32
-    for blocks, threads in _SM90_BLOCKS:
-        stages = _SM90_STAGES * (threads // 2 * head_size + threads * float32.itemsize)
-        work = rows * 3 * int32.itemsize + (threads // 32 + 2) * int32.itemsize
-        shared = -(-(rows * heads * (2 * head_size + float32.itemsize) + stages + work) // 1024) * 1024
-        if not 0 < rows <= _SM90_MAX_ROWS or blocks * (shared + _RESERVED_SHARED) > q.device.shared_memory:
-            continue
-        tiles = -(-num_rows // rows) * -(-positions // (threads // 2))
-        kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(
-            **constants, ROWS=rows, NUM_THREADS=threads, MIN_BLOCKS=blocks
-        )
-        grid = (min(tiles, blocks * q.device.num_sms),)
-        return kernel.launch(grid, threads, shared, **{name: fed[name] for name in fed if name != "group_rows"})
-    return None
+    box = gcd(constants["BLOCK_SIZE"], _SM90_BOX) if constants["PAGED"] else _SM90_BOX
+    if not 0 < rows <= _SM90_MAX_ROWS or box < _MIN_BOX or not check.mappable(keys):
+        return None
+    columns = rows * (-(-q.shape[-2] // 32) * 32)
+    stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + int32.itemsize
+    rest = columns * (2 * head_size + float32.itemsize) + rows * 3 * int32.itemsize
+    rest += (_SM90_THREADS // 32 + 2) * int32.itemsize
+    stages = min(_SM90_STAGES, (q.device.shared_memory - rest) // stage)
+    shared = -(-(rest + stages * stage) // 1024) * 1024
+    kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(**constants, ROWS=rows, STAGES=stages, BOX_KEYS=box)
+    grid = (min(-(-num_rows // rows) * -(-positions // _SM90_TILE), q.device.num_sms),)
+    arguments = {name: fed[name] for name in fed if name != "group_rows"}
+    return kernel.launch(grid, _SM90_THREADS, shared, **arguments, key_map=_map(keys, box))
+
+
+def _map(keys: TensorArg, box: int) -> TensorMap:
+    """The map of keys [.., block_size, head_size] with boxes of `box` keys, swizzled by their size."""
+    *blocks, block_size, head_size = keys.shape
+    key = keys.strides[-2] if block_size > 1 else head_size
+    block = keys.strides[0] if blocks and blocks[0] > 1 else -(-block_size * key // 16) * 16
+    sizes = (head_size, block_size, *(blocks or (1,)))
+    return TensorMap(keys, keys.dtype, sizes, (key, block), (head_size, box, 1), head_size)

@@ -167,11 +167,11 @@ def test_hostile_indices(head_size: int) -> None:
     assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], True, warp_sizes=(32, 64))
 
 
-@pytest.mark.parametrize(("block_size", "next_n"), [(256, 2), (200, 1)])
-def test_blocks_with_many_tiles(block_size: int, next_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies go around the stages of shared memory; two keys of a thread are in one block of the cache, or in two."""
+@pytest.mark.parametrize(("block_size", "next_n", "num_heads"), [(256, 2, 20), (200, 1, 20), (64, 5, 40)])
+def test_blocks_with_many_tiles(block_size: int, next_n: int, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go around the stages of shared memory, in boxes of 64 or 8 keys; weights stay in registers, or do not."""
     monkeypatch.setitem(devices._HOST, 32, replace(devices.host(), num_sms=1))
-    call = _paged(3, next_n, 20, 64, block_size)
+    call = _paged(3, next_n, num_heads, 64, block_size)
     call["block_tables"].clamp_(min=0)[0, 2] = 6
     order = [call[name] for name in ("q", "kv_cache", "weights")]
     lengths = torch.tensor([5 * block_size, 5 * block_size - 77, 129])
@@ -203,17 +203,17 @@ def test_kernel_of_a_device(arch: str) -> None:
             assert launch.specialisation.kernel.file == f"attention/{right}.cu"
     if arch != "sm_90":
         return
-    # {(sequences, rows of a sequence, pages of 64 tokens): (blocks, threads)}: those that run at a time, two per SM if
-    # the queries fit, and no more than tiles.
-    grids = {(64, 1, 512): (264, 256), (16, 3, 128): (264, 256), (2, 1, 4): (4, 256), (8, 4, 512): (132, 384)}
-    for (num_seqs, next_n, pages), sizes in grids.items():
+    # {(sequences, rows of a sequence, pages of 64 tokens): blocks}: one per SM, and no more than tiles.
+    grids = {(64, 1, 512): 132, (16, 3, 128): 132, (2, 1, 4): 4, (8, 4, 512): 132}
+    for (num_seqs, next_n, pages), blocks in grids.items():
         call = PAGED.example(make, num_tokens=num_seqs * next_n, next_n=next_n, max_blocks=pages)  # type: ignore[misc]
         (launch,) = PAGED.launches(*call)
-        assert (launch.grid[0], launch.block[0]) == sizes
-    # {tokens of a prompt: (rows of a group, threads)}
-    for num_tokens, sizes in {1: (1, 256), 3: (4, 384), 1000: (8, 384)}.items():
+        assert launch.grid[0] == blocks
+    # {tokens of a prompt: (rows of a group, tiles in flight)}
+    for num_tokens, sizes in {1: (1, 4), 3: (4, 4), 1000: (8, 3)}.items():
         (launch,) = ROWS.launches(*ROWS.example(make, num_tokens=num_tokens))  # type: ignore[misc]
-        assert (launch.specialisation.constants["ROWS"], launch.block[0]) == sizes
+        constants = launch.specialisation.constants
+        assert (constants["ROWS"], constants["STAGES"]) == sizes
     (launch,) = PAGED.launches(*PAGED.example(make, num_tokens=18, next_n=9))  # type: ignore[misc]
     assert launch.specialisation.kernel.file == "attention/mqa_logits.cu"
 
