@@ -2,9 +2,10 @@
 // warps that load them by TMA. Reads the constants of the kernel that includes it.
 //
 // One warp, the finder, finds work items; another, the producer, issues TMA loads. A KV tile is loaded in boxes of
-// BOX_TOKENS tokens, and a box never spans two pages of the cache. Each lane of the producer serves one box. An invalid
-// block number is replaced by num_blocks, for which TMA fills zeros, and sets a bit of `invalid_pages`. In the first
-// and last tile of an item, values of tokens that no row sees may be NaN, so the producer overwrites them with zeros.
+// BOX_TOKENS tokens, and a box never spans two pages of the cache. Each lane of the producer finds the block number of
+// one box, and one lane issues all boxes. An invalid block number is replaced by num_blocks, for which TMA fills zeros,
+// and sets a bit of `invalid_pages`. In the first and last tile of an item, values of tokens that no row sees may be
+// NaN, so the producer overwrites them with zeros.
 //
 // RAGGED: the box is the tile and may start at any row of the tensor; it may include rows of the next sequence.
 //
@@ -35,6 +36,14 @@ constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 // item taken earlier would wait for this CTA while another CTA is idle ("An item is taken late" in
 // docs/performance/prefill.md).
 constexpr int TILES_AFTER_TAKE = HAS_SPLITS ? 0 : 4;
+
+// BOXES_AT_ONCE: boxes that one lane of the producer issues, one after another: a divisor of BOXES, as large as registers
+// allow. 1: a lane for each box, because divisors are small, or there are no registers for block numbers.
+constexpr int boxes_at_once(int most) {
+    while (BOXES % most) --most;
+    return most < 4 && most < BOXES ? 1 : most;
+}
+constexpr int BOXES_AT_ONCE = VALUE_SIZE > 192 && !IS_FP8 && !IS_E4M3 ? 1 : boxes_at_once(HAS_SPLITS ? 4 : 8);
 
 // HAS_INVALID_PAGES: the block table may have invalid block numbers. Ragged tensors have no block table.
 constexpr bool HAS_INVALID_PAGES = !RAGGED;
@@ -288,25 +297,46 @@ private:
     load(uint8_t* to, const MappedCache& cache, uint64_t* full, const Work& work, int tile, int block) const {
         if (lane == 0) mbarrier_arrive_expect_tx(full, Tile::LOADED_BYTES);
         sync_warp();
-        const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
         const int from = block < 0 ? int(finder.num_blocks) : block;
-        if constexpr (IS_FP8) {
-            uint8_t* const to_box = to + box * (BOX_TOKENS * Tile::SIZE);
-            if (lane < BOXES) tma_load(to_box, cache.map, full, 0, work.kv_head, slot, from);
-        } else {
-            uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * Tile::TOKEN_STRIDE;
-            if constexpr (WHOLE_HEADS) {
-                const int first = work.kv_head * int(cache.head_pitch);
+        constexpr int BOX_BYTES = IS_FP8 ? BOX_TOKENS * Tile::SIZE : BOX_TOKENS / 8 * Tile::TOKEN_STRIDE;
+        const int first = work.kv_head * int(cache.head_pitch);
+        for_each_box(from, [&](int i, int of) {
+            uint8_t* const to_box = to + i * BOX_BYTES;
+            const int of_box = BOX_TOKENS == BLOCK_SIZE ? 0 : (tile * TOKENS + i * BOX_TOKENS) % BLOCK_SIZE;
+            if constexpr (IS_FP8) {
+                tma_load(to_box, cache.map, full, 0, work.kv_head, of_box, of);
+            } else if constexpr (WHOLE_HEADS) {
                 const int element = Tile::OVERLAP ? first : 0, panel = Tile::OVERLAP ? 0 : first;
-                if (lane < BOXES) tma_load(to_box, cache.map, full, element, 0, panel, slot / 8, from);
+                tma_load(to_box, cache.map, full, element, 0, panel, of_box / 8, of);
             } else {
-                constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
-                for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {
-                    const int panel = i / BOXES;
+#pragma unroll
+                for (int panel = 0; panel < Tile::PANELS; ++panel) {
                     uint8_t* const to_panel = to_box + panel * PANEL_STRIDE;
-                    if constexpr (RAGGED) tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, from);
-                    else tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
+                    if constexpr (RAGGED) tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, of);
+                    else tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, of_box, of);
                 }
+            }
+        });
+    }
+    // Calls load(i, block number of box i) for each box of a tile. `block`: the block number of the lane's box.
+    //
+    // TMA instructions take uniform registers. A lane for each box is a loop in which ptxas elects a lane, copies its
+    // registers, and branches. One lane with the block numbers of BOXES_AT_ONCE boxes has no branch between them ("A
+    // lane for all boxes" in docs/performance/prefill.md).
+    template <typename F>
+    DEVICE void for_each_box(int block, const F& load) const {
+        if constexpr (BOXES_AT_ONCE == 1) {
+            if (lane < BOXES) load(box, block);
+            return;
+        }
+#pragma unroll 1
+        for (int first = 0; first < BOXES; first += BOXES_AT_ONCE) {
+            int blocks[BOXES_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < BOXES_AT_ONCE; ++i) blocks[i] = shfl<WARP_SIZE>(block, first + i);
+            if (elect_one()) {
+#pragma unroll
+                for (int i = 0; i < BOXES_AT_ONCE; ++i) load(first + i, blocks[i]);
             }
         }
     }
