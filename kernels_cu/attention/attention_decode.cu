@@ -4,7 +4,7 @@
 //     l_i = softcap(scale * q . k_i) + slope * (i - length + 1)        first <= i < length
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
-// Grid (QUERY_TOKENS > 1: decode_tokens.cuh has more of it): blockIdx.x counts sequences, KV heads and groups of HEADS
+// Grid (HAS_TOKENS: decode_tokens.cuh has more of it): blockIdx.x counts sequences, KV heads and groups of HEADS
 // query heads; blockIdx.y counts the splits of a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x
 // counts the splits of all sequences instead, and Balance computes the number of splits of each sequence from the
 // lengths of all. CLUSTER > 1: a sequence has one split, which the CLUSTER CTAs of blockIdx.y share; they combine their
@@ -36,8 +36,9 @@
 //     HEAD_SCALES    each KV head of an fp8 cache has its own scales
 //     NUM_KV_HEADS   KV heads
 //     GROUP          query heads per KV head
-//     HEADS          query heads of a CTA: 8 or 16; with QUERY_TOKENS > 1, pairs of a query token and a head
-//     QUERY_TOKENS   query tokens of a CTA (decode_tokens.cuh); 1: sequences with another number of them are skipped
+//     HEADS          query heads of a CTA: 8 or 16; with HAS_TOKENS, pairs of a query token and a head
+//     HAS_TOKENS     sequences may have any number of query tokens; else those with another number than one are skipped
+//     QUERY_TOKENS   query tokens of a CTA (decode_tokens.cuh)
 //     QUERY_ACCESS   elements of an access to query
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        CTAs of a cluster

@@ -1,4 +1,4 @@
-// decode_tokens.cuh: the query tokens of a CTA of attention_decode with QUERY_TOKENS > 1.
+// decode_tokens.cuh: the query tokens of a CTA of attention_decode with HAS_TOKENS.
 //
 // The columns of the CTA's MMAs are its query tokens times the heads of a KV head, token by token. The query tokens of
 // a sequence are its last ones, and lie in tiles of QUERY_TOKENS. The first CTAs of the grid take the first tile of
@@ -11,7 +11,7 @@
 #include "decode_operand.cuh"
 #include "sequence_search.cuh"
 
-constexpr bool HAS_TOKENS = QUERY_TOKENS > 1;
+static_assert(HAS_TOKENS || QUERY_TOKENS == 1);
 static_assert(!HAS_TOKENS || (HAS_STARTS && DIRECT && PARTITION == 0 && GROUP * QUERY_TOKENS <= HEADS));
 constexpr int ALL_COLUMNS = NUM_KV_HEADS * GROUP * QUERY_TOKENS;  // columns of all CTAs of a first tile
 // The query token, counted from the first one of the CTA, and the head of the KV head, of a column.

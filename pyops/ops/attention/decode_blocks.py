@@ -21,7 +21,7 @@ _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave; MIN_T
 _MOST_TAIL_SPLITS = 8  # MOST_TAIL_SPLITS of splits.cuh
 # The cost model of blocks with 16 columns, "Four warps for 16 columns": us of a step of a warp, bytes per us of DRAM,
 # us of a block without its steps, and of one that leaves a partial result, times its warps: each combines some heads.
-_STEP_US, _BYTES_PER_US, _BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
+STEP_US, _BYTES_PER_US, _BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
 
 # Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
@@ -73,7 +73,7 @@ def call_us(blocks: int, at_once: int, num_warps: int, steps: int, block_bytes: 
 
     def wave(of: int, splits: int) -> float:
         block_us = _BLOCK_US if splits == 1 else _SPLIT_WARPS_US / num_warps
-        return max(steps / splits * _STEP_US, of * block_bytes / _BYTES_PER_US) + block_us
+        return max(steps / splits * STEP_US, of * block_bytes / _BYTES_PER_US) + block_us
 
     waves, last = divmod(blocks, at_once)
     if not last:

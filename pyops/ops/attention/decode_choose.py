@@ -123,7 +123,7 @@ class DecodeConfig:
         found += tuning.varied(
             self,
             heads_per_block=(8, 16)
-            if device.supports("mma") and problem.columns > 8 and problem.head_size <= 128 and problem.query_tokens == 1
+            if device.supports("mma") and problem.columns > 8 and problem.head_size <= 128 and not problem.any_tokens
             else (),
             tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
@@ -153,7 +153,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     if problem.uses_mma:
         if not is_pinned:
             num_warps = _choose_num_warps(problem, device, blocks, heads, tiles, min_blocks)
-        if problem.query_tokens > 1 and blocks > min_blocks * device.num_sms:
+        if problem.any_tokens and blocks > min_blocks * device.num_sms:
             num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
@@ -197,7 +197,7 @@ def _choose_num_warps(
     wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
     is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS * TILE_TOKENS * tiles
     may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not is_short and not problem.partials
-    has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and problem.query_tokens == 1
+    has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and not problem.any_tokens
     if not may_split or not has_16_columns or problem.head_size < MIN_WHOLE_HEAD:
         return num_warps
     block_bytes = 2 * problem.attended_tokens * problem.head_size * problem.layout.dtype.itemsize
@@ -212,7 +212,7 @@ def _choose_num_warps(
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:
     """The kernel that combines the splits; None if the last block of a row does it."""
     combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
-    combines_itself |= problem.query_tokens > 1  # decode_combine.cu has one row for each sequence
+    combines_itself |= problem.any_tokens  # decode_combine.cu has one row for each sequence
     combines_itself &= not tuning.batch_invariant()
     if not problem.partials and (max_splits == 1 or combines_itself):
         return None
@@ -236,7 +236,7 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
     heads = problem.cta_heads
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     has_registers_for_four = heads <= 8 or device.arch == "sm_90"  # 220 to 300 bytes spilled on sm_80
-    has_registers_for_four &= problem.query_tokens == 1  # 8 bytes spilled
+    has_registers_for_four &= not problem.any_tokens  # 8 bytes spilled
     tiles = 1 if is_16_bit or is_large else 4 if is_small and has_registers_for_four else 2
     needs_registers = (
         is_large
@@ -328,6 +328,6 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float) -> int
         max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
     most = _MAX_SPLITS
-    if problem.query_tokens > 1:
+    if problem.any_tokens:
         most = min(most, max(_MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

@@ -53,7 +53,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
     }
     wave = 0.0  # if positive, kernels distribute the splits of a wave by the lengths of all sequences
     if problem.uses_mma:
-        may_balance = problem.num_seqs > 1 or problem.query_tokens > 1
+        may_balance = problem.num_seqs > 1 or problem.any_tokens
         if may_balance and max_splits > 1 and not problem.partials and not tuning.batch_invariant():
             wave = wave_splits(
                 problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
@@ -97,7 +97,8 @@ def _launch_mma(
         CLUSTER=config.cluster_size,
         HEADS=config.heads_per_block,
         QUERY_ACCESS=_query_access(problem),
-        QUERY_TOKENS=problem.query_tokens,
+        HAS_TOKENS=problem.any_tokens,
+        QUERY_TOKENS=max(1, problem.query_tokens),
         TILES=config.tiles_per_step,
         ONE_AT_A_TIME=config.one_at_a_time,
         AHEAD=config.ahead,
@@ -108,7 +109,7 @@ def _launch_mma(
     grid = (blocks, max(config.cluster_size, arguments["max_splits"]))
     if wave:
         grid = (_balanced_splits(problem, wave) * blocks // problem.num_seqs, 1)
-    if problem.query_tokens > 1:
+    if problem.any_tokens:
         grid = (grid[0] + problem.max_other_tiles * problem.kv.num_kv_heads, config.cluster_size)
     return kernel.launch(
         grid,
@@ -141,7 +142,7 @@ def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Sc
     """Workspace for the results of splits that the last block of a row combines, as decode_combine.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
-    columns = problem.num_heads * problem.query_tokens
+    columns = problem.num_heads * max(1, problem.query_tokens)
     nbytes = _balanced_splits(problem, wave) * columns * pairs * _PAIR_BYTES
     counters = problem.num_seqs * columns * 4
     return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}

@@ -15,7 +15,8 @@ from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
-from .decode_choose import DecodeConfig
+from .decode_blocks import STEP_US
+from .decode_choose import TILE_TOKENS, DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem, shares_rows
 
@@ -62,7 +63,7 @@ def launch_varlen(name: str, rows: PrefillProblem) -> list[Launch]:
 
 
 def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
-    """The problem for attention_decode.cu; None if it does not support the call with two query tokens per CTA."""
+    """The problem for attention_decode.cu; None if it does not support the call with a query token per CTA."""
     query = rows.query
     if not isinstance(rows.kv, PagedKV) or not rows.causal or not query.device.supports("mma"):
         return None
@@ -72,24 +73,27 @@ def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
     if 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2:
         most = _MAX_COLUMNS // 2  # fewer accumulators: three CTAs per SM
     problem = rows.as_decode(most // rows.group)
-    return problem if problem.query_tokens > 1 and problem.uses_mma else None
+    return problem if problem.any_tokens and problem.uses_mma else None
 
 
 def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:
     """Whether attention_decode.cu is faster than the prefill kernels, by the bytes that CTAs read.
 
-    Every tile of query tokens reads the sequence, those after the first one without splits. The prefill kernels read
-    it once, but the keys once per slice of the values.
+    Every tile of query tokens reads the sequence, those after the first one without splits: their CTAs share the rate
+    of all that run at once, and take at least the latency of their steps. The prefill kernels read it once, but the
+    keys once per slice of the values.
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
     slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
+    ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:
-        of_one_cta = seq_bytes / problem.layout.num_kv_heads / (_READ_RATE_OF_DECODE / slots)
+        steps = -(-problem.attended_tokens // (config.num_warps * TILE_TOKENS * config.tiles_per_step))
+        share = _READ_RATE_OF_DECODE / min(ctas, slots)
+        of_one_cta = max(seq_bytes / problem.layout.num_kv_heads / share, steps * STEP_US)
         us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
-    ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     us += _CTA_US * max(0.0, ctas / slots - 1)
     if prefill_sm90_fp8.choose(rows, device):
         us += _LAUNCH_US  # the prefill kernel takes e4m3 queries as they are

@@ -21,7 +21,8 @@ class DecodeProblem:
     """One query token, or a few, of each sequence against a paged cache.
 
     Attributes:
-        query_tokens: query tokens of a CTA of attention_decode.cu; 1: each sequence has one query token.
+        query_tokens: query tokens of a CTA of attention_decode.cu, where a sequence may have any number of them; 0:
+            each sequence has one query token.
         max_query_len: the most query tokens of a sequence, by the caller; 0: unknown.
         partition: tokens of each split if the caller gives memory for `partials`; 0 if the plan chooses the splits.
     """
@@ -36,7 +37,7 @@ class DecodeProblem:
     partition: int
     query_start_loc: TensorArg | None
     fp8_out_scale: TensorArg | None
-    query_tokens: int = 1
+    query_tokens: int = 0
     max_query_len: int = 0
 
     @property
@@ -44,16 +45,21 @@ class DecodeProblem:
         return int(self.kv.block_tables.shape[0])
 
     @property
+    def any_tokens(self) -> bool:
+        """Whether sequences may have any number of query tokens."""
+        return self.query_tokens > 0
+
+    @property
     def max_other_tiles(self) -> int:
         """Most tiles of query_tokens query tokens that are not the first tile of their sequence."""
-        return max(0, self.query.shape[0] - 1) // self.query_tokens if self.query_tokens > 1 else 0
+        return max(0, self.query.shape[0] - 1) // self.query_tokens if self.any_tokens else 0
 
     @property
     def other_tiles(self) -> int:
         """The same, as the plan expects it: the lengths are on the device. If all sequences may have equally many
         tokens, they have; otherwise one sequence has all but one of each other, or as many as the caller says."""
         num_tokens, num_seqs = self.query.shape[0], max(1, self.num_seqs)
-        if self.query_tokens == 1 or num_tokens <= num_seqs:
+        if not self.any_tokens or num_tokens <= num_seqs:
             return 0
         if num_tokens % num_seqs == 0:
             return num_seqs * ((num_tokens // num_seqs - 1) // self.query_tokens)
@@ -77,7 +83,7 @@ class DecodeProblem:
     @property
     def columns(self) -> int:
         """Query heads that share a key-value head, times the query tokens of a CTA."""
-        return self.group * self.query_tokens
+        return self.group * max(1, self.query_tokens)
 
     @property
     def cta_heads(self) -> int:
@@ -162,7 +168,7 @@ class DecodeProblem:
             f"tokens={tuning.power_of_two(self.max_tokens)}",
         ]
         words += [f"partition={self.partition}"] if self.partition else []
-        words += [f"query_tokens={self.query_tokens}"] if self.query_tokens > 1 else []
+        words += [f"query_tokens={self.query_tokens}"] if self.any_tokens else []
         words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
         return " ".join(words)
 

@@ -202,8 +202,9 @@ class PrefillProblem:
         reads_once = single_rows.reads == 1 or not self.uses_wgmma
         return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
 
-    def as_decode(self, query_tokens: int = 1) -> decode_problem.DecodeProblem:
-        """The decode problem of a call with a paged cache; a CTA takes `query_tokens` query tokens."""
+    def as_decode(self, query_tokens: int = 0) -> decode_problem.DecodeProblem:
+        """The decode problem of a call with a paged cache; a CTA takes `query_tokens` query tokens, 0: sequences have
+        one."""
         assert isinstance(self.kv, PagedKV)
         return decode_problem.DecodeProblem(
             self.out,

@@ -36,6 +36,7 @@ CASES: list[tuple[DecodeConfig, tuple[int, int], int, bool, bool, dict[str, Any]
     (replace(SPLITS, heads_per_block=8, ahead=False), (6, 2), 256, False, False, {"sliding_window": 70}),
     (SPLITS, (4, 1), 64, False, True, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.0, -0.125])}),
     (CLUSTER, (3, 1), 128, True, False, {"sliding_window": 500}),
+    (SPLITS, (9, 1), 64, False, False, {"sliding_window": 40}),
 ]
 
 
@@ -145,6 +146,9 @@ CHOICES = [
     ([2] * 4, 4096, (16, 1), False, None),
     ([1] * 2, 64384, (4, 1), "e4m3", (8, 2)),
     ([64] * 2, 8192, (4, 1), "e4m3", None),
+    ([3, 1, 1, 7, 1], 64, (32, 2), False, (16, 1)),
+    ([1] * 5, 8, (32, 4), "e4m3", (8, 1)),
+    ([5] * 22, 128, (4, 1), False, (16, 4)),
 ]
 
 
