@@ -29,8 +29,9 @@ _SHARED_BYTES_PER_CYCLE, _MULTIPLICATIONS_PER_CYCLE, _L2_BYTES_PER_CYCLE, _SM_BY
 _COPY_CYCLES, _ITEM_CYCLES = 800, 2700
 _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 # Microseconds of a work item of the geometry for short sequences, and of a KV tile of heads of 128 elements, fitted to
-# an H200 ("Short sequences").
+# an H200 ("Short sequences"): where SMs are full of CTAs, and of a CTA alone on an SM.
 _SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
+_SHORT_ITEM_US_ALONE, _SHORT_TILE_US_ALONE = 3.0, 1.0
 _MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers
 
 
@@ -77,8 +78,11 @@ class PrefillMmaConfig:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-# The geometry for short sequences on Hopper: many CTAs on an SM, because all of an item is latency.
+# The geometry for short sequences on Hopper: many CTAs on an SM, because all of an item is latency. Three of them have
+# the registers for two stages with any heads.
 _SHORT = PrefillMmaConfig(num_warps=4, row_tiles=1, step_tokens=32, min_blocks=4, stages=1)
+_FEW_SHORT = replace(_SHORT, min_blocks=3, stages=2)
+_MAX_HEAD_SIZE_OF_TWO_STAGES = 64  # largest head size with two stages and four CTAs
 _MAX_SHORT_TOKENS = 4 * _SHORT.step_tokens  # most tokens of a sequence: each KV tile adds its whole latency
 
 
@@ -120,14 +124,21 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
         return None
     # Values of an fp8 cache, and addresses where a thread's chunks are of different columns, need more registers.
     has_registers = not problem.is_fp8 and problem.has_plain_logits and _repeats_columns(problem, device)
-    return _SHORT if has_registers else replace(_SHORT, min_blocks=_SHORT.min_blocks - 1)
+    if has_registers and head_size <= _MAX_HEAD_SIZE_OF_TWO_STAGES:
+        return replace(_SHORT, stages=2)
+    run_at_once = ShortItems.of(problem, _FEW_SHORT.rows).items <= _FEW_SHORT.min_blocks * device.num_sms
+    return _SHORT if has_registers and not run_at_once else _FEW_SHORT
 
 
 def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> float:
     """The time of `choose_short`: "Short sequences" of docs/performance/prefill.md."""
     width = (problem.query.shape[2] + problem.value_size) / 256
     items = ShortItems.of(problem, config.rows)
-    return items.us(config.min_blocks * device.num_sms, _SHORT_ITEM_US, _SHORT_TILE_US * width, config.step_tokens)
+    # CTAs beyond the first one of an SM, as a part of those that fit.
+    crowd = min(1.0, max(0.0, items.items / device.num_sms - 1) / (config.min_blocks - 1))
+    item_us = _SHORT_ITEM_US_ALONE + crowd * (_SHORT_ITEM_US - _SHORT_ITEM_US_ALONE)
+    tile_us = _SHORT_TILE_US_ALONE + crowd * (_SHORT_TILE_US - _SHORT_TILE_US_ALONE)
+    return items.us(config.min_blocks * device.num_sms, item_us, tile_us * width, config.step_tokens)
 
 
 def _choose_shared_rows(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:
