@@ -12,7 +12,7 @@ from ..._core.system.device import Device
 from .decode_launch import workspace
 from .prefill_panels import Panels, map_of_codes
 from .prefill_problem import PrefillProblem
-from .prefill_work import ITEM_TILES, ShortItems, Work, count_kv_tiles
+from .prefill_work import ITEM_TILES, ShortItems, Work, count_kv_tiles, most_keys
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _combine = Kernel("attention/prefill_combine.cu")
@@ -240,21 +240,32 @@ def _tile_of_many_rows(problem: PrefillProblem) -> PrefillSm90Config:
 
 
 def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) -> float:
-    """The time of a call in microseconds: rounds of work items, each with a fixed cost and the MMAs of its KV tiles, or
-    the bytes of its keys and values if L2 takes longer for those of all CTAs of an SM.
+    """The time of a call in microseconds: that of the longest work item, or of rounds of average ones.
+
+    An item has a fixed cost and the MMAs of its KV tiles, or the bytes of its keys and values if L2 takes longer for
+    those of all CTAs of an SM.
     """
     num_tokens, _, head_size = problem.query.shape
     rows, width, keys = 64 * config.consumers, head_size + problem.value_size, float(problem.expected_tokens)
     tokens = min(keys, num_tokens / max(1, problem.num_seqs))  # query tokens of a sequence
     keys -= tokens / 2 if problem.causal else 0
-    # The last item of a sequence is half full on average, and so is its last tile.
+    # The last item of a sequence is half full on average, and so is its last tile. A window ends within two tiles.
+    seen = most_keys(problem, rows // packed_heads(problem, rows, config.tokens))
+    keys, part_tiles = (seen, 1.0) if seen < keys else (keys, 0.5)
+    work = work_of(problem, rows, config.tokens, device, config.min_blocks)
     items = problem.num_seqs * problem.layout.num_kv_heads * max(1.0, tokens * problem.group / rows + 0.5)
+    if problem.tokens_of_each and not problem.single_rows:
+        items = work.items
     splits = choose_splits(problem, rows, config.tokens, device, config.min_blocks)
-    rounds = max(1.0, items * splits / (config.min_blocks * device.num_sms))
     tile_us = _TILE_US * config.min_blocks * rows * config.tokens * width / (128 * 128 * 256)
-    item_us = ITEM_TILES * _TILE_US + max(1.0, (keys / config.tokens + 0.5) / splits) * tile_us
+
+    def item_us(tiles: float) -> float:
+        return ITEM_TILES * _TILE_US + max(1.0, tiles / splits) * tile_us
+
     l2_us = config.min_blocks * keys / splits * width * problem.layout.dtype.itemsize / _L2_BYTES_PER_US
-    return rounds * max(item_us, l2_us) + (_COMBINE_US if splits > 1 else 0.0)
+    rounds = max(1.0, items * splits / work.slots)
+    average_us = max(item_us(keys / config.tokens + part_tiles), l2_us)
+    return max(rounds * average_us, item_us(work.tiles)) + (_COMBINE_US if splits > 1 else 0.0)
 
 
 def us_of_short(problem: PrefillProblem, device: Device) -> float:

@@ -50,13 +50,15 @@ class ShortItems(NamedTuple):
     Attributes:
         items: work items without those that are empty.
         keys: keys of an item, on average.
-        evenness: new tokens of a sequence over the slots of its block table: 1 for sequences of one length.
+        part_tiles: KV tiles of an item on top of those that its keys fill, on average. A window begins and ends within
+            a tile. Of sequences of one length, each has a last tile that is half full; most of mixed lengths have one
+            tile.
         tile_factor: times of a KV tile of 16 bits that a KV tile takes.
     """
 
     items: float
     keys: float
-    evenness: float
+    part_tiles: float
     tile_factor: float
 
     @classmethod
@@ -68,23 +70,25 @@ class ShortItems(NamedTuple):
         tokens = problem.query.shape[0] / max(1, problem.num_seqs)
         new = min(tokens, problem.expected_tokens)
         of_item = item_rows / problem.group
+        seen = most_keys(problem, -(-item_rows // problem.group))
         of_sequence = 1.0 if tokens <= of_item else tokens / of_item + 0.5  # the last item is half full on average
         keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
         items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
-        evenness = new / max(1, problem.expected_tokens)
-        return cls(items, keys, evenness, _FP8_TILE if problem.is_fp8 else 1.0)
+        part_tiles = new / max(1, problem.expected_tokens) / 2 if keys <= seen else 1.0
+        return cls(items, min(keys, seen), part_tiles, _FP8_TILE if problem.is_fp8 else 1.0)
 
     def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:
-        """The time if an item takes `item_us`, and `tile_us` for each KV tile of 16 bits; so many items run at once.
-
-        Of sequences of one length, each has a last tile that is half full on average. Most of mixed lengths have one.
-        """
-        tiles = max(1.0, self.keys / tile_tokens + self.evenness / 2)
+        """The time if an item takes `item_us`, and `tile_us` for each KV tile of 16 bits; so many items run at once."""
+        tiles = max(1.0, self.keys / tile_tokens + self.part_tiles)
         return max(1.0, self.items / slots) * (item_us + tiles * tile_us * self.tile_factor)
+
+
+def most_keys(problem: PrefillProblem, item_tokens: int) -> int:
+    """Keys that a work item of so many query tokens of the longest sequence attends to."""
+    window, max_tokens = problem.options.sliding_window, problem.expected_tokens
+    return min(max_tokens, window + item_tokens) if window > 0 else max_tokens
 
 
 def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:
     """KV tiles of a work item of the longest sequence."""
-    window, max_tokens = problem.options.sliding_window, problem.expected_tokens
-    attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
-    return -(-attended // tile_tokens)
+    return -(-most_keys(problem, item_tokens) // tile_tokens)
