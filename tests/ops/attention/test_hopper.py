@@ -58,7 +58,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLA decode of few short sequences by the other kernels: a GPU has room for a cluster of each sequence."""
+    """MLA decode of few short sequences by the other kernels: a GPU has SMs for a cluster of each sequence."""
     monkeypatch.setattr(mla_schedule, "_CLUSTER_SIZES", ())
 
 
