@@ -153,8 +153,8 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     if problem.uses_mma:
         if not is_pinned:
             num_warps = _choose_num_warps(problem, device, blocks, heads, tiles, min_blocks)
-        if problem.any_tokens and blocks > min_blocks * device.num_sms:
-            num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
+            if blocks > min_blocks * device.num_sms:
+                num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)

@@ -152,6 +152,13 @@ def test_decode_configs(num_seqs: int, max_tokens: int, expected: tuple[int, ...
     assert found == DecodeConfig(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, combine)
 
 
+@pytest.mark.parametrize(("max_tokens", "warps"), [(16, 1), (32, 2), (48, 3)])
+def test_every_warp_has_a_step(max_tokens: int, warps: int) -> None:
+    """Where CTAs are more than one wave; their number does not change which warps have tokens."""
+    assert chosen(V1, num_tokens=200, max_seq_len=max_tokens, **MODEL).num_warps == warps
+    assert chosen(V1, num_tokens=16, max_seq_len=max_tokens, **MODEL).num_warps == 4
+
+
 @pytest.mark.parametrize(
     ("axes", "heads", "tiles", "min_blocks"),
     [
