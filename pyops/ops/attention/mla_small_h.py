@@ -69,7 +69,7 @@ class FewHeadsConfig:
         num_readers = min(device.num_sms, most_blocks(problem, self)) / head_groups(problem, self)
         bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
         # A block of two groups takes two tiles for 64 tokens, but one for a sequence that fits in it.
-        tiles = min(_GROUPS[0] // self.groups, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS)))
+        tiles = min(_GROUPS[0] // self.groups, max(1, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS))))
         return max(_UNIT_US, bytes_us) * tiles
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
