@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import check
@@ -142,7 +143,7 @@ def plan_fp8_mqa_logits(
     stride = k.strides[0]
     return launch(
         (logits, q, weights),
-        keys=k,
+        keys=replace(k, shape=(1, *k.shape), strides=(0, *k.strides)),
         q_stride=heads_stride(q),
         aligned=k.alignment == 16 and (stride % 16 == 0 or num_keys == 1),
         groups=-(-num_tokens // group_rows),

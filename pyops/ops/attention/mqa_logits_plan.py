@@ -52,7 +52,7 @@ def launch(
     """The launch of `groups` groups of rows with `positions` keys or columns, for (logits, q, weights).
 
     Args:
-        keys: [num_keys, head_size] or, in pages, [num_blocks, block_size, head_size], within an argument of the op.
+        keys: [num_blocks, block_size, head_size], within an argument of the op; rows of a tensor are one block.
         aligned: whether every key begins at a multiple of 16 bytes.
     """
     logits, q, weights = tensors
@@ -120,13 +120,6 @@ def _launch_sm90(
     kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(**constants, ROWS=rows, STAGES=stages, BOX_KEYS=box)
     grid = (min(-(-num_rows // rows) * -(-positions // _SM90_TILE), q.device.num_sms),)
     arguments = {name: fed[name] for name in fed if name != "group_rows"}
-    return kernel.launch(grid, _SM90_THREADS, shared, **arguments, key_map=_map(keys, box))
-
-
-def _map(keys: TensorArg, box: int) -> TensorMap:
-    """The map of keys [.., block_size, head_size] with boxes of `box` keys, swizzled by their size."""
-    *blocks, block_size, head_size = keys.shape
-    key = keys.strides[-2] if block_size > 1 else head_size
-    block = keys.strides[0] if blocks and blocks[0] > 1 else -(-block_size * key // 16) * 16
-    sizes = (head_size, block_size, *(blocks or (1,)))
-    return TensorMap(keys, keys.dtype, sizes, (key, block), (head_size, box, 1), head_size)
+    return kernel.launch(
+        grid, _SM90_THREADS, shared, **arguments, key_map=TensorMap.of(keys, (head_size, box, 1), head_size)
+    )
