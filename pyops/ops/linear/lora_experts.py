@@ -12,7 +12,7 @@ from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
 from .lora import multiplied
-from .lora_pairs import adapters_of_pairs, bad_pairs, example_pairs, pairs_traffic, plan_pairs
+from .lora_pairs import PairArgs, adapters_of_pairs, bad_pairs, example_pairs, pairs_traffic, plan_pairs
 from .lora_plan import given
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def fused_moe_lora_shrink(
         lora_a1, lora_a2, lora_a3: further slices, like `lora_a`.
     """
     num_tokens, top_k = out.shape[1:3]
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    groups = adapters_of_pairs(
-        num_tokens * top_k, top_k, lora_a, expert_ids, adapter_enabled, token_lora_mapping, *lists
-    )
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    groups = adapters_of_pairs(num_tokens * top_k, top_k, lora_a, pairs)
     inputs = x.expand(-1, top_k, -1).flatten(0, 1)
     for rows, weight in zip(out, given((lora_a, lora_a1, lora_a2, lora_a3)), strict=True):
         found, product = multiplied(inputs, weight.flatten(0, 1), groups)
@@ -130,8 +129,9 @@ def plan_fused_moe_lora_shrink(
     check.sizes(out, num_slices=num_slices, num_tokens=num_tokens, top_k=None, rank=rank)
     if x.shape[1] != 1:
         check.sizes(x, num_tokens=num_tokens, top_k=out.shape[2], hidden_size=x.shape[2])
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    return plan_pairs(out, x, weights, None, expert_ids, adapter_enabled, token_lora_mapping, *lists, True, False)
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    return plan_pairs(out, x, weights, None, pairs, is_shrink=True, adds=False)
 
 
 @op(inout="out", atol=2.0**-18)
@@ -173,10 +173,9 @@ def fused_moe_lora_expand(
         lora_b1, lora_b2, lora_b3: further slices, with columns of their own.
     """
     num_tokens, top_k = out.shape[:2]
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    groups = adapters_of_pairs(
-        num_tokens * top_k, top_k, lora_b, expert_ids, adapter_enabled, token_lora_mapping, *lists
-    )
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    groups = adapters_of_pairs(num_tokens * top_k, top_k, lora_b, pairs)
     weights = given((lora_b, lora_b1, lora_b2, lora_b3))
     columns = out.split([weight.shape[2] for weight in weights], 2)
     for part, rows, weight in zip(columns, x, weights, strict=True):
@@ -216,10 +215,9 @@ def plan_fused_moe_lora_expand(
     if topk_weights is not None:
         check.floating(topk_weights)
         check.shape(topk_weights, num_tokens=num_tokens, top_k=top_k)
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    return plan_pairs(
-        out, x, weights, topk_weights, expert_ids, adapter_enabled, token_lora_mapping, *lists, False, add_inputs
-    )
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    return plan_pairs(out, x, weights, topk_weights, pairs, is_shrink=False, adds=add_inputs)
 
 
 @fused_moe_lora_shrink.traffic
@@ -314,8 +312,9 @@ def bad_indices_fused_moe_lora_shrink(
     lora_ids: Tensor | None,
     block_size: int,
 ) -> dict[str, Tensor]:
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    return bad_pairs(lora_a, expert_ids, adapter_enabled, token_lora_mapping, *lists)
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    return bad_pairs(lora_a, pairs)
 
 
 @fused_moe_lora_expand.bad_indices
@@ -329,5 +328,6 @@ def bad_indices_fused_moe_lora_expand(
     lora_ids: Tensor | None,
     block_size: int,
 ) -> dict[str, Tensor]:
-    lists = sorted_token_ids, num_tokens_post_padded, lora_ids, block_size
-    return bad_pairs(lora_b, expert_ids, adapter_enabled, token_lora_mapping, *lists)
+    lists = sorted_token_ids, num_tokens_post_padded, lora_ids
+    pairs = PairArgs(expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size)
+    return bad_pairs(lora_b, pairs)

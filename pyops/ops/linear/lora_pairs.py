@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import check
 from ..._core.launch.kernel import Kernel, Launch
@@ -18,29 +18,31 @@ _mma = Kernel("linear/lora_mma.cu", entry="lora_mma_experts")
 _simt = Kernel("linear/lora_simt.cu", entry="lora_simt_experts")
 
 
-def adapters_of_pairs(
-    num_pairs: int,
-    top_k: int,
-    weight: Tensor,
-    expert_ids: Tensor,
-    adapter_enabled: Tensor,
-    token_lora_mapping: Tensor | None,
-    sorted_token_ids: Tensor | None,
-    num_tokens_post_padded: Tensor | None,
-    lora_ids: Tensor | None,
-    block_size: int,
-) -> Tensor:
+class PairArgs(NamedTuple):
+    """The arguments of both ops that say which pairs there are; tensors, or their descriptions in a plan."""
+
+    expert_ids: Any
+    adapter_enabled: Any
+    token_lora_mapping: Any
+    sorted_token_ids: Any
+    num_tokens_post_padded: Any
+    lora_ids: Any
+    block_size: int
+
+
+def adapters_of_pairs(num_pairs: int, top_k: int, weight: Tensor, pairs: PairArgs) -> Tensor:
     """The adapter of each pair, numbered l * num_experts + e; -1 for pairs without one."""
     import torch
 
+    expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size = pairs
+    sorted_token_ids, num_tokens_post_padded, lora_ids = lists
     max_loras, num_experts = weight.shape[:2]
 
     def numbered(loras: Tensor, experts: Tensor) -> Tensor:
         experts = experts.clamp(max=0) if num_experts == 1 else experts
         return torch.where((experts >= 0) & (experts < num_experts), loras * num_experts + experts, -1)
 
-    if sorted_token_ids is None or num_tokens_post_padded is None or lora_ids is None:
-        assert token_lora_mapping is not None
+    if sorted_token_ids is None:
         loras = token_lora_mapping.long()[: num_pairs // max(1, top_k)].repeat_interleave(top_k)
         exists = (loras >= 0) & (loras < max_loras)
         exists &= adapter_enabled[loras.where(exists, 0)] != 0
@@ -53,26 +55,19 @@ def adapters_of_pairs(
         count = min(
             sorted_token_ids.shape[1], expert_ids.shape[1] * block_size, max(0, int(num_tokens_post_padded[lora]))
         )
-        pairs = sorted_token_ids[lora, :count].long()
+        listed = sorted_token_ids[lora, :count].long()
         experts = expert_ids[lora].long().repeat_interleave(block_size)[:count]
-        exists = (pairs >= 0) & (pairs < num_pairs)
-        found[pairs[exists]] = numbered(torch.full_like(pairs, lora), experts)[exists]
+        exists = (listed >= 0) & (listed < num_pairs)
+        found[listed[exists]] = numbered(torch.full_like(listed, lora), experts)[exists]
     return found
 
 
-def bad_pairs(
-    weight: Tensor,
-    expert_ids: Tensor,
-    adapter_enabled: Tensor,
-    token_lora_mapping: Tensor | None,
-    sorted_token_ids: Tensor | None,
-    num_tokens_post_padded: Tensor | None,
-    lora_ids: Tensor | None,
-    block_size: int,
-) -> dict[str, Tensor]:
+def bad_pairs(weight: Tensor, pairs: PairArgs) -> dict[str, Tensor]:
     """Experts and adapters that are neither one nor -1; in lists, negative pairs and slots that do not exist."""
     import torch
 
+    expert_ids, adapter_enabled, token_lora_mapping, *lists, block_size = pairs
+    sorted_token_ids, num_tokens_post_padded, lora_ids = lists
     max_loras, num_experts = weight.shape[:2]
     bad_experts = (expert_ids < -1) | ((expert_ids >= num_experts) & (num_experts > 1))
     if token_lora_mapping is not None and sorted_token_ids is None:
@@ -80,9 +75,6 @@ def bad_pairs(
             "expert_ids": bad_experts,
             "token_lora_mapping": (token_lora_mapping < -1) | (token_lora_mapping >= max_loras),
         }
-    assert sorted_token_ids is not None
-    assert num_tokens_post_padded is not None
-    assert lora_ids is not None
     loras = torch.arange(max_loras, dtype=torch.int64, device=weight.device)
     is_read = (lora_ids[:, None] == loras).any(0) & (adapter_enabled[:max_loras] != 0)
     slots = torch.arange(sorted_token_ids.shape[1], dtype=torch.int64, device=weight.device)
@@ -102,13 +94,8 @@ def plan_pairs(
     x: TensorArg,
     weights: Sequence[TensorArg | None],
     topk_weights: TensorArg | None,
-    expert_ids: TensorArg,
-    adapter_enabled: TensorArg,
-    token_lora_mapping: TensorArg | None,
-    sorted_token_ids: TensorArg | None,
-    num_tokens_post_padded: TensorArg | None,
-    lora_ids: TensorArg | None,
-    block_size: int,
+    pairs: PairArgs,
+    *,
     is_shrink: bool,
     adds: bool,
 ) -> Launch:
@@ -116,13 +103,10 @@ def plan_pairs(
     check_operands(out, x, weights)
     max_loras, num_experts = given(weights)[0].shape[:2]
     num_tokens, top_k = out.shape[-3:-1]
-    check.sizes(adapter_enabled, max_loras=None)
-    check.at_least(adapter_enabled, int32, max_loras)
-    slots, blocks = _lists(
-        *(num_tokens, top_k, max_loras, expert_ids, token_lora_mapping),
-        *(sorted_token_ids, num_tokens_post_padded, lora_ids, block_size),
-    )
-    is_sorted = sorted_token_ids is not None
+    check.sizes(pairs.adapter_enabled, max_loras=None)
+    check.at_least(pairs.adapter_enabled, int32, max_loras)
+    slots, blocks = _lists(num_tokens, top_k, max_loras, pairs)
+    is_sorted = pairs.sorted_token_ids is not None
     return launch(
         _mma,
         _simt,
@@ -134,7 +118,7 @@ def plan_pairs(
         is_ordered=is_sorted,
         lists=(max_loras, slots) if is_sorted else None,
         constants={
-            "index_t": expert_ids.dtype,
+            "index_t": pairs.expert_ids.dtype,
             "SORTED": is_sorted,
             "HAS_FACTORS": topk_weights is not None,
             "factor_t": float32 if topk_weights is None else topk_weights.dtype,
@@ -148,27 +132,19 @@ def plan_pairs(
         num_experts=num_experts,
         num_slots=slots,
         num_blocks=blocks,
-        num_lora_ids=0 if lora_ids is None else lora_ids.numel,
+        num_lora_ids=pairs.lora_ids.numel if is_sorted else 0,
         out_stride=_pair_stride(out),
         x_stride=_pair_stride(x),
         **({"topk_weights": 0} if is_shrink else {}),
     )
 
 
-def _lists(
-    num_tokens: int,
-    top_k: int,
-    max_loras: int,
-    expert_ids: TensorArg,
-    token_lora_mapping: TensorArg | None,
-    sorted_token_ids: TensorArg | None,
-    num_tokens_post_padded: TensorArg | None,
-    lora_ids: TensorArg | None,
-    block_size: int,
-) -> tuple[int, int]:
+def _lists(num_tokens: int, top_k: int, max_loras: int, pairs: PairArgs) -> tuple[int, int]:
     """Checks where pairs come from; the slots and blocks of each adapter's list, 0 without lists."""
+    expert_ids, _, token_lora_mapping, *lists, block_size = pairs
+    sorted_token_ids, num_tokens_post_padded, lora_ids = lists
     check.contiguous(expert_ids)
-    given_lists = [arg for arg in (sorted_token_ids, num_tokens_post_padded, lora_ids) if arg is not None]
+    given_lists = given(lists)
     if not given_lists:
         check.index(expert_ids, num_pairs=num_tokens * top_k)
         if token_lora_mapping is None:
@@ -176,7 +152,7 @@ def _lists(
         check.sizes(token_lora_mapping, num_tokens=None)
         check.at_least(token_lora_mapping, int32, num_tokens)
         return 0, 0
-    if sorted_token_ids is None or num_tokens_post_padded is None or lora_ids is None:
+    if len(given_lists) < len(lists):
         expected = "sorted_token_ids, num_tokens_post_padded and lora_ids, or none of them"
         raise given_lists[0].error(f"expected all of {expected}")
     check.index(expert_ids, max_loras=max_loras, num_blocks=None)
