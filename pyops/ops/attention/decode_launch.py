@@ -98,7 +98,7 @@ def _launch_mma(
         HEADS=config.heads_per_block,
         QUERY_ACCESS=_query_access(problem),
         HAS_TOKENS=problem.any_tokens,
-        QUERY_TOKENS=max(1, problem.query_tokens),
+        QUERY_TOKENS=problem.cta_tokens,
         TILES=config.tiles_per_step,
         ONE_AT_A_TIME=config.one_at_a_time,
         AHEAD=config.ahead,
@@ -142,7 +142,7 @@ def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Sc
     """Workspace for the results of splits that the last block of a row combines, as decode_combine.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
-    columns = problem.num_heads * max(1, problem.query_tokens)
+    columns = problem.num_heads * problem.cta_tokens
     nbytes = _balanced_splits(problem, wave) * columns * pairs * _PAIR_BYTES
     counters = problem.num_seqs * columns * 4
     return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}

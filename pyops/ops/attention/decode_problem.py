@@ -50,6 +50,11 @@ class DecodeProblem:
         return self.query_tokens > 0
 
     @property
+    def cta_tokens(self) -> int:
+        """Query tokens of a CTA."""
+        return max(1, self.query_tokens)
+
+    @property
     def max_other_tiles(self) -> int:
         """Most tiles of query_tokens query tokens that are not the first tile of their sequence."""
         return max(0, self.query.shape[0] - 1) // self.query_tokens if self.any_tokens else 0
@@ -83,7 +88,7 @@ class DecodeProblem:
     @property
     def columns(self) -> int:
         """Query heads that share a key-value head, times the query tokens of a CTA."""
-        return self.group * max(1, self.query_tokens)
+        return self.group * self.cta_tokens
 
     @property
     def cta_heads(self) -> int:
