@@ -51,7 +51,8 @@ _WORST = 10
 # Seconds after which a row counts as hanging. Most rivals compile within a minute; FLA's scans take several on a fresh
 # machine, and need --hang.
 _HUNG_S = 120.0
-_PATIENCE = 1 / 2  # of this time for the first call of a rival, after which the row goes on without it
+# The part of that time after which the first call of a rival is given up, and the row goes on without the rival.
+_PATIENCE = 1 / 2
 
 
 def module(kind: str) -> Any:

@@ -94,7 +94,8 @@ mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             const float exp_sum = lane_reduce<Sum, 32>(own_sum * relative_exp2(own_max, max_logit));
             const float scale = 1.0f / (exp_sum + 1e-6f);
             for (int first = member; first < own.count; first += 32 * sharers) {
-                // At most 1, so that its product with a value does not overflow. Of piece first + lane * sharers.
+                // The factor of piece first + lane * sharers. It is at most 1, so its product with a value does not
+                // overflow.
                 const int of_lane = first + lane * sharers;
                 float factor = 0.0f;
                 if (of_lane < own.count) {

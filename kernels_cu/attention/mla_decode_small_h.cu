@@ -319,7 +319,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                     }
                 }
             }
-            if constexpr (CLUSTER > 1) {  // leaves what the groups add up to in the memory of the first one
+            if constexpr (CLUSTER > 1) {  // the sum of all groups goes to the memory of the first one
                 sync_warp();              // every lane has read the row maxima
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
