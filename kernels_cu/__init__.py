@@ -7,6 +7,7 @@ Every other folder is a family: its own headers, and one `.cu` per kernel with a
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 
 __all__ = ["names", "read"]
@@ -17,6 +18,7 @@ def read(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
+@cache
 def names() -> list[str]:
     """Paths of every kernel (`.cu`) and header (`.cuh`) in this package, sorted."""
     return sorted(

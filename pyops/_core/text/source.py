@@ -83,13 +83,14 @@ def header_of(folder: str, name: str) -> str:
 
 
 @cache
-def _flat(name: str, text: str | None, naming: tuple[tuple[str, str], ...]) -> tuple[str, str]:
+def _flat(name: str, text: str | None, naming: tuple[tuple[str, str], ...], entry: str | None) -> tuple[str, str]:
     """(number.cuh, the rest): the constants of a specialisation go between them, as they use its element types.
 
-    `naming`: the constants that name headers.
+    Of the kernels the rest has only `entry`. `naming`: the constants that name headers.
     """
     seen: set[str] = set()
-    return inline("include/number.cuh", seen), inline(name, seen, text, dict(naming))
+    types, body = inline("include/number.cuh", seen), inline(name, seen, text, dict(naming))
+    return types, _DEFINITION.sub(lambda found: _only(entry, found[0]), body) if entry else body
 
 
 def _declaration(name: str, value: Any) -> str:
@@ -112,9 +113,7 @@ def flatten(name: str, constants: dict[str, Any], text: str | None = None, entry
     its kernels it has only `entry`, if that is given."""
     strings, folder = {key: one for key, one in constants.items() if isinstance(one, str)}, name.rpartition("/")[0]
     naming = tuple(each for each in strings.items() if header_of(folder, f"{each[1]}.cuh").startswith(f"{folder}/"))
-    types, body = _flat(name, text, naming)
-    if entry is not None:
-        body = _DEFINITION.sub(lambda found: _only(entry, found[0]), body)
+    types, body = _flat(name, text, naming, entry)
     declarations = "\n".join(_declaration(key, value) for key, value in constants.items())
     return f'// {name} {describe(constants)}\n{types}\n#line 1 "constants"\n{declarations}\n{body}\n'
 
