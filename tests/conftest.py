@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -36,6 +37,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile(profiles.NAME)
+# Without a device torch.manual_seed would note for each kind of device, with a printed stack, to seed it later.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+# pytest adds its handlers six times per test to every logger that does not propagate: forty of torch's.
+for _logger in logging.root.manager.loggerDict.values():
+    if isinstance(_logger, logging.Logger) and _logger.name.startswith("torch") and "__" not in _logger.name:
+        _logger.propagate = True
 # The tests run in several processes already.
 torch.set_num_threads(1)
 # Until all tests are collected, nearly everything that is made stays: see pytest_collection_finish.
@@ -165,7 +172,7 @@ def _each_test_by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
     `Host`, ops run kernels on the CPU. The report notes specialisations that this test loaded on the host first. Ops
     that the test declares are removed after it. If a kernel faults on a GPU, the test that launched it fails.
     """
-    torch.manual_seed(0)
+    _seed(0)
     ops, num_loaded = set(registry), len(host._loaded)
     callspec = getattr(request.node, "callspec", None)
     on_host = callspec is not None and any(isinstance(value, Host) for value in callspec.params.values())
