@@ -214,10 +214,14 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
             records->reads = reinterpret_cast<uint32_t (*)[MAX_CLUSTER]>(map_pages(READS_BYTES));
             if (!records->reads) return;
         }
-        const uintptr_t end_of_page = (at / PAGE + 1) * PAGE;
-        for (const uintptr_t stop = end < end_of_page ? end : end_of_page; at < stop; ++at) {
-            check_byte(records->bytes[at % PAGE], by_ranks ? records->reads[at % PAGE] : nullptr, kind, pc);
+        const uintptr_t end_of_page = (at / PAGE + 1) * PAGE, stop = end < end_of_page ? end : end_of_page;
+        Touches* bytes = records->bytes + at % PAGE;
+        if (by_ranks) {
+            for (size_t i = 0; i < stop - at; ++i) check_byte(bytes[i], records->reads[at % PAGE + i], kind, pc);
+        } else {
+            check_records(bytes, stop - at, [&](Touches& byte) { check_byte(byte, nullptr, kind, pc); });
         }
+        at = stop;
     }
 }
 

@@ -88,6 +88,22 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
 // Raises a fault unless the address is in global memory, for an instruction that accepts no other. Defined in global.h.
 inline void check_space(const void* address, const void* pc);
 
+// Checks an access to consecutive bytes by their records. Most accesses find equal records, as the bytes were accessed
+// together before: what the check of the first one finds and records then holds for the others, too.
+template <typename Record, typename Check>
+inline void check_records(Record* bytes, size_t count, Check check) {
+    if (count == 0) return;
+    const Record before = bytes[0];
+    check(bytes[0]);
+    for (size_t i = 1; i < count; ++i) {
+        if (memcmp(&bytes[i], &before, sizeof before) == 0) {
+            bytes[i] = bytes[0];
+        } else {
+            check(bytes[i]);
+        }
+    }
+}
+
 // Checks an access of the running thread outside its stack against bounds and records, and records it. Raises a fault.
 __attribute__((noinline)) void check_memory(const void* address, size_t bytes, Access kind, const void* pc) {
     const size_t offset = static_cast<const char*>(address) - memory.shared;
@@ -96,12 +112,11 @@ __attribute__((noinline)) void check_memory(const void* address, size_t bytes, A
     if constexpr (CLOCKED) return check_clocked(offset, bytes, kind, pc);
     const char* verb = verb_of(kind);
     const Where where = {nullptr, 0, pc, nullptr};
-    for (size_t i = offset; i < offset + bytes; ++i) {
-        if (i >= SHARED_BYTES || !memory.bytes[i].allocated) {
-            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb,
-                        bytes);
-        }
-        Byte& byte = memory.bytes[i];
+    const auto outside = [&] {
+        raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb, bytes);
+    };
+    const auto check = [&](Byte& byte) {
+        if (!byte.allocated) outside();
         if (byte.copier) {
             raise_fault("async copy not waited for", where,
                         "%s of shared memory that an asynchronous copy has yet to write", verb);
@@ -128,7 +143,10 @@ __attribute__((noinline)) void check_memory(const void* address, size_t bytes, A
             record_write(byte, kind == Access::ATOMIC);
             byte.write_pc = pc;
         }
-    }
+    };
+    const size_t inside = bytes <= SHARED_BYTES - offset ? bytes : SHARED_BYTES - offset;
+    check_records(memory.bytes + offset, inside, check);
+    if (inside < bytes) outside();
 }
 
 // Checks any access of the running thread. Most go to its stack, where only the CLOCKED runtime watches registers.
