@@ -27,6 +27,7 @@ struct Narrow {
     static constexpr int SIGN = EXPONENT + MANTISSA;                       // position of the sign bit
     static constexpr uint32_t OVERFLOW = SATURATES ? LARGEST : LARGEST + 1;
     static constexpr bool HAS_INFINITY = LARGEST + 1 != NOT_A_NUMBER;
+    static constexpr bool CUT = EXPONENT == 8;  // a pattern of the format is the upper half of a float's
 
     Code code;
 
@@ -37,6 +38,7 @@ struct Narrow {
     static Code encode(uint32_t bits) {
         const uint32_t sign = bits >> 31 << SIGN, magnitude = bits & 0x7fffffffu;
         if (magnitude > 0x7f800000u) return NOT_A_NUMBER;
+        if constexpr (CUT) return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
         if (magnitude == 0x7f800000u) return sign | OVERFLOW;
         const int field = magnitude >> 23;
         const int exponent = (field ? field : 1) - 127;
@@ -55,6 +57,7 @@ struct Narrow {
 
     static float decode(uint32_t code) {
         const uint32_t magnitude = code & ((1u << SIGN) - 1), sign = code >> SIGN << 31;
+        if constexpr (CUT) return bits_as<float>(magnitude > LARGEST + 1 ? 0x7fffffffu : code << 16);
         if (magnitude > LARGEST || (FNUZ && code == NOT_A_NUMBER)) {
             const bool infinite = HAS_INFINITY && magnitude == LARGEST + 1;
             return bits_as<float>(infinite ? sign | 0x7f800000u : 0x7fffffffu);
