@@ -12,7 +12,8 @@
 // one combines them (decode_combine.cuh). If `arrived` is null, decode_combine.cu combines the splits.
 //
 // Warps: the warps that share a split take steps of STEP tokens round-robin (decode_tile.cuh). A warp computes S^T = K
-// Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads its next step meanwhile. The warps of a CTA
+// Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads its next step meanwhile. SLICES warps share
+// a step: each has a slice of the head's dimensions, and they add their S^T through shared memory. The warps of a CTA
 // combine their results through shared memory. One kernel serves every batch size: a launch has any number of warps up
 // to MAX_WARPS, and dynamic shared memory for the results of each.
 //
@@ -45,6 +46,7 @@
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
 //     AHEAD          a warp asks for all keys and values of its next step before the softmax of this one
 //     PIECES         the keys, and the values, of a step are loaded in PIECES pieces; 1 unless ONE_AT_A_TIME
+//     SLICES         warps that share a step, and slices of a head; 1, or without PIECES 2 or 4
 //     MIN_BLOCKS     occupancy that bounds the registers: CTAs of 4 warps per SM
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
 //     DIRECT         the result of a sequence with one split is final
@@ -91,9 +93,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int num_warps = blockDim.x / WARP_SIZE;
-    const int turn =
-        (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // index of the warp among the warps of the split
-    const int round = CLUSTER * num_warps * STEP;           // tokens from one step of a warp to its next
+    const int step = warp / SLICES, slice = warp % SLICES, num_steps = num_warps / SLICES;
+    const int turn = (CLUSTER > 1 ? blockIdx.y * num_steps : 0) + step;  // index of the step among those of the split
+    const int round = CLUSTER * num_steps * STEP;                        // tokens from one step of a warp to its next
     int seq = blockIdx.x / ROW_BLOCKS, split = CLUSTER > 1 ? 0 : blockIdx.y;
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
     if (balanced) {
@@ -165,22 +167,25 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     // The loads of the first keys and values are in flight while the queries are prepared.
     int start = begin + turn * STEP;
+    // Whether the warp takes the step at token `at`. Slices meet at a barrier, so all warps of the CTA take equally many
+    // steps, and the last step of some may have no tokens.
+    const auto takes = [&](int at) { return (HAS_SLICES ? at - step * STEP : at) < end; };
     if (!has_entries || begin > 0) entries = load_entries(start, lane, entry_before_end);
     BlockNumbers numbers = numbers_of(entries, num_blocks);
     Keys keys;
     Values values;
-    if (start < end) {
-        loader.load_keys(keys, start, numbers);
-        if (!ONE_AT_A_TIME) loader.load_values(values, start, numbers);
+    if (takes(start)) {
+        loader.load_keys(keys, start, numbers, slice);
+        if (!ONE_AT_A_TIME) loader.load_values(values, start, numbers, slice);
     }
     entries = load_entries(start + round, lane, entry_before_end);
 
     // The results of the warps. A warp that the launch does not have is treated as one without tokens.
-    __shared__ float warp_max[MAX_WARPS * HEADS];
-    __shared__ float warp_sum[MAX_WARPS * HEADS];
-    for (int i = threadIdx.x; i < MAX_WARPS * HEADS; i += int(blockDim.x)) {
-        warp_max[i] = minus_infinity();
-        warp_sum[i] = 0.0f;
+    __shared__ float step_max[MAX_STEPS * HEADS];
+    __shared__ float step_sum[MAX_STEPS * HEADS];
+    for (int i = threadIdx.x; i < MAX_STEPS * HEADS; i += int(blockDim.x)) {
+        step_max[i] = minus_infinity();
+        step_sum[i] = 0.0f;
     }
 
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
@@ -211,7 +216,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         o[i / OUT_SUMS][i / PRODUCT_SUMS % ROWS][i % PRODUCT_SUMS] = 0.0f;
     }
 
-    for (; start < end; start += round) {
+    // The scores of slices, later the results of steps. The scores have two buffers: a warp that has passed the barrier
+    // leaves those of its next step while others still read.
+    extern __shared__ uint4 memory[];
+    int buffer = 0;
+    const auto scores_of = [&](int of_slice) {
+        return reinterpret_cast<float4*>(memory) + ((buffer * num_steps + step) * SLICES + of_slice) * SLICE_SCORES;
+    };
+
+    for (; takes(start); start += round) {
         const int next = start + round;
 
         // The masks are computed before the MMAs. The compiler would otherwise move the MMAs into the branches of the
@@ -234,8 +247,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 order_loads();
                 loader.load_keys(keys, start, numbers, piece);
             }
-            multiply_keys(s, keys, queries, lane, piece);
+            multiply_keys(s, keys, queries, lane, slice + piece, piece == 0);
         }
+        if constexpr (HAS_SLICES) leave_scores(scores_of(slice), s, lane);
         // The assembler gives one scoreboard to all loads that cross the back edge of the loop. If the next values are
         // asked for after P V, the next step waits for them before it multiplies its keys. AHEAD asks for them here, so
         // that nothing is awaited before P V has ended, and holds the values of two steps.
@@ -243,19 +257,24 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         Values held;
         if constexpr (ONE_AT_A_TIME) {
             sync_warp();
-            loader.load_values(values, start, numbers);
+            loader.load_values(values, start, numbers, slice);
         } else if constexpr (AHEAD) {
             held = values;
             if (!whole) loader.clear_unattended(held, start, numbers);
         }
-        if (!ONE_AT_A_TIME && next < end) {
-            loader.load_keys(keys, next, next_numbers);
+        if (!ONE_AT_A_TIME && takes(next)) {
+            loader.load_keys(keys, next, next_numbers, slice);
             if (AHEAD) {
-                loader.load_values(values, next, next_numbers);
+                loader.load_values(values, next, next_numbers, slice);
                 entries = load_entries(next + round, lane, entry_before_end);
             }
         }
         Values& current = AHEAD ? held : values;
+        if constexpr (HAS_SLICES) {
+            __syncthreads();
+            add_scores(s, scores_of(0), lane);
+            buffer ^= 1;
+        }
 
         // The online softmax.
         probabilities_t p_hi, p_lo;
@@ -287,12 +306,12 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             if (!AHEAD && tile == 0 && !whole) loader.clear_unattended(values, start, numbers);
             if constexpr (PACKED) {
 #pragma unroll
-                for (int m = 0; m < PIECE_ROWS; ++m) {
+                for (int m = 0; m < PART_ROWS; ++m) {
                     uint32_t a[SHORT_WORDS];
                     operand_of_rows<RUN_WORDS>(a, [&](int row, int word) {
                         return current.runs[m][row][tile * (RUN_TOKENS / WORD_ELEMENTS) + word];
                     });
-                    accumulate(tile, piece * PIECE_ROWS + m, a);
+                    accumulate(tile, piece * PART_ROWS + m, a);
                 }
             } else {
 #pragma unroll
@@ -302,25 +321,25 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                     operands_of_tokens(
                         a, [&](int token) { return current.rows[tile][token][w / VALUE_WORDS][w % VALUE_WORDS]; });
 #pragma unroll
-                    for (int k = 0; k < OPERANDS; ++k) accumulate(tile, piece * PIECE_ROWS + w * OPERANDS + k, a[k]);
+                    for (int k = 0; k < OPERANDS; ++k) accumulate(tile, piece * PART_ROWS + w * OPERANDS + k, a[k]);
                 }
             }
         }
         if constexpr (ONE_AT_A_TIME) sync_warp();
-        if (!AHEAD && next < end) {
-            if constexpr (ONE_AT_A_TIME) loader.load_keys(keys, next, next_numbers);
-            else loader.load_values(values, next, next_numbers);
+        if (!AHEAD && takes(next)) {
+            if constexpr (ONE_AT_A_TIME) loader.load_keys(keys, next, next_numbers, slice);
+            else loader.load_values(values, next, next_numbers, slice);
         }
         numbers = next_numbers;
         if (!AHEAD) entries = load_entries(next + round, lane, entry_before_end);
     }
 
-    // Every warp writes its results to shared memory.
-    extern __shared__ uint4 memory[];  // [num_warps, MAX_HEADS, OUTPUT_STRIDE] floats
-    const auto output_of = [&](int w, int head) {
-        return reinterpret_cast<float*>(memory) + (w * MAX_HEADS + head) * OUTPUT_STRIDE;
+    // Every warp writes its results to shared memory: [num_steps, MAX_HEADS, OUTPUT_STRIDE] floats.
+    if constexpr (HAS_SLICES) __syncthreads();
+    const auto output_of = [&](int of_step, int head) {
+        return reinterpret_cast<float*>(memory) + (of_step * MAX_HEADS + head) * OUTPUT_STRIDE;
     };
-    store_results(max_logit, exp_sum, o, num_heads, warp, lane, warp_max, warp_sum, output_of);
+    store_results(max_logit, exp_sum, o, num_heads, step, slice, lane, step_max, step_sum, output_of);
     __syncthreads();
 
     // A warp combines the results of a head and writes them. In a cluster, it leaves them in shared memory, and one CTA
@@ -386,27 +405,28 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     __shared__ float block_sum[HEADS];
     constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;  // heads that a CTA of a cluster writes at the same time
     const int writer = threadIdx.x / WRITERS;
-    // If the first warp has had all tokens, there is nothing to combine.
+    // If the first step has had all tokens, there is nothing to combine.
     if (end - begin <= STEP) {
         if (CLUSTER > 1 && blockIdx.y > 0) return;
         const int writers = CLUSTER == 1 ? num_warps : AT_ONCE;
         for (int head = writer < writers ? writer : num_heads; head < num_heads; head += writers) {
-            const RowState row[1] = {{warp_max[head], warp_sum[head]}};
+            const RowState row[1] = {{step_max[head], step_sum[head]}};
             const bool attends = row[0].max_logit > minus_infinity();
             write(head, row, [&](int, int i, int) { return attends ? output_of(0, head)[i] : 0.0f; });
         }
         return;
     }
-    // A warp of a CTA of four combines all of its heads at the same time.
-    constexpr int BATCH = ceil_div(MAX_HEADS, 4);
+    // A warp of a CTA of four combines all of its heads at the same time, as far as it has registers for them.
+    constexpr int MOST_AT_ONCE = LANE_ELEMENTS > 32 ? 1 : 32 / LANE_ELEMENTS, ALL_OF_WARP = ceil_div(MAX_HEADS, 4);
+    constexpr int BATCH = ALL_OF_WARP < MOST_AT_ONCE ? ALL_OF_WARP : MOST_AT_ONCE;
     for (int first = warp; first < num_heads; first += BATCH * num_warps) {
         float totals[BATCH][LANE_ELEMENTS];
         RowState rows[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int head = first + k * num_warps < num_heads ? first + k * num_warps : first;
-            const Combine<MAX_WARPS> combine([&](int w) { return warp_max[w * HEADS + head]; },
-                                             [&](int w) { return warp_sum[w * HEADS + head]; });
+            const Combine<MAX_STEPS> combine([&](int w) { return step_max[w * HEADS + head]; },
+                                             [&](int w) { return step_sum[w * HEADS + head]; });
             rows[k] = {combine.max_logit, combine.exp_sum};
 #pragma unroll
             for (int e = 0; e < LANE_ELEMENTS; ++e) {

@@ -13,8 +13,8 @@
 #pragma once
 #include "decode_tile.cuh"
 
-// Number of splits that a warp loads at once.
-constexpr int JOIN_BATCH = HEAD_SIZE > 128 ? 3 : 4;
+// Number of splits that a warp loads at once, of all of its heads.
+constexpr int JOIN_BATCH = HEAD_SIZE <= 128 ? 4 : HEAD_SIZE * MAX_HEADS <= 2048 ? 3 : 2;
 constexpr int LANE_ELEMENTS = ceil_div(HEAD_SIZE, WARP_SIZE);  // elements of a head per lane: every WARP_SIZE-th
 // RESULT_PAIRS: pairs of floats in a split's result. Pair p * WARP_SIZE + lane holds elements 2p and 2p + 1 of the
 // lane; the last pair holds the row max and the row sum.

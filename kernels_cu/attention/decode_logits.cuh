@@ -85,9 +85,9 @@ prepare_queries(product_t* queries, float* units, int num_heads, float key_unit,
     }
 }
 
-// S^T = K Q^T for the first piece of the keys; S^T += for others.
-DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int lane, int piece) {
-    if (piece == 0) {
+// S^T = K Q^T for part `part` of the keys; S^T += if it is not the lane's first part.
+DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int lane, int part, bool is_first) {
+    if (is_first) {
 #pragma unroll
         for (int i = 0; i < TILES * COLUMNS * PRODUCT_SUMS; ++i) {
             s[i / (COLUMNS * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMNS][i % PRODUCT_SUMS] = 0.0f;
@@ -100,7 +100,7 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS * CHUNK_WORDS * COLUMNS; i += TERMS) {
         const int column = i / TERMS % COLUMNS, first = i / (TERMS * COLUMNS) * TERMS;
-        const int c = piece * KEY_CHUNKS + first / CHUNK_WORDS, head = column * TILE_HEADS + operand_head(own);
+        const int c = part * KEY_CHUNKS + first / CHUNK_WORDS, head = column * TILE_HEADS + operand_head(own);
         const product_t* q =
             queries + head * QUERY_STRIDE + (KEY_LANES * c + cache_run(own)) * CHUNK + first % CHUNK_WORDS * 2;
         uint32_t terms[TERMS];
@@ -124,6 +124,32 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
                 for (int j = 0; j < KEY_WORDS; ++j) heads[j] = terms[k + j];
                 multiply_cache<product_t>(s[tile][column], tokens, heads);
             }
+        }
+    }
+}
+
+// The scores of a warp in shared memory, through which the slices of a step add theirs.
+constexpr bool HAS_SLICES = SLICES > 1;
+constexpr int SLICE_SCORES = TILES * COLUMNS * WARP_SIZE;  // float4s, four scores each, of a warp
+DEVICE void leave_scores(float4* to, const logits_t& s, int lane) {
+#pragma unroll
+    for (int i = 0; i < TILES * COLUMNS; ++i) {
+        const float (&own)[PRODUCT_SUMS] = s[i / COLUMNS][i % COLUMNS];
+        to[i * WARP_SIZE + lane] = float4{own[0], own[1], own[2], own[3]};
+    }
+}
+
+// The sum of the scores of all slices, in an order that does not depend on the slice: slices agree on the row max.
+DEVICE void add_scores(logits_t& s, const float4* of_slices, int lane) {
+#pragma unroll
+    for (int i = 0; i < TILES * COLUMNS; ++i) {
+        float (&sum)[PRODUCT_SUMS] = s[i / COLUMNS][i % COLUMNS];
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+            const float4 part = of_slices[slice * SLICE_SCORES + i * WARP_SIZE + lane];
+            const float parts[] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] = slice == 0 ? parts[k] : sum[k] + parts[k];
         }
     }
 }

@@ -17,36 +17,41 @@ static_assert(CLUSTER == 1 || DIRECT);
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
+// SLICES warps share a step: each has a slice of the keys, of the values and of the accumulators O^T, and all have the
+// same logits. So a large head takes no more registers, and no more loads one after the other, than a small one.
+constexpr int MAX_STEPS = MAX_WARPS / SLICES;  // most steps that the warps of a CTA take at the same time
+constexpr int PARTS = PIECES * SLICES;         // parts of a key or value; a lane has one of them in registers
 constexpr int COLUMNS = HEADS / TILE_HEADS;
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // CTAs of one KV head
 constexpr int ROW_BLOCKS = NUM_KV_HEADS * HEAD_BLOCKS;    // CTAs of one split of a sequence
 
-// Keys: KEY_LANES lanes share a key, and take its chunks round-robin. An MMA takes KEY_WORDS words of 16-bit elements,
-// from KEY_GROUP chunks.
+// Keys: KEY_LANES lanes share a part of a key, and take its chunks round-robin. An MMA takes KEY_WORDS words of 16-bit
+// elements, from KEY_GROUP chunks.
 constexpr int KEY_LANES = ON_MATRIX_CORES ? K_LANES : 4;
 constexpr int KEY_WORDS = ON_MATRIX_CORES && RUN_WORDS < 4 ? 4 : RUN_WORDS;
 constexpr int CHUNK_WORDS = CHUNK / 2;  // words of 16-bit elements
 constexpr int KEY_GROUP = ceil_div(KEY_WORDS, CHUNK_WORDS);
-constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PIECES) * KEY_GROUP;  // chunks of a piece per lane
+constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PARTS) * KEY_GROUP;  // chunks of a part per lane
 
-// Values: VALUE_LANES lanes share a value. On matrix cores, chunks of small heads and of pieces have less than 16
-// bytes, so that every lane has a chunk.
+// Values: VALUE_LANES lanes share a part of a value. On matrix cores, chunks of small heads and of pieces have less
+// than 16 bytes, so that every lane has a chunk.
 constexpr int VALUE_LANES = 16 / CACHE_ROWS;
-constexpr int LANE_DIMS = ceil_div(HEAD_SIZE, VALUE_LANES* PIECES);
+constexpr int LANE_DIMS = ceil_div(HEAD_SIZE, VALUE_LANES* PARTS);
 constexpr int VALUE_CHUNK = !ON_MATRIX_CORES || LANE_DIMS > CHUNK / 2 ? CHUNK : LANE_DIMS > 4 ? CHUNK / 2 : 4;
 constexpr int VALUE_COUNT = HEAD_SIZE / VALUE_CHUNK;
-constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PIECES);  // chunks of a piece per lane
-constexpr bool ALL_HAVE_CHUNKS = VALUE_CHUNKS * PIECES * VALUE_LANES == VALUE_COUNT;
+constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PARTS);  // chunks of a part per lane
+constexpr bool ALL_HAVE_CHUNKS = VALUE_CHUNKS * PARTS * VALUE_LANES == VALUE_COUNT;
 constexpr int VALUE_WORDS = VALUE_CHUNK * sizeof(cache_t) / 4;
 constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: adjacent tokens of a lane
-// Tiles of 16 head dimensions: of a piece, and of the head.
-constexpr int PIECE_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PIECES) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
-constexpr int ROWS = PIECE_ROWS * PIECES;
+// Tiles of 16 head dimensions: of a part, and of a warp.
+constexpr int PART_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PARTS) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
+constexpr int ROWS = PART_ROWS * PIECES;
 static_assert(!ONE_AT_A_TIME || !AHEAD);
 static_assert(PIECES == 1 || ONE_AT_A_TIME);
+static_assert(SLICES == 1 || (PIECES == 1 && !ON_MATRIX_CORES && MAX_WARPS % SLICES == 0));
 
 // The row of a query in shared memory is padded with zeros. Its stride avoids bank conflicts.
-constexpr int QUERY_SIZE = KEY_CHUNKS * PIECES * KEY_LANES * CHUNK;
+constexpr int QUERY_SIZE = KEY_CHUNKS * PARTS * KEY_LANES * CHUNK;
 constexpr int QUERY_PADDING = ON_MATRIX_CORES ? 8 : IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0;
 constexpr int QUERY_STRIDE = QUERY_SIZE + QUERY_PADDING;
 static_assert(HEAD_SIZE % CHUNK == 0 && HEADS % TILE_HEADS == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
@@ -109,13 +114,13 @@ DEVICE int value_token(int tile, int run, int i) {
 constexpr int RUN_MEMORY_WORDS = RUN * sizeof(cache_t) / 4;
 constexpr int RUN_ACCESS = RUN_MEMORY_WORDS < 4 ? RUN_MEMORY_WORDS : 4;
 
-// A lane's keys of a step or of a piece: its rows of each tile, every KEY_LANES-th chunk.
+// A lane's part of the keys of a step: its rows of each tile, every KEY_LANES-th chunk.
 struct Keys { uint32_t rows[TILES][CACHE_ROWS][KEY_CHUNKS][4]; };
 
-// A lane's values of a step or of a piece.
+// A lane's part of the values of a step.
 struct Values {
     // PACKED: RUN adjacent tokens of the lane's dimensions of each tile.
-    uint32_t runs[PACKED ? PIECE_ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
+    uint32_t runs[PACKED ? PART_ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
     // Otherwise: every VALUE_LANES-th chunk of the lane's tokens of each tile.
     uint32_t rows[PACKED ? 1 : TILES][RUN_TOKENS][VALUE_CHUNKS][VALUE_WORDS];
 };
@@ -133,7 +138,7 @@ DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
     }
 }
 
-// Dynamic shared memory holds O of each warp, head by head. The stride avoids bank conflicts of a warp's stores.
+// Dynamic shared memory holds O of each step, head by head. The stride avoids bank conflicts of a warp's stores.
 constexpr int MAX_HEADS = HEADS < GROUP * QUERY_TOKENS ? HEADS : GROUP * QUERY_TOKENS;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
@@ -151,7 +156,7 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
     }
     if (HAS_TOKENS && seq >= num_seqs) return;
     if (balanced) return;
-    const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
+    const int token = (blockIdx.y * blockDim.x + threadIdx.x) / (32 * SLICES) * STEP;
     if ((CLUSTER > 1 || blockIdx.y == 0) && token < max_tokens) {
         prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
     }
@@ -190,7 +195,7 @@ struct StepLoader {
         return base + int64_t(max(block_number(numbers, i), 0)) * block_stride + int(slot) * token_stride;
     }
 
-    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers, int piece = 0) const {
+    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers, int part) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -200,26 +205,26 @@ struct StepLoader {
                     address(keys, key_block_stride, PACKED ? CHUNK : int(key_token_stride), numbers, start, i);
 #pragma unroll
                 for (int c = 0; c < KEY_CHUNKS; ++c) {
-                    const int chunk = KEY_LANES * (piece * KEY_CHUNKS + c) + run;
+                    const int chunk = KEY_LANES * (part * KEY_CHUNKS + c) + run;
                     load_cache<4>(to.rows[tile][half][c], from + chunk * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK),
-                                  KEY_CHUNKS * PIECES * KEY_LANES == CHUNKS || chunk < CHUNKS);
+                                  KEY_CHUNKS * PARTS * KEY_LANES == CHUNKS || chunk < CHUNKS);
                 }
             }
         }
     }
 
-    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers, int piece = 0) const {
+    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers, int part) const {
         if constexpr (PACKED) {
             const cache_t* from = address(values, value_block_stride, 1, numbers, start, RUN * run);
 #pragma unroll
-            for (int m = 0; m < PIECE_ROWS; ++m) {
+            for (int m = 0; m < PART_ROWS; ++m) {
 #pragma unroll
                 for (int half = 0; half < CACHE_ROWS; ++half) {
-                    const int dim = (piece * PIECE_ROWS + m) * 16 + half * 8 + row;
+                    const int dim = (part * PART_ROWS + m) * 16 + half * 8 + row;
 #pragma unroll
                     for (int w = 0; w < RUN_MEMORY_WORDS; w += RUN_ACCESS) {
                         load_cache<RUN_ACCESS>(to.runs[m][half] + w, from + dim * BLOCK_SIZE + w * WORD_ELEMENTS,
-                                               ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE);
+                                               PART_ROWS * PARTS * 16 == HEAD_SIZE || dim < HEAD_SIZE);
                     }
                 }
             }
@@ -233,7 +238,7 @@ struct StepLoader {
                         address(values, value_block_stride, int(value_token_stride), numbers, start, i);
 #pragma unroll
                     for (int c = 0; c < VALUE_CHUNKS; ++c) {
-                        const int chunk = VALUE_LANES * (piece * VALUE_CHUNKS + c) + row;
+                        const int chunk = VALUE_LANES * (part * VALUE_CHUNKS + c) + row;
                         load_cache<VALUE_WORDS>(to.rows[tile][k][c], from + chunk * VALUE_CHUNK,
                                                 ALL_HAVE_CHUNKS || chunk < VALUE_COUNT);
                     }
@@ -256,7 +261,7 @@ struct StepLoader {
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < PIECE_ROWS * CACHE_ROWS; ++i)
+                for (int i = 0; i < PART_ROWS * CACHE_ROWS; ++i)
                     of.runs[i / CACHE_ROWS][i % CACHE_ROWS][w] &= kept_bits;
             }
         } else {
@@ -273,36 +278,38 @@ struct StepLoader {
     }
 };
 
-// Stores the results of a warp for the heads that exist. output_of(warp, head) is the address of a head's elements.
+// Stores the results of slice `slice` of step `step` of the CTA, for the heads that exist. output_of(step, head) is the
+// address of a head's elements.
 template <typename F>
 DEVICE void store_results(const float (&max_logit)[COLUMNS][LANE_HEADS], float (&exp_sum)[COLUMNS][LANE_HEADS],
-                          const float (&o)[COLUMNS][ROWS][PRODUCT_SUMS], int num_heads, int warp, int lane,
-                          float* warp_max, float* warp_sum, F output_of) {
+                          const float (&o)[COLUMNS][ROWS][PRODUCT_SUMS], int num_heads, int step, int slice, int lane,
+                          float* step_max, float* step_sum, F output_of) {
 #pragma unroll
     for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
         const int column = i / LANE_HEADS, head = column * TILE_HEADS + sum_head(lane, i % LANE_HEADS);
         float& own_sum = exp_sum[column][i % LANE_HEADS];
 #pragma unroll
         for (int mask = FIRST_HEAD_MASK; mask < WARP_SIZE; mask *= 2) own_sum += shfl_xor(own_sum, mask);
-        if (lane < FIRST_HEAD_MASK) {
-            warp_max[warp * HEADS + head] = max_logit[column][i % LANE_HEADS];
-            warp_sum[warp * HEADS + head] = own_sum;
+        if (lane < FIRST_HEAD_MASK && slice == 0) {
+            step_max[step * HEADS + head] = max_logit[column][i % LANE_HEADS];
+            step_sum[step * HEADS + head] = own_sum;
         }
         if (head >= num_heads) continue;
         const auto element = [&](int m, int row) { return o[column][m][row * LANE_HEADS + i % LANE_HEADS]; };
-        float* to = output_of(warp, head);
+        float* to = output_of(step, head);
         if constexpr (PACKED) {
 #pragma unroll
             for (int m = 0; m < ROWS * SUM_ROWS; ++m) {
-                const int dim = m / SUM_ROWS * 16 + sum_row(lane, m % SUM_ROWS);
-                if (ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE) to[dim] = element(m / SUM_ROWS, m % SUM_ROWS);
+                const int dim = (slice * PART_ROWS + m / SUM_ROWS) * 16 + sum_row(lane, m % SUM_ROWS);
+                if (PART_ROWS * PARTS * 16 == HEAD_SIZE || dim < HEAD_SIZE)
+                    to[dim] = element(m / SUM_ROWS, m % SUM_ROWS);
             }
         } else {
             constexpr int OWN_CHUNKS = SUM_ROWS / CACHE_ROWS, TILES_OF_CHUNK = VALUE_CHUNK / CACHE_ROWS;
 #pragma unroll
             for (int j = 0; j < VALUE_CHUNKS * PIECES * OWN_CHUNKS * VALUE_CHUNK; j += 4) {
                 const int c = j / VALUE_CHUNK / OWN_CHUNKS, own = j / VALUE_CHUNK % OWN_CHUNKS, first = j % VALUE_CHUNK;
-                const int chunk = c * VALUE_LANES + sum_row(lane, own);
+                const int chunk = (slice * VALUE_CHUNKS + c) * VALUE_LANES + sum_row(lane, own);
                 const auto at = [&](int e) {
                     return element(c * TILES_OF_CHUNK + e / CACHE_ROWS, own * CACHE_ROWS + e % CACHE_ROWS);
                 };

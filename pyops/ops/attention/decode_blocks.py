@@ -43,8 +43,8 @@ def blocks_at_once(num_warps: int, min_blocks: int, device: Device) -> int:
     return min_blocks * NUM_WARPS // num_warps * device.num_sms
 
 
-def choose_num_warps(blocks: int, min_blocks: int, device: Device) -> int:
-    """Warps per block with the least time, where the last wave may be partly idle.
+def choose_num_warps(blocks: int, min_blocks: int, device: Device, slices: int = 1) -> int:
+    """Warps per block, a multiple of `slices`, with the least time, where the last wave may be partly idle.
 
     If all blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round
     of blocks is spread unevenly where a kernel starts early".
@@ -53,7 +53,7 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device) -> int:
     def waves(num_warps: int) -> float:
         return blocks / blocks_at_once(num_warps, min_blocks, device)
 
-    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if waves(num_warps) <= 1]
+    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if num_warps % slices == 0 and waves(num_warps) <= 1]
     if of_one_wave:
         return of_one_wave[0]
 
@@ -61,7 +61,7 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device) -> int:
         tail = waves(num_warps) % 1.0
         return (waves(num_warps) - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / num_warps
 
-    return min(_WARPS_OF_MANY_WAVES, key=time)
+    return min((num_warps for num_warps in _WARPS_OF_MANY_WAVES if num_warps % slices == 0), key=time)
 
 
 def call_us(blocks: int, at_once: int, num_warps: int, steps: int, block_bytes: int) -> float:

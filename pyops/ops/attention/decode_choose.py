@@ -55,12 +55,10 @@ _SPLITS_OF_A_STEP = 12
 _REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 84
 
 MIN_WHOLE_HEAD = 128  # elements; MIN_WHOLE_HEAD of splits.cuh
-_PIECE_BYTES = 128  # bytes of a piece of a key or value: a chunk of 16 bytes for each lane that shares a value
 
 # AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_BLOCKS = 2
-# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, or of 8 heads of 512, and the row
-# sums of warps.
+# Most bytes of static shared memory of a block: queries of 16 heads, for every 256 elements, and the row sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.
@@ -85,6 +83,7 @@ class DecodeConfig:
         min_split: fewest tokens of a split.
         combine: the kernel that combines the splits; None: the last block of a row combines its splits.
         pieces: parts of the keys or values, one in registers at a time; 1 unless one_at_a_time.
+        slices: warps that share a step, each with a slice of the head; divides num_warps.
         ahead: a warp loads all keys and values of its next step before the softmax of this one, and holds the values
             of two steps.
     """
@@ -100,13 +99,25 @@ class DecodeConfig:
     combine: CombineConfig | None
     pieces: int = 1
     ahead: bool = False
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
-        if not min_warps <= self.num_warps <= max_warps:
+        min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (self.slices, 4)
+        if not min_warps <= self.num_warps <= max_warps or self.num_warps % self.slices:
             raise ValueError(
-                f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for"
+                f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for, and whole "
+                "steps of as many warps as slices"
             )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the warps of a block take at the same time."""
+        return self.num_warps // self.slices
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of the steps that the warps of a block take at the same time."""
+        return self.num_steps * TILE_TOKENS * self.tiles_per_step
 
     def candidates(self, problem: DecodeProblem, device: Device) -> list[DecodeConfig]:
         """Other warps, steps, registers, clusters and splits. The combine kernel stays: a tuning table cannot hold
@@ -123,7 +134,7 @@ class DecodeConfig:
         found += tuning.varied(
             self,
             heads_per_block=(8, 16)
-            if device.supports("mma") and problem.columns > 8 and problem.head_size <= 128 and not problem.any_tokens
+            if device.supports("mma") and problem.cta_heads > 8 and not problem.any_tokens
             else (),
             tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
@@ -148,25 +159,28 @@ def _can_step(problem: DecodeProblem, tiles: int, device: Device) -> bool:
 def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """The Config for this problem."""
     heads, tiles, min_blocks = _choose_step(problem, device)
+    slices, step = problem.slices, TILE_TOKENS * tiles
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     if problem.uses_mma:
         if not is_pinned:
             num_warps = _choose_num_warps(problem, device, blocks, heads, tiles, min_blocks)
             if blocks > min_blocks * device.num_sms:
-                num_warps = min(num_warps, -(-problem.max_tokens // (TILE_TOKENS * tiles)))  # others would have no step
-        while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
-            num_warps -= 1
+                num_warps = min(num_warps, -(-problem.max_tokens // step) * slices)  # others would have no step
+        static = _STATIC_SHARED_MEMORY * -(-problem.head_size // 256)
+        while shared_memory(problem, num_warps, heads, tiles) + static > device.shared_memory:
+            num_warps -= slices
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
-    rounds = problem.attended_tokens / (num_warps * TILE_TOKENS * tiles)  # steps of a warp without splits
+    rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
     is_short = problem.uses_mma and rounds <= _STEPS_OF_SPLITTING and not is_pinned
     max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds))
     combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
         may_be_wide = min(heads, problem.columns) * problem.head_size <= MAX_WIDE_ELEMENTS
-        step = TILE_TOKENS * tiles
-        steps = MAX_CLUSTER_STEPS if combine else most_cluster_steps(min(heads, problem.columns), problem.head_size)
-        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device, steps)
+        steps = MAX_CLUSTER_STEPS if combine else most_cluster_steps(min(heads, problem.columns), problem.slice_size)
+        cluster_size, cluster_warps = choose_cluster(
+            blocks, problem.max_tokens, step // slices, may_be_wide, device, steps
+        )
         if cluster_size > 1:
             num_warps, max_splits, combine = cluster_warps, 1, None
     pieces = _choose_pieces(problem, device)
@@ -175,13 +189,14 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         heads,
         tiles,
         min_blocks,
-        pieces > 1 or _is_short_of_registers(problem, device),
+        pieces > 1,
         cluster_size,
         max_splits,
         PINNED_SPLIT if is_pinned else _MIN_SPLIT,
         combine,
         pieces,
         _is_ahead(problem, device, heads, tiles, min_blocks),
+        slices,
     )
 
 
@@ -193,9 +208,9 @@ def _choose_num_warps(
     With 16 columns, also NUM_WARPS where Balance of splits.cuh fills waves: fewer warps leave less of the last wave
     idle, but combine splits in more time. "Four warps for 16 columns", fitted to heads of 128 elements.
     """
-    num_warps = choose_num_warps(blocks, min_blocks, device)
+    num_warps = choose_num_warps(blocks, min_blocks, device, problem.slices)
     wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
-    is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS * TILE_TOKENS * tiles
+    is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS // problem.slices * TILE_TOKENS * tiles
     may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not is_short and not problem.partials
     has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and not problem.any_tokens
     if not may_split or not has_16_columns or problem.head_size < MIN_WHOLE_HEAD:
@@ -203,7 +218,7 @@ def _choose_num_warps(
     block_bytes = 2 * problem.attended_tokens * problem.head_size * problem.layout.dtype.itemsize
 
     def time(warps: int) -> float:
-        steps = -(-problem.attended_tokens // (warps * TILE_TOKENS * tiles))
+        steps = -(-problem.attended_tokens // (warps // problem.slices * TILE_TOKENS * tiles))
         return call_us(blocks, blocks_at_once(warps, min_blocks, device), warps, steps, block_bytes)
 
     return min(NUM_WARPS, num_warps, key=time)
@@ -226,11 +241,11 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
     More tiles at once mean more loads in flight, which take registers. Large heads, many heads, small cache blocks, and
     fp8 conversion by integer arithmetic leave fewer registers for them.
     """
-    layout, head_size = problem.layout, problem.head_size
+    layout, head_size = problem.layout, problem.slice_size
     is_16_bit, is_large = layout.x == 8, head_size > 128
     if problem.uses_mma and not device.supports("mma"):
         has_registers = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
-        block_bytes = shared_memory(problem, NUM_WARPS, problem.cta_heads) + _STATIC_SHARED_MEMORY
+        block_bytes = shared_memory(problem, NUM_WARPS, problem.cta_heads, 1) + _STATIC_SHARED_MEMORY
         min_blocks = max(1, min(device.shared_memory // block_bytes, _MATRIX_CORE_BLOCKS))
         return problem.cta_heads, 2 if has_registers else 1, min_blocks
     heads = problem.cta_heads
@@ -241,21 +256,12 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
     needs_registers = (
         is_large
         or heads > 8
+        or problem.slices > 1
         or layout.dtype is float8_e4m3fnuz
         or layout.block_size % 8
         or (tiles == 4 and not layout.packed)
     )
     return heads, tiles, 2 if needs_registers else 3
-
-
-def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
-    """Whether holding keys and values at the same time would spill.
-
-    "Heads of 256 with slopes or a soft cap, and on sm_100 all of them, spilled 8 to 340 bytes."
-    """
-    options = problem.options
-    is_crowded = options.alibi_slopes or options.logits_soft_cap or not device.arch.startswith(("sm_8", "sm_90"))
-    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8 and device.warp_size == 32
 
 
 def _is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
@@ -265,10 +271,10 @@ def _is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, mi
     """
     if not device.supports("mma") or not problem.uses_mma:  # AMD's counters tell older loads from newer ones
         return False
-    head_bytes = problem.head_size * problem.layout.dtype.itemsize
+    head_bytes = problem.slice_size * problem.layout.dtype.itemsize
     keys = tiles * 2 * -(-head_bytes // 64) * 4
     values = tiles * 4 * -(-head_bytes // 128) * 4
-    accumulators = heads * -(-problem.head_size // 16) // 2
+    accumulators = heads * -(-problem.slice_size // 16) // 2
     return keys + 2 * values + accumulators + _OTHER_REGISTERS <= _REGISTERS_OF_TWO_BLOCKS * 2 // max(2, min_blocks)
 
 
@@ -277,10 +283,7 @@ def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
 
     With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
-    head_bytes = problem.head_size * problem.layout.dtype.itemsize
-    if not problem.uses_mma or device.supports("mma"):
-        return -(-head_bytes // _PIECE_BYTES) if problem.uses_mma and problem.head_size > 256 else 1
-    if device.warp_size == 64:
+    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
         return 1
     if problem.head_size > 128:
         return 4
@@ -289,13 +292,16 @@ def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
     return 4 if problem.layout.x == 8 else 2
 
 
-def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int) -> int:
+def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int, tiles_per_step: int) -> int:
     """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
 
-    Each warp writes its accumulators of each head, padded so that stores meet different banks.
+    The warps of each step write their accumulators of each head, padded so that stores meet different banks; before
+    that, those of several slices have two buffers of scores, of 16 bytes for each lane, KV tile and eight columns.
     """
     padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
-    return num_warps * min(heads_per_block, problem.columns) * (problem.head_size + padding) * 4
+    row_bytes = min(heads_per_block, problem.columns) * (problem.head_size + padding) * 4
+    scores = 2 * 512 * tiles_per_step * heads_per_block // 8 if problem.slices > 1 else 0
+    return num_warps * max(row_bytes // problem.slices, scores)
 
 
 def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:

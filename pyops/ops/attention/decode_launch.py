@@ -103,6 +103,7 @@ def _launch_mma(
         ONE_AT_A_TIME=config.one_at_a_time,
         AHEAD=config.ahead,
         PIECES=config.pieces,
+        SLICES=config.slices,
         MIN_BLOCKS=config.min_blocks,
     )
     blocks = blocks_of_one_split(problem, config.heads_per_block)
@@ -114,7 +115,7 @@ def _launch_mma(
     return kernel.launch(
         grid,
         config.num_warps * problem.query.device.warp_size,
-        shared_memory(problem, config.num_warps, config.heads_per_block),
+        shared_memory(problem, config.num_warps, config.heads_per_block, config.tiles_per_step),
         **arguments,
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         wave_splits=wave,

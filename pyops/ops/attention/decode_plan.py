@@ -16,7 +16,7 @@ from ..._core.system.device import Device
 from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
 from .decode_blocks import STEP_US
-from .decode_choose import TILE_TOKENS, DecodeConfig
+from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem, shares_rows
 
@@ -33,7 +33,7 @@ _RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 _ROWS_TAKE_LONGER = 4.0
 _CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
 _LAUNCH_US = 2.2  # us of one more kernel in a graph
-_MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu; 8 for heads of more than 128 elements
+_MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu
 
 
 def launch(name: str, problem: DecodeProblem) -> list[Launch]:
@@ -69,7 +69,7 @@ def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
         return None
     if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * rows.kv.block_tables.numel == 0:
         return None
-    most = _MAX_COLUMNS if query.shape[2] <= 128 else _MAX_COLUMNS // 2
+    most = _MAX_COLUMNS
     if 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2:
         most = _MAX_COLUMNS // 2  # fewer accumulators: three CTAs per SM
     problem = rows.as_decode(most // rows.group)
@@ -90,7 +90,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
     if others:
-        steps = -(-problem.attended_tokens // (config.num_warps * TILE_TOKENS * config.tiles_per_step))
+        steps = -(-problem.attended_tokens // config.round_tokens)
         share = _READ_RATE_OF_DECODE / min(ctas, slots)
         of_one_cta = max(seq_bytes / problem.layout.num_kv_heads / share, steps * STEP_US)
         us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)

@@ -91,10 +91,22 @@ class DecodeProblem:
         return self.group * self.cta_tokens
 
     @property
+    def slices(self) -> int:
+        """Slices of a head, each with a warp of its own: the accumulators of 16 columns of 128 elements, with keys and
+        values of a step, are nearly all registers of a warp."""
+        if not self.uses_mma or not self.query.device.supports("mma") or self.head_size <= 128:
+            return 1
+        return 2 if self.head_size <= 256 else 4
+
+    @property
+    def slice_size(self) -> int:
+        """Most elements of a slice of a head."""
+        return -(-self.head_size // self.slices)
+
+    @property
     def cta_heads(self) -> int:
         """Columns of the MMAs of a CTA of attention_decode.cu. More would spill registers."""
-        has_registers = not self.query.device.supports("mma") or (self.columns > 8 and self.head_size <= 128)
-        return 16 if has_registers else 8
+        return 16 if not self.query.device.supports("mma") or self.columns > 8 else 8
 
     @property
     def reads(self) -> int:
@@ -122,8 +134,8 @@ class DecodeProblem:
     def max_head_size(self) -> int:
         """Largest head size of attention_decode.cu: larger heads spill registers."""
         device = self.query.device
-        if device.supports("mma"):  # with a soft cap, 512 elements spill 8 bytes on sm_100
-            return 256 if self.options.logits_soft_cap and device.arch.startswith("sm_10") else 512
+        if device.supports("mma"):
+            return 512
         return 128 if device.arch.startswith("gfx11") else 256
 
     @property

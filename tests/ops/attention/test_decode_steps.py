@@ -30,7 +30,9 @@ STEPS = [
     (AHEAD, (4, 1), 64, 8, False, False, 50),
     (AHEAD, (4, 1), 32, 4, False, False, 0),
     (AHEAD, (4, 1), 64, 16, False, True, 0),
-    (replace(AHEAD, one_at_a_time=True, pieces=8), (8, 1), 512, 16, False, False, 0),
+    (replace(AHEAD, num_warps=4, slices=4), (8, 1), 512, 16, False, False, 0),
+    (replace(AHEAD, num_warps=4, slices=2, tiles_per_step=2), (3, 1), 256, 8, True, False, 40),
+    (replace(AHEAD, num_warps=4, slices=2), (2, 1), 168, 16, False, True, 0),
 ]
 
 
@@ -53,7 +55,7 @@ def test_steps_of_a_warp(
     call["block_tables"] = call["block_tables"].long()
     call["block_tables"][s, entry] = 2**40
     results = []
-    for ahead in (not one.one_at_a_time,) if is_fp8 or packed or block_size < 8 else (not one.one_at_a_time, False):
+    for ahead in (True,) if is_fp8 or packed or block_size < 8 else (True, False):
         for schedule in SCHEDULES:
             V1.forget()
             with config.cpu("kernels"), tuning.forced(V1.name, replace(one, ahead=ahead)), scheduled(schedule):
@@ -71,7 +73,7 @@ def test_steps_of_a_warp(
 
 
 def test_values_of_two_steps_where_registers_suffice() -> None:
-    """Registers hold two steps of small heads and of 16 heads of 128; heads of 512 load in pieces."""
+    """Registers hold two steps of small heads, of slices of large ones, and of 16 heads of 128."""
 
     def ahead(**axes: Any) -> bool:
         found: bool = chosen(V1, num_tokens=64, **MODEL | axes).ahead
@@ -81,11 +83,16 @@ def test_values_of_two_steps_where_registers_suffice() -> None:
     assert ahead(num_heads=96, kv_cache_dtype="fp8")
     assert ahead(head_size=64)
     assert not ahead()
-    assert not ahead(head_size=256)
+    assert ahead(head_size=256)
     assert not chosen(V1, "gfx942", num_tokens=64, **MODEL | {"num_heads": 96}).ahead
-    large = chosen(V1, num_tokens=64, **MODEL | {"head_size": 512})
-    assert (large.one_at_a_time, large.pieces, large.heads_per_block) == (True, 8, 8)
-    assert chosen(V1, num_tokens=64, **MODEL | {"head_size": 512, "kv_cache_dtype": "fp8"}).pieces == 4
+
+
+@pytest.mark.parametrize(("head_size", "slices"), [(128, 1), (136, 2), (256, 2), (264, 4), (512, 4)])
+def test_slices_of_large_heads(head_size: int, slices: int) -> None:
+    """A warp has at most 128 elements of a head, so that a CTA has 16 columns for any."""
+    for num_seqs in (1, 64, 4096):
+        found = chosen(V1, num_tokens=num_seqs, **MODEL | {"head_size": head_size, "num_heads": 96})
+        assert (found.slices, found.num_warps % slices, found.heads_per_block) == (slices, 0, 16)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -182,7 +182,7 @@ MMA, SIMT, DECODE = "prefill_mma", "attention_decode_simt", "attention_decode"
         (SIMT, 0, {"arch": "sm_89", "sizes": (264, 264)}),  # not two slices of whole chunks
         (SIMT, 0, {"arch": "sm_80", "sizes": (520, 520)}),
         (SIMT, 0, {"arch": "gfx942"}),
-        (DECODE, 0, {"arch": "sm_90", "counts": (128, 64), "heads": (2, 1)}),  # two tokens of two heads
+        (DECODE, 4, {"arch": "sm_90", "counts": (128, 64), "heads": (2, 1)}),  # two tokens of two heads
     ],
     ids=str,
 )
