@@ -32,15 +32,16 @@ struct Splits {
 // Balance: the number of splits of each sequence, chosen so that all CTAs of a launch end at about the same time.
 // `wave_splits` is the number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long.
+// Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long, and
+// the splits of one wave are, too: few long sequences have short splits, and a second wave costs the start of a CTA.
 // Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
 // with few CTAs leaves memory bandwidth idle. Where whole sequences of equal length would leave less than MIN_TAIL of a
 // wave, the last ones are split so that they fill it. More than two waves of sequences of mixed lengths need no whole
 // waves. All lanes of a warp must call every function.
-constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster
-// Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
-// splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
-// splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
+constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster, if their splits are not short
+// By the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest; for mixed lengths, if it has
+// two splits for each sequence. Mixed lengths from LONG_SPLIT on: three waves are fastest, and also if there are more
+// sequences than splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
 constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are faster
 // With more sequences than splits in a wave, the last sequences of the batch, one of LATE_PART, have LATE_WEIGHT times
@@ -90,7 +91,8 @@ struct Balance {
             fill_last_wave(wave_splits, tail, longest);
             return;
         }
-        const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
+        const bool is_long = total > LONG_TOKENS * seqs && total >= SHORT_SPLIT * wave_splits;
+        const float waves = is_long ? 2.0f : 1.0f;
         if (alike) equal_splits = int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits));
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
         if (!alike && seqs <= 2.0f * wave_splits) {

@@ -710,8 +710,8 @@ SPLITS = """
 extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
 count_splits(int* found,               // [num_seqs]
              const int64_t* seq_lens,  // [num_seqs]
-             int64_t num_seqs, float wave_splits, int head_size) {
-    const Balance<int64_t> balance(seq_lens, 1, num_seqs, 1000, 0, wave_splits, 50, head_size);
+             int64_t num_seqs, int64_t max_tokens, float wave_splits, int head_size) {
+    const Balance<int64_t> balance(seq_lens, 1, num_seqs, max_tokens, 0, wave_splits, 50, head_size);
     for (int seq = threadIdx.x; seq < num_seqs; seq += WARP_SIZE) found[seq] = balance.splits_of(seq);
 }
 """
@@ -732,9 +732,27 @@ def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: 
     found = numpy.zeros(num_seqs, numpy.int32)
     lengths = numpy.full(num_seqs, 900, numpy.int64)
     lengths[0] = 700
-    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, num_seqs=num_seqs, wave_splits=60.0, head_size=head_size)
+    sizes = {"num_seqs": num_seqs, "max_tokens": 1000, "wave_splits": 60.0, "head_size": head_size}
+    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, **sizes)
     assert found.tolist() == [1] * (num_seqs - late) + [splits] * late
     assert found.sum() <= -(-num_seqs // 60) * 60
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "tokens", "splits"),
+    [
+        (4, 4252, 12),  # one wave: its splits have 354 tokens, those of two would have 177
+        (16, 4096, 3),  # one wave
+        (16, 8192, 6),  # two waves
+        (2, 32768, 49),
+    ],
+)
+def test_two_waves_of_long_splits(num_seqs: int, tokens: int, splits: int) -> None:
+    """Sequences of equal length, 49.5 splits at once."""
+    found, lengths = numpy.zeros(num_seqs, numpy.int32), numpy.full(num_seqs, tokens, numpy.int64)
+    sizes = {"num_seqs": num_seqs, "max_tokens": tokens, "wave_splits": 49.5, "head_size": 128}
+    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, **sizes)
+    assert found.tolist() == [splits] * num_seqs
 
 
 def test_rocm_refuses_a_table_without_rows() -> None:
