@@ -19,6 +19,7 @@ from .decode_blocks import STEP_US
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem, shares_rows
+from .prefill_sm90 import COMBINE_US, PrefillSm90Config
 
 # Bytes per microsecond of an H200 at which the CTAs of attention_decode.cu with 16 heads read, most of them from L2,
 # and at which prefill_sm90.cu reads for few query rows: docs/performance/decode.md, "Many heads per KV head".
@@ -28,7 +29,7 @@ _READ_RATE_OF_DECODE, _READ_RATE_OF_ROWS = 2.5e6, 2.9e6
 # scoreboard for all loads of the next step").
 _RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 # Microseconds that prefill kernels take longer than attention_decode.cu, whatever the size of the cache: they find
-# work, fill stages of shared memory, and combine splits. An estimate: short sequences take the former 7 to 14 us
+# work and fill stages of shared memory. An estimate: short sequences take the former 7 to 14 us
 # (docs/performance/prefill.md, "Short sequences"), and 1 x 1024 takes the latter 5.2 us.
 _ROWS_TAKE_LONGER = 4.0
 _CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
@@ -40,7 +41,7 @@ def launch(name: str, problem: DecodeProblem) -> list[Launch]:
     """The launches of the op `name`."""
     device, rows = problem.query.device, _as_rows(problem)
     config: Any
-    if rows and _is_faster(problem) and not tuning.batch_invariant():
+    if rows and _is_faster(problem, rows, device) and not tuning.batch_invariant():
         config = tuning.config(name, rows, device, prefill_plan.choose)
     else:
         config = tuning.config(name, problem, device, decode_choose.choose)
@@ -80,8 +81,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """Whether attention_decode.cu is faster than the prefill kernels, by the bytes that CTAs read.
 
     Every tile of query tokens reads the sequence, those after the first one without splits: their CTAs share the rate
-    of all that run at once, and take at least the latency of their steps. The prefill kernels read it once, but the
-    keys once per slice of the values.
+    of all that run at once, and take at least the latency of their steps.
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
@@ -97,7 +97,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     us += _CTA_US * max(0.0, ctas / slots - 1)
     if prefill_sm90_fp8.choose(rows, device):
         us += _LAUNCH_US  # the prefill kernel takes e4m3 queries as they are
-    return us <= nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
+    return us <= _rows_us(rows, nbytes, device)
 
 
 def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
@@ -114,11 +114,19 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
     return rows if is_served and rows.has_aligned_out and rows.few_rows else None
 
 
-def _is_faster(problem: DecodeProblem) -> bool:
+def _is_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:
     """Whether the prefill kernels are faster, by the bytes that CTAs read."""
-    nbytes = _cache_bytes(problem)
-    rows_us = nbytes / _READ_RATE_OF_ROWS + _ROWS_TAKE_LONGER
-    return problem.reads > 1 and rows_us < problem.reads * nbytes / _READ_RATE_OF_DECODE
+    nbytes, reads = _cache_bytes(problem), problem.reads
+    return reads > 1 and _rows_us(rows, nbytes, device) < reads * nbytes / _READ_RATE_OF_DECODE
+
+
+def _rows_us(rows: PrefillProblem, nbytes: float, device: Device) -> float:
+    """The time of the prefill kernels: they read the cache once, but the keys once per slice of the values, and on
+    Hopper another kernel combines the splits."""
+    config = prefill_plan.choose(rows, device)
+    has_combine = isinstance(config, PrefillSm90Config) and config.max_splits > 1
+    read_us = nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS
+    return read_us + _ROWS_TAKE_LONGER + (COMBINE_US if has_combine else 0.0)
 
 
 def _cache_bytes(problem: DecodeProblem) -> float:

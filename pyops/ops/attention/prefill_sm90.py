@@ -36,7 +36,7 @@ _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a 
 # The model of short sequences: docs/performance/prefill.md, "Short sequences in small work items". Microseconds of a
 # KV tile of 128 keys and 128 rows of 128 elements, and of a combine kernel; bytes that L2 gives an SM in a microsecond;
 # the most time of small items next to that of large ones, which are measured for more batches.
-_TILE_US, _COMBINE_US, _L2_BYTES_PER_US, _LEAST_GAIN = 1.83, 3.7, 40e3, 0.9
+_TILE_US, COMBINE_US, _L2_BYTES_PER_US, _LEAST_GAIN = 1.83, 3.7, 40e3, 0.9
 _MAX_VALUE_SIZE_OF_SHORT = 128  # largest value size with small work items
 # Microseconds of a call before its first items, and of the launch of decode attention for sequences of one token.
 _CALL_US, _SINGLE_ROWS_US = 1.0, 4.0
@@ -265,7 +265,7 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
     l2_us = config.min_blocks * keys / splits * width * problem.layout.dtype.itemsize / _L2_BYTES_PER_US
     rounds = max(1.0, items * splits / work.slots)
     average_us = max(item_us(keys / config.tokens + part_tiles), l2_us)
-    return max(rounds * average_us, item_us(work.tiles)) + (_COMBINE_US if splits > 1 else 0.0)
+    return max(rounds * average_us, item_us(work.tiles)) + (COMBINE_US if splits > 1 else 0.0)
 
 
 def us_of_short(problem: PrefillProblem, device: Device) -> float:
