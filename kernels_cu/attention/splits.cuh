@@ -32,12 +32,12 @@ struct Splits {
 // Balance: the number of splits of each sequence, chosen so that all CTAs of a launch end at about the same time.
 // `wave_splits` is the number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long, and
-// the splits of one wave are, too: few long sequences have short splits, and a second wave costs the start of a CTA.
-// Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
-// with few CTAs leaves memory bandwidth idle. Where whole sequences of equal length would leave less than MIN_TAIL of a
-// wave, the last ones are split so that they fill it. More than two waves of sequences of mixed lengths need no whole
-// waves. All lanes of a warp must call every function.
+// Sequences of equal length get the number of splits that fills one wave. They get two waves if the sequences are long
+// and the splits of one wave are, too (a second wave costs the start of a CTA, as long as several steps), and if the
+// second wave is at least MIN_TAIL of a wave. Sequences of mixed lengths get splits in proportion to their length, and
+// at most whole waves of them: a last wave with few CTAs leaves memory bandwidth idle. Where whole sequences of equal
+// length would leave less than MIN_TAIL of a wave, the last ones are split so that they fill it. More than two waves of
+// sequences of mixed lengths need no whole waves. All lanes of a warp must call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster, if their splits are not short
 // By the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest; for mixed lengths, if it has
 // two splits for each sequence. Mixed lengths from LONG_SPLIT on: three waves are fastest, and also if there are more
@@ -91,8 +91,9 @@ struct Balance {
             fill_last_wave(wave_splits, tail, longest);
             return;
         }
+        const float of_two = floorf(2.0f * wave_splits / seqs) * seqs;  // equal splits in two waves
         const bool is_long = total > LONG_TOKENS * seqs && total >= SHORT_SPLIT * wave_splits;
-        const float waves = is_long ? 2.0f : 1.0f;
+        const float waves = is_long && of_two >= (1.0f + MIN_TAIL) * wave_splits ? 2.0f : 1.0f;
         if (alike) equal_splits = int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits));
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
         if (!alike && seqs <= 2.0f * wave_splits) {

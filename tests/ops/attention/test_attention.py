@@ -745,6 +745,8 @@ def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: 
         (16, 4096, 3),  # one wave
         (16, 8192, 6),  # two waves
         (2, 32768, 49),
+        (34, 8192, 1),  # two splits of each would be 1.37 waves
+        (40, 8192, 2),
     ],
 )
 def test_two_waves_of_long_splits(num_seqs: int, tokens: int, splits: int) -> None:
