@@ -6,6 +6,8 @@ docs/performance/decode.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..._core.system.device import Device
 
 NUM_WARPS = 4  # warps of a block by default
@@ -22,6 +24,11 @@ _MOST_TAIL_SPLITS = 8  # MOST_TAIL_SPLITS of splits.cuh
 # The cost model of blocks with 16 columns, "Four warps for 16 columns": us of a step of a warp, bytes per us of DRAM,
 # us of a block without its steps, and of one that leaves a partial result, times its warps: each combines some heads.
 STEP_US, _BYTES_PER_US, _BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
+STEP_US_OF_8 = 1.1  # us of a step of a warp with 8 columns: "What a short call waits for"
+CTA_US = 3.0  # us of a block before its first loads and after its last: "fixed cost of a CTA"
+# Heads for which a warp loads queries, and combines results, at the same time, and us of the next ones: a latency of
+# 0.5 us, and 450 cycles ("What a short call waits for").
+_HEADS_OF_WARP, _HEADS_US = 4, 0.75
 
 # Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
@@ -43,37 +50,76 @@ def blocks_at_once(num_warps: int, min_blocks: int, device: Device) -> int:
     return min_blocks * NUM_WARPS // num_warps * device.num_sms
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """The work of a block that takes a whole sequence, as long as the page table allows.
+
+    Attributes:
+        tokens: keys of the sequence. token_bytes: bytes of a key and its value.
+        step: tokens of a step of a warp. step_us: its time. slices: warps that share a step.
+    """
+
+    tokens: int
+    token_bytes: int
+    step: int
+    step_us: float
+    slices: int = 1
+
+    def steps(self, num_warps: int) -> int:
+        """Steps of each warp."""
+        return -(-self.tokens // (num_warps // self.slices * self.step))
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.token_bytes
+
+
+def _waves(blocks: int, num_warps: int, min_blocks: int, device: Device) -> float:
+    """Waves of blocks; the last one may be partly idle."""
+    waves = blocks / blocks_at_once(num_warps, min_blocks, device)
+    tail = waves % 1.0
+    return waves - tail + (max(tail, _MIN_TAIL) if tail else 0.0)
+
+
 def choose_num_warps(blocks: int, min_blocks: int, device: Device, slices: int = 1) -> int:
-    """Warps per block, a multiple of `slices`, with the least time, where the last wave may be partly idle.
+    """Warps per block, a multiple of `slices`, with the fullest waves.
 
     If all blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round
     of blocks is spread unevenly where a kernel starts early".
     """
-
-    def waves(num_warps: int) -> float:
-        return blocks / blocks_at_once(num_warps, min_blocks, device)
-
-    of_one_wave = [num_warps for num_warps in _WARPS_OF_ONE_WAVE if num_warps % slices == 0 and waves(num_warps) <= 1]
-    if of_one_wave:
-        return of_one_wave[0]
-
-    def time(num_warps: int) -> float:
-        tail = waves(num_warps) % 1.0
-        return (waves(num_warps) - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / num_warps
-
-    return min((num_warps for num_warps in _WARPS_OF_MANY_WAVES if num_warps % slices == 0), key=time)
+    of_one_wave = [n for n in _WARPS_OF_ONE_WAVE if blocks <= blocks_at_once(n, min_blocks, device)]
+    of_many_waves = sorted(_WARPS_OF_MANY_WAVES, key=lambda n: _waves(blocks, n, min_blocks, device) / n)
+    return next(n for n in (*of_one_wave, *of_many_waves) if n % slices == 0)
 
 
-def call_us(blocks: int, at_once: int, num_warps: int, steps: int, block_bytes: int) -> float:
+def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int, work: BlockWork) -> int:
+    """Warps per block with the least time where a block has few steps.
+
+    Each wave also takes what a block takes without its steps, so that fewer warps with more steps each may be faster.
+    Only blocks of a single wave have warps without a step.
+    """
+    is_one_wave = blocks <= blocks_at_once(NUM_WARPS, min_blocks, device)
+    most = NUM_WARPS if is_one_wave else work.steps(work.slices) * work.slices
+
+    def time(num_warps: int) -> tuple[float, float]:
+        waves = _waves(blocks, num_warps, min_blocks, device)
+        batches = -(-heads // (_HEADS_OF_WARP * num_warps))
+        block_us = CTA_US + _HEADS_US * (batches - 1) + work.steps(num_warps) * work.step_us
+        return max(max(1.0, waves) * block_us, blocks * work.nbytes / _BYTES_PER_US), waves / num_warps
+
+    return min((n for n in _WARPS_OF_MANY_WAVES if n % work.slices == 0 and n <= max(most, work.slices)), key=time)
+
+
+def call_us(blocks: int, at_once: int, num_warps: int, work: BlockWork) -> float:
     """The time of `blocks` blocks, `at_once` at a time, in us, by the cost model of blocks with 16 columns.
 
-    All sequences are as long as the page table allows: a warp of an unsplit block takes `steps` steps, a block
-    `block_bytes` bytes. Splits fill the last wave as Balance of splits.cuh fills it.
+    All sequences are as long as the page table allows. Splits fill the last wave as Balance of splits.cuh fills it.
     """
+    steps = work.steps(num_warps)
 
     def wave(of: int, splits: int) -> float:
         block_us = _BLOCK_US if splits == 1 else _SPLIT_WARPS_US / num_warps
-        return max(steps / splits * STEP_US, of * block_bytes / _BYTES_PER_US) + block_us
+        return max(steps / splits * work.step_us, of * work.nbytes / _BYTES_PER_US) + block_us
 
     waves, last = divmod(blocks, at_once)
     if not last:

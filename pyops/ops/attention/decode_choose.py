@@ -16,10 +16,14 @@ from .decode_blocks import (
     MAX_CLUSTER_STEPS,
     MAX_WIDE_ELEMENTS,
     NUM_WARPS,
+    STEP_US,
+    STEP_US_OF_8,
+    BlockWork,
     blocks_at_once,
     call_us,
     choose_cluster,
     choose_num_warps,
+    choose_short_warps,
     most_cluster_steps,
 )
 from .decode_problem import DecodeProblem, run_tokens
@@ -162,17 +166,19 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     slices, step = problem.slices, TILE_TOKENS * tiles
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
+    token_bytes = 2 * problem.head_size * problem.layout.dtype.itemsize
+    work = BlockWork(problem.attended_tokens, token_bytes, step, STEP_US if heads > 8 else STEP_US_OF_8, slices)
+    is_short = problem.uses_mma and not is_pinned and work.steps(NUM_WARPS) <= _STEPS_OF_SPLITTING
     if problem.uses_mma:
-        if not is_pinned:
-            num_warps = _choose_num_warps(problem, device, blocks, heads, tiles, min_blocks)
-            if blocks > min_blocks * device.num_sms:
-                num_warps = min(num_warps, -(-problem.max_tokens // step) * slices)  # others would have no step
+        if is_short:
+            num_warps = choose_short_warps(blocks, min_blocks, device, min(heads, problem.columns), work)
+        elif not is_pinned:
+            num_warps = _choose_num_warps(problem, device, blocks, heads, min_blocks, work)
         static = _STATIC_SHARED_MEMORY * -(-problem.head_size // 256)
         while shared_memory(problem, num_warps, heads, tiles) + static > device.shared_memory:
             num_warps -= slices
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
-    is_short = problem.uses_mma and rounds <= _STEPS_OF_SPLITTING and not is_pinned
     max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds))
     combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
@@ -201,25 +207,22 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
 
 
 def _choose_num_warps(
-    problem: DecodeProblem, device: Device, blocks: int, heads: int, tiles: int, min_blocks: int
+    problem: DecodeProblem, device: Device, blocks: int, heads: int, min_blocks: int, work: BlockWork
 ) -> int:
-    """Warps per block with the least time.
+    """Warps per block with the least time, of sequences that may have splits.
 
     With 16 columns, also NUM_WARPS where Balance of splits.cuh fills waves: fewer warps leave less of the last wave
     idle, but combine splits in more time. "Four warps for 16 columns", fitted to heads of 128 elements.
     """
     num_warps = choose_num_warps(blocks, min_blocks, device, problem.slices)
     wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
-    is_short = problem.attended_tokens <= _STEPS_OF_SPLITTING * NUM_WARPS // problem.slices * TILE_TOKENS * tiles
-    may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not is_short and not problem.partials
+    may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not problem.partials
     has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and not problem.any_tokens
     if not may_split or not has_16_columns or problem.head_size < MIN_WHOLE_HEAD:
         return num_warps
-    block_bytes = 2 * problem.attended_tokens * problem.head_size * problem.layout.dtype.itemsize
 
     def time(warps: int) -> float:
-        steps = -(-problem.attended_tokens // (warps // problem.slices * TILE_TOKENS * tiles))
-        return call_us(blocks, blocks_at_once(warps, min_blocks, device), warps, steps, block_bytes)
+        return call_us(blocks, blocks_at_once(warps, min_blocks, device), warps, work)
 
     return min(NUM_WARPS, num_warps, key=time)
 

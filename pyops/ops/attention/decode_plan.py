@@ -15,7 +15,7 @@ from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
-from .decode_blocks import STEP_US
+from .decode_blocks import CTA_US, STEP_US
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_problem import PrefillProblem, shares_rows
@@ -32,7 +32,6 @@ _RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
 # work and fill stages of shared memory. An estimate: short sequences take the former 7 to 14 us
 # (docs/performance/prefill.md, "Short sequences"), and 1 x 1024 takes the latter 5.2 us.
 _ROWS_TAKE_LONGER = 4.0
-_CTA_US = 3.0  # us of a CTA before its first loads and after its last: decode.md, "fixed cost of a CTA"
 _LAUNCH_US = 2.2  # us of one more kernel in a graph
 _MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu
 
@@ -94,7 +93,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
         share = _READ_RATE_OF_DECODE / min(ctas, slots)
         of_one_cta = max(seq_bytes / problem.layout.num_kv_heads / share, steps * STEP_US)
         us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
-    us += _CTA_US * max(0.0, ctas / slots - 1)
+    us += CTA_US * max(0.0, ctas / slots - 1)
     if prefill_sm90_fp8.choose(rows, device):
         us += _LAUNCH_US  # the prefill kernel takes e4m3 queries as they are
     return us <= _rows_us(rows, nbytes, device)

@@ -152,11 +152,13 @@ def test_decode_configs(num_seqs: int, max_tokens: int, expected: tuple[int, ...
     assert found == DecodeConfig(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, combine)
 
 
-@pytest.mark.parametrize(("max_tokens", "warps"), [(16, 1), (32, 2), (48, 3)])
-def test_every_warp_has_a_step(max_tokens: int, warps: int) -> None:
-    """Where CTAs are more than one wave; their number does not change which warps have tokens."""
-    assert chosen(V1, num_tokens=200, max_seq_len=max_tokens, **MODEL).num_warps == warps
-    assert chosen(V1, num_tokens=16, max_seq_len=max_tokens, **MODEL).num_warps == 4
+@pytest.mark.parametrize(
+    ("num_seqs", "max_tokens", "warps"),
+    [(16, 16, 4), (200, 16, 1), (200, 48, 1), (60, 64, 3), (90, 88, 2), (90, 256, 4)],
+)
+def test_few_waves_of_short_sequences(num_seqs: int, max_tokens: int, warps: int) -> None:
+    """Every warp has a step, and where CTAs are more than one wave, rather several steps than another wave."""
+    assert chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL).num_warps == warps
 
 
 @pytest.mark.parametrize(
