@@ -38,9 +38,9 @@ _MAX_SPLITS = 128  # most splits of a sequence
 # then 128 K tokens have 128, and the size grows with the length.
 PINNED_SPLIT = 1024
 _MIN_WANTED_SPLITS = 4  # fewest splits planned per sequence, in case one sequence of the batch is much longer
-# Waves per number of splits that saturates memory. "Half of the resident warps saturate memory": one sequence takes
-# 40.4 us with 33 splits, and 42.3 us with the 49 splits of a full wave.
-_WAVE_PER_SATURATION = 1.5
+# Warps of an SM that saturate memory. "Half of the resident warps saturate memory": one sequence takes 40.4 us with 33
+# splits, eight warps per SM, and 42.3 us with the 49 splits of a full wave of twelve.
+_SATURATING_WARPS = 8
 _MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu, which distributes splits by sequence length
 _MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
 # Waves of unsplit sequences from which split-KV is off: a long sequence then hardly extends the last wave.
@@ -179,7 +179,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
             num_warps -= slices
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
-    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds))
+    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds, min_blocks))
     combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
         may_be_wide = min(heads, problem.columns) * problem.head_size <= MAX_WIDE_ELEMENTS
@@ -320,7 +320,7 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float) -> int:
+def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_blocks: int) -> int:
     """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
     of an unsplit sequence.
 
@@ -332,7 +332,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float) -> int
     if _WAVES_WITHOUT_SPLITS * wave < num_seqs:
         return 1
     if num_seqs <= 1:
-        wanted = wave / _WAVE_PER_SATURATION
+        wanted = wave * min(1.0, _SATURATING_WARPS / (min_blocks * NUM_WARPS))
     else:
         max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
