@@ -30,8 +30,8 @@ CTA_US = 3.0  # us of a block before its first loads and after its last: "fixed 
 # 0.5 us, and 450 cycles ("What a short call waits for").
 _HEADS_OF_WARP, _HEADS_US = 4, 0.75
 
-# Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
-_CLUSTER_SIZES = (8, 4, 2)
+# Cluster sizes. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
+_CLUSTER_SIZES = (2, 4, 8)
 _WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
 # Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
 MAX_WIDE_ELEMENTS = 1024
@@ -141,16 +141,20 @@ def choose_cluster(
 
     A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
     would leave half of the SMs idle with one CTA per sequence, and for sequences with at most `most_steps` steps of
-    `step` tokens per warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters
-    leave half of the SMs free for the next kernel, which may start early.
+    `step` tokens per warp. Five CTAs with a step each are a cluster of eight, not one of four with a second step. CTAs
+    have twice the warps if there are enough tokens for all warps, and if the clusters leave half of the SMs free for
+    the next kernel, which may start early.
     """
-    largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
+    largest, num_warps = _CLUSTER_SIZES[-1], NUM_WARPS
     if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:
         num_warps = _WIDE_CLUSTER_WARPS
     if 2 * blocks > device.num_sms:
         return 1, num_warps
     room = _MAX_BLOCKS_PER_SM * device.num_sms // max(1, blocks)
-    useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
-    cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
+    useful = -(-max_tokens // (num_warps * step))
+    fitting = [size for size in _CLUSTER_SIZES if size <= min(device.cluster, room)]
+    if useful <= 1 or not fitting:
+        return 1, num_warps
+    cluster_size = next((size for size in fitting if size >= useful), fitting[-1])
     steps = min(most_steps, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory
     return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps

@@ -230,6 +230,8 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         (8, 1024, False, (8, 4)),
         (8, 512, True, (8, 4)),  # eight blocks of four warps have a step each
         (8, 128, True, (2, 4)),
+        (8, 160, True, (4, 4)),
+        (8, 300, True, (8, 4)),  # five blocks have a step
         (8, 64, True, (1, 4)),  # one block has one step
         (8, 0, True, (1, 4)),
         (8, 4096, True, (8, 8)),
