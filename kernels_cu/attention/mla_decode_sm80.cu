@@ -79,7 +79,7 @@ mla_decode_sm80(out_t* out,                          // [num_seqs, num_heads, LA
                 int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                 int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
-                float item_units, float scale) {
+                int64_t item_units, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float factors[2][HEADS];                 // of two tiles: correction factors of the accumulators

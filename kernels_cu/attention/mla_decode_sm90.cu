@@ -77,7 +77,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
     const table_t* page_table,           // [num_seqs, max_pages]
     int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
     int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
-    float join_units, float piece_units, float level_units, float item_units, float scale) {
+    float join_units, float piece_units, float level_units, int64_t item_units, float scale) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;

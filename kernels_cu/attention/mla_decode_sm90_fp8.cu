@@ -150,7 +150,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const table_t* page_table,                    // [num_seqs, max_pages]
     int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
     int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride, int64_t table_stride,
-    int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units, float item_units,
+    int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units, int64_t item_units,
     float scale) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ uint64_t barriers[2 * STAGES];
@@ -237,7 +237,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         const auto load = [&](int panel) {
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
-                load_words(tile + place_in_tile(token + upper * 8, panel, t), quants[upper]);
+                load_words(tile + place_in_tile(token, panel, t) + upper * 8 * ENTRY_BYTES, quants[upper]);
             }
         };
         load(0);
@@ -321,7 +321,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const auto add_values = [&](const uint8_t* tile) {
         uint32_t quants[4];  // of 32 tokens: 16 elements of eight tokens to a word
         const auto load = [&](int i) {
-            ldmatrix<4, true>(quants, tile + place_in_tile(i % 2 * 32 + lane, panel_of(i / 2), warp));
+            ldmatrix<4, true>(quants, tile + place_in_tile(lane, panel_of(i / 2), warp) + i % 2 * 32 * ENTRY_BYTES);
         };
         load(0);
 #pragma unroll

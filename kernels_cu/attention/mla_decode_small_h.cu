@@ -75,7 +75,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                    int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                    int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                    int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
-                   float item_units, float scale) {
+                   int64_t item_units, float scale) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ uint64_t full[STAGES][GROUPS];
     __shared__ uint32_t exists[STAGES][GROUPS];  // a bit for each entry

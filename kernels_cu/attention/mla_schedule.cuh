@@ -4,9 +4,10 @@
 // A sequence has units of UNIT tokens, at least one. The units of all sequences, one sequence after another, are cut
 // into shares of equal size, one for each CTA of a head group: all CTAs end at about the same time, whatever the
 // lengths. A share covers a piece of each of some adjacent sequences. Every item of a CTA but its first one takes the
-// time of some units: KV tiles, results and partial results follow one another. So there are two other schedules:
+// time of some units: KV tiles, results and partial results follow one another. So a sequence begins with a gap of as
+// many units without a token, and a share with many short sequences has fewer tokens. There are two other schedules:
 // - Aligned shares: each sequence begins a share, and a CTA has one item, a piece of one sequence. The last share of a
-//   sequence may be shorter, so shares are a little longer than equal ones. Taken where that costs less than an item.
+//   sequence may be shorter. Taken where shares are not longer than equal ones with gaps.
 // - Whole sequences, where one share per sequence takes hardly longer than a cut: nothing is combined.
 //
 // At most the first and the last item of a share are pieces of longer sequences, so a share has two slots for partial
@@ -39,23 +40,25 @@ struct MlaSchedule {
     const L* seq_lens;
     int64_t length_step;
     int num_seqs, max_tokens, num_shares, rank;
+    int item_units;      // units of the gap before a sequence in equal shares
     int share = 0;       // units of a share; 0: sequence s goes to CTA s % num_shares
-    int seq, start = 0;  // the sequence of the current item, and its first unit, counted over all sequences
+    int seq, start = 0;  // the sequence of the current item, and its first unit, counted over all sequences and gaps
     int end = 0;         // the end of the share, likewise
 
     // max_splits: most pieces of a sequence; 1 if there is no workspace for partial results.
     // Times in units: join_units of a combine, whatever its size, piece_units of each partial result, level_units of each
     // level of the longest sequence's tree (mla_tree_combine.cuh), item_units of each item of a CTA but its first one.
-    // All lanes of a warp call. The caller bounds the sum of all units: it is an int.
+    // All lanes of a warp call. The caller bounds the sum of all units and gaps: it is an int.
     DEVICE
     MlaSchedule(const L* seq_lens, int64_t length_step, int64_t num_seqs, int64_t max_tokens, int64_t max_splits,
-                float join_units, float piece_units, float level_units, float item_units, int num_shares, int rank)
+                float join_units, float piece_units, float level_units, int64_t item_units, int num_shares, int rank)
         : seq_lens(seq_lens),
           length_step(length_step),
           num_seqs(int(num_seqs)),
           max_tokens(int(max_tokens)),
           num_shares(num_shares),
           rank(rank),
+          item_units(int(item_units)),
           seq(rank) {
         if (max_splits == 1) return;
         const int lane = threadIdx.x % WARP_SIZE;
@@ -67,24 +70,22 @@ struct MlaSchedule {
             most = max(most, units);
         }
         const int longest = lane_reduce<Max, WARP_SIZE>(most);
-        int total = lane_reduce<Sum, WARP_SIZE>(all);
+        int gap = int(item_units), total = lane_reduce<Sum, WARP_SIZE>(all) + int(num_seqs) * gap;
         // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share. Equal
         // shares cut it into at most num_shares + 1.
         const uint32_t cuts_of_one = uint32_t(max_splits) - 1;
         const int least = max_splits > num_shares ? 0 : int((longest + cuts_of_one - 2) / cuts_of_one);
-        const int equal = max(ceil_div(total, num_shares), least);
-        // A signed division: one that shares the reciprocal of num_shares with `equal` makes fp8 kernels spill.
+        int units = max(ceil_div(total, num_shares), least), alignment = 1, cuts = ceil_div(total, units) - 1;
+        // A signed division: one that shares the reciprocal of num_shares makes fp8 kernels spill.
         const int rounds = num_seqs <= num_shares ? 1 : (int(num_seqs) + num_shares - 1) / num_shares;
-        int units = equal, alignment = 1, cuts = ceil_div(total, equal) - 1;
-        float slowest = float(equal) + item_units * float(rounds);  // of a share, in units
-        // Where the largest size that is worth it needs too many shares, so does every other one.
-        for (int size = equal + int(ceilf(item_units)) - 1; rounds == 1 && size >= equal; --size) {
+        // Where a size needs too many shares, so does every smaller one.
+        for (int size = units; rounds == 1 && size >= max(least, 1); --size) {
             const int pieces = pieces_of_all(size);
             if (pieces > num_shares) break;
             units = alignment = size;
             total = pieces * size;
             cuts = pieces - int(num_seqs);
-            slowest = float(size);
+            gap = 0;
         }
         float combine_units = join_units;
         if (level_units > 0.0f) {
@@ -92,14 +93,14 @@ struct MlaSchedule {
             for (int span = 1; (span - (alignment < units)) * units < longest; span *= 2) combine_units += level_units;
         }
         combine_units += piece_units * float(cuts + min(cuts, int(num_seqs)));
-        const float whole = float(rounds) * float(longest) + item_units * float(rounds - 1);
-        if (whole <= slowest + combine_units) return;
+        const float whole = float(rounds * longest + int(item_units) * (rounds - 1));
+        if (whole <= float(units) + combine_units) return;
 
         share = units;
         const int begin = int(min(int64_t(rank) * share, int64_t(total)));
         end = min(total - begin, share) + begin;
         for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
-            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) : 0;
+            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) + gap : 0;
             if (alignment > 1) sum = ceil_div(sum, alignment) * alignment;
 #pragma unroll
             for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
@@ -114,6 +115,7 @@ struct MlaSchedule {
                 break;
             }
         }
+        start += gap;
         if (alignment > 1 && start < end) end = min(end, start + units_of(length_of(seq)));
     }
     DEVICE int length_of(int s) const {
@@ -147,7 +149,7 @@ struct MlaSchedule {
         return {seq, from * UNIT, to < units ? to * UNIT : length, slot, pieces, first_share, rank - first_share};
     }
     DEVICE void next() {
-        if (share) start += units_of(length_of(seq++));
+        if (share) start += units_of(length_of(seq++)) + item_units;  // aligned shares have no next item
         else seq += num_shares;
     }
 };

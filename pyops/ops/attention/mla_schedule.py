@@ -27,7 +27,8 @@ _NODE_US, _SM_BYTES_PER_US = 1.7, 1.1e5
 BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
 # The cost model: us of each item of a block but its first one. docs/performance/mla.md, "One item for each block".
 _ITEM_US = 5.0
-# Most units of all sequences: the kernels count them in ints, also after they have aligned shares to sequences.
+# Most units of all sequences with their gaps: the kernels count them in ints, also after they have aligned shares to
+# sequences.
 _MAX_UNITS = 2**29
 # The cost model of mla_cluster_combine.cuh: bytes per us that a CTA reads of the others.
 _CLUSTER_BYTES_PER_US = 9.5e3
@@ -143,19 +144,17 @@ def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
     return config.BLOCK_US + _SCHEDULE_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
 
 
-def _equal_lengths(problem: MlaProblem, config: SharesConfig, shares: int, device: Device) -> tuple[float, int, int]:
+def _equal_lengths(problem: MlaProblem, config: SharesConfig, shares: int, device: Device) -> tuple[int, int, int]:
     """(units of a share with the time of its further items, pieces of a sequence, partial results) if all sequences are
     as long as the page table allows, as MlaSchedule of mla_schedule.cuh cuts them."""
     num_seqs, units = problem.num_seqs, _units(problem, config)
-    item_units = _ITEM_US / config.unit_us(problem, device)
-    equal = -(-num_seqs * units // shares)
-    slowest = equal + item_units * -(-num_seqs // shares)
+    equal = -(-num_seqs * (units + _item_units(problem, config, device)) // shares)
     if num_seqs <= shares:
         aligned = -(-units // (shares // num_seqs))
-        if aligned < slowest:
+        if aligned <= equal:
             pieces = -(-units // aligned)
             return aligned, pieces, num_seqs * pieces
-    return slowest, _pieces(shares, num_seqs), shares + min(shares, num_seqs)
+    return equal, _pieces(shares, num_seqs), shares + min(shares, num_seqs)
 
 
 def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
@@ -177,7 +176,7 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
         "join_units": 0.0 if in_tree else _JOIN_US / unit_us,
         "piece_units": 0.0 if in_tree else _piece_us(problem) / unit_us,
         "level_units": _level_us(config) / unit_us if in_tree else 0.0,
-        "item_units": _ITEM_US / unit_us,
+        "item_units": _item_units(problem, config, device),
         "nodes": 0,
     }
     if in_tree:
@@ -200,6 +199,11 @@ def _blocks(problem: MlaProblem, config: SharesConfig, device: Device) -> int:
 def _units(problem: MlaProblem, config: SharesConfig) -> int:
     """Units of the longest sequence that the page table holds."""
     return max(1, -(-problem.max_tokens // config.UNIT))
+
+
+def _item_units(problem: MlaProblem, config: SharesConfig, device: Device) -> int:
+    """The time of an item of a block but its first one, in units."""
+    return round(_ITEM_US / config.unit_us(problem, device))
 
 
 def _pieces(shares: int, num_seqs: int) -> int:
@@ -248,9 +252,6 @@ def may_be_long(problem: MlaProblem, config: SharesConfig) -> bool:
 
 def may_cut(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be cut."""
-    is_allowed = (
-        config.split_ctas == 1
-        and problem.num_kv_splits != 1
-        and problem.num_seqs * _units(problem, config) <= _MAX_UNITS
-    )
+    units = _units(problem, config) + _item_units(problem, config, problem.cache.device)
+    is_allowed = config.split_ctas == 1 and problem.num_kv_splits != 1 and problem.num_seqs * units <= _MAX_UNITS
     return is_allowed and may_be_long(problem, config)

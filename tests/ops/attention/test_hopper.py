@@ -783,7 +783,8 @@ MLA_ITEMS = """
 extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
 items(int* found,           // [num_shares, 64, 5]
       const int64_t* seq_lens,  // [num_seqs]
-      int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units, float level_units, float item_units) {
+      int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units, float level_units,
+      int64_t item_units) {
     await_previous_kernel();
     MlaSchedule<64, int64_t, true> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f,
                                             level_units, item_units, gridDim.x, blockIdx.x);
@@ -819,10 +820,10 @@ items(int* found,           // [num_shares, 64, 5]
         ([100000], 132, 5),
     ],
 )
-@pytest.mark.parametrize("item_units", [0.0, 2.5])
-def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item_units: float) -> None:
-    """Items cover every token once, and the slots of partial results are what the combine reads. Shares are equal, or a
-    CTA has one item, where that costs less than another item does."""
+@pytest.mark.parametrize("item_units", [0, 2])
+def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item_units: int) -> None:
+    """Items cover every token once, and the slots of partial results are what the combine reads. Shares are equal with
+    the time of their items, or a CTA has one item, where that takes no longer."""
     max_tokens = 100000
     found = numpy.full((num_shares, 64, 5), -1, numpy.int32)
     launched(
@@ -856,30 +857,32 @@ def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < 2 * num_shares for slot in slots)
     if max_splits > len(lengths) + num_shares:
-        largest = max(sum(max(1, -(-(end - begin) // 64)) for _, begin, end, *_ in share) for share in shares)
-        equal = -(-sum(units) // num_shares)
-        sizes = (equal + more for more in range(3) if more < item_units)
-        own = next((size for size in sizes if sum(-(-one // size) for one in units) <= num_shares), None)
-        if own is None and item_units:
-            return  # sequences may be whole: test_mla_cuts_where_a_combine_pays
-        assert largest == (min(own, max(units)) if own else equal)
-        assert not own or max(map(len, shares)) == 1
+        equal = -(-(sum(units) + item_units * len(units)) // num_shares)
+        fitting = (size for size in range(1, equal + 1) if sum(-(-one // size) for one in units) <= num_shares)
+        own = next(fitting, None)
+        of_items = [[max(1, -(-(end - begin) // 64)) for _, begin, end, *_ in share] for share in shares]
+        largest = max(sum(share) + item_units * max(len(share) - 1, 0) for share in of_items)
+        if own:
+            assert largest == min(own, max(units))
+            assert max(map(len, shares)) == 1
+        else:  # a share may end within a gap
+            assert equal - max(item_units - 1, 0) <= largest <= equal
 
 
 @pytest.mark.parametrize(
     ("join_units", "level_units", "item_units", "is_cut"),
     [
-        (6.0, 0.0, 0.0, True),
-        (7.0, 0.0, 0.0, False),
-        (5.0, 1.0, 0.0, True),
-        (6.0, 1.0, 0.0, False),
-        (5.5, 0.0, 1.0, True),
-        (6.0, 0.0, 1.0, False),
+        (6.0, 0.0, 0, True),
+        (7.0, 0.0, 0, False),
+        (5.0, 1.0, 0, True),
+        (6.0, 1.0, 0, False),
+        (6.5, 0.0, 1, True),
+        (7.0, 0.0, 1, False),
     ],
 )
-def test_mla_cuts_where_a_combine_pays(join_units: float, level_units: float, item_units: float, is_cut: bool) -> None:
-    """Whole sequences take two rounds of at most 10 units and one more item, equal shares 13 units, two more items at
-    most, and the combine, a tree of one level."""
+def test_mla_cuts_where_a_combine_pays(join_units: float, level_units: float, item_units: int, is_cut: bool) -> None:
+    """Whole sequences take two rounds of at most 10 units and one more item, equal shares 13 units, 14 with
+    items, and the combine, a tree of one level."""
     found = numpy.full((3, 64, 5), -1, numpy.int32)
     lengths = numpy.array([640, 500, 640, 600], numpy.int64)
     arguments: dict[str, Any] = {"num_seqs": 4, "max_tokens": 999, "max_splits": 99}
