@@ -34,11 +34,12 @@
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
 //     BOX_TOKENS     entries of a TMA box: a multiple of 8 that divides TOKENS and PAGE_SIZE
 //     IS_DS_MLA      false (mla_entry.cuh)
+//     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 
 #include "attention.cuh"
 #include "mla_entry.cuh"
-#include "mla_schedule.cuh"
 #include "mla_tokens.cuh"
+#include "mla_tree_combine.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
@@ -140,10 +141,11 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 9, 64]; 1 x BOX_TOKENS x 9 x 64
     out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
     float* lse,                                   // [num_seqs, num_heads]
-    float* tmp_out,                               // [slots, num_heads, LATENT_SIZE]
+    float* tmp_out,                               // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
     float* max_logits,                            // [slots, num_heads], in units of log 2
     float* exp_sums,                              // [slots, num_heads]
     MlaPieces* pieces,                            // [num_seqs]
+    uint32_t* nodes,                              // [shares, head groups, 8], if COMBINES
     const query_t* q_nope,                        // [num_seqs, num_heads, LATENT_SIZE]
     const query_t* q_pe,                          // [num_seqs, num_heads, ROPE_SIZE]
     const length_t* seq_lens,                     // [num_seqs]
@@ -432,12 +434,19 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         }
 
         const MlaItem item = schedule.item();
-        if (threadIdx.x == 0 && pieces && (item.begin | first_head) == 0) pieces[item.seq] = {item.slot, item.pieces};
-        const bool direct = item.is_whole();
+        bool direct = item.is_whole();
+        if constexpr (COMBINES) {
+            constexpr int ACCUMULATORS = RESULT_PANELS * HEADS / 2;
+            const TreeCombine<ACCUMULATORS, 1, ROWS> tree{reinterpret_cast<float4*>(tmp_out), nodes, int(gridDim.x) * 8,
+                                                          int(blockIdx.x * 8 + threadIdx.x / 32)};
+            direct = tree.combine(item, max_logit, exp_sum, reinterpret_cast<float (&)[ACCUMULATORS]>(o));
+        } else if (threadIdx.x == 0 && pieces && (item.begin | first_head) == 0) {
+            pieces[item.seq] = {item.slot, item.pieces};
+        }
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
             const int head = first_head + head_of(n);
-            if (head >= num_heads) continue;
+            if (head >= num_heads || (COMBINES && !direct)) continue;
             // The combine adds the formula's epsilon to partial results; 1e-20 only guards against 0 / 0.
             const float inverse = 1.0f / (exp_sum[n] + (direct ? 1e-6f : 1e-20f));
             const int64_t row = int64_t(item.seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;

@@ -16,17 +16,19 @@
 #include "attention.cuh"
 #include "mla_schedule.cuh"
 
-// NUM_ACCUMULATORS: accumulators of a lane, which belong to two rows: accumulator i to row i / RUN % 2.
-template <int NUM_ACCUMULATORS, int RUN>
+// NUM_ACCUMULATORS: accumulators of a lane, of ROWS rows: accumulator i belongs to row i / RUN % 2, or, of more than
+// two rows, every four accumulators to the next two.
+template <int NUM_ACCUMULATORS, int RUN, int ROWS = 2>
 struct TreeCombine {
-    static constexpr int VECS = NUM_ACCUMULATORS / 4 + 1;  // float4 of a lane: accumulators; row maxima and row sums
-    float4* partials;                                      // [slots][warps][VECS][WARP_SIZE]
+    static constexpr int OF_ROWS = NUM_ACCUMULATORS / 4;  // first float4 with row maxima and row sums, of two rows each
+    static constexpr int VECS = OF_ROWS + ROWS / 2;       // float4 of a lane
+    float4* partials;                                     // [slots][warps][VECS][WARP_SIZE]
     uint32_t* nodes;  // [shares][warps]: 0, or 1 + the slot of the partial result that waits at the node
     int warps, warp;  // warps with the rows and columns of a sequence, over all CTAs; the rank of this warp
 
     // Adds the results of other pieces. Returns whether the warp has the result of the whole sequence. All lanes call.
     DEVICE bool
-    combine(const MlaItem& item, float (&max_logit)[2], float (&exp_sum)[2], float (&o)[NUM_ACCUMULATORS]) const {
+    combine(const MlaItem& item, float (&max_logit)[ROWS], float (&exp_sum)[ROWS], float (&o)[NUM_ACCUMULATORS]) const {
         for (int span = 1; span < item.pieces; span *= 2) {
             const int right = item.piece / (2 * span) * (2 * span) + span;
             if (right >= item.pieces) continue;
@@ -46,6 +48,7 @@ struct TreeCombine {
 
 private:
     static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
+    static DEVICE constexpr int row_of(int i) { return i / RUN % 2 + i / 4 * 2 % ROWS; }
     template <typename F>
     static DEVICE uint32_t from_first_lane(F value) {
         return shfl<WARP_SIZE>(lane() == 0 ? value() : 0u, 0);
@@ -53,38 +56,44 @@ private:
     DEVICE float4* partial(int slot) const {
         return partials + (int64_t(slot) * warps + warp) * VECS * WARP_SIZE + lane();
     }
-    DEVICE void
-    store(int slot, const float (&max_logit)[2], const float (&exp_sum)[2], const float (&o)[NUM_ACCUMULATORS]) const {
+    DEVICE void store(int slot, const float (&max_logit)[ROWS], const float (&exp_sum)[ROWS],
+                      const float (&o)[NUM_ACCUMULATORS]) const {
         float4* const to = partial(slot);
 #pragma unroll
-        for (int i = 0; i < VECS - 1; ++i) to[i * WARP_SIZE] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
-        to[(VECS - 1) * WARP_SIZE] = {max_logit[0], max_logit[1], exp_sum[0], exp_sum[1]};
+        for (int i = 0; i < OF_ROWS; ++i) to[i * WARP_SIZE] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+#pragma unroll
+        for (int row = 0; row < ROWS; row += 2) {
+            to[(OF_ROWS + row / 2) * WARP_SIZE] = {max_logit[row], max_logit[row + 1], exp_sum[row], exp_sum[row + 1]};
+        }
     }
-    DEVICE void add(int slot, float (&max_logit)[2], float (&exp_sum)[2], float (&o)[NUM_ACCUMULATORS]) const {
+    DEVICE void add(int slot, float (&max_logit)[ROWS], float (&exp_sum)[ROWS], float (&o)[NUM_ACCUMULATORS]) const {
         sync_warp();  // the first lane has acquired it for all
         const float4* const from = partial(slot);
-        const float4 rows = load_fresh(from + (VECS - 1) * WARP_SIZE);
-        const float other_max[2] = {rows.x, rows.y}, other_sum[2] = {rows.z, rows.w};
-        float factor[2], other_factor[2];
+        float factor[ROWS], other_factor[ROWS];
+        float4 two;
+        bool scales = false;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const float larger = fmaxf(max_logit[row], other_max[row]);
+        for (int row = 0; row < ROWS; ++row) {
+            if (row % 2 == 0) two = load_fresh(from + (OF_ROWS + row / 2) * WARP_SIZE);
+            const float other_max = row % 2 ? two.y : two.x, other_sum = row % 2 ? two.w : two.z;
+            const float larger = fmaxf(max_logit[row], other_max);
             factor[row] = relative_exp2(max_logit[row], larger);
-            other_factor[row] = relative_exp2(other_max[row], larger);
+            other_factor[row] = relative_exp2(other_max, larger);
+            scales |= factor[row] != 1.0f;
             max_logit[row] = larger;
-            exp_sum[row] = ieee_multiply(exp_sum[row], factor[row]) + ieee_multiply(other_sum[row], other_factor[row]);
+            exp_sum[row] = ieee_multiply(exp_sum[row], factor[row]) + ieee_multiply(other_sum, other_factor[row]);
         }
         // The branch keeps the products out of registers of their own, which would spill.
-        if (any_lane(factor[0] != 1.0f || factor[1] != 1.0f)) {
+        if (any_lane(scales)) {
 #pragma unroll
-            for (int i = 0; i < NUM_ACCUMULATORS; ++i) o[i] = ieee_multiply(o[i], factor[i / RUN % 2]);
+            for (int i = 0; i < NUM_ACCUMULATORS; ++i) o[i] = ieee_multiply(o[i], factor[row_of(i)]);
         }
 #pragma unroll
         for (int i = 0; i < NUM_ACCUMULATORS; i += 4) {
             const float4 x = load_fresh(from + i / 4 * WARP_SIZE);
             const float other[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) o[i + j] += ieee_multiply(other[j], other_factor[(i + j) / RUN % 2]);
+            for (int j = 0; j < 4; ++j) o[i + j] += ieee_multiply(other[j], other_factor[row_of(i + j)]);
         }
     }
 };

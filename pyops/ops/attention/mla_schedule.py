@@ -48,7 +48,8 @@ class SharesConfig(tuning.Config, Protocol):
         HEADS, BLOCKS: query heads of a block, blocks that run at once on an SM.
         BLOCK_US: us of a block without its units.
         UNIT: tokens; sequences are cut at multiples of it.
-        WARPS, ACCUMULATORS: warps of a block with results, and float32 results of a lane, for mla_tree_combine.cuh.
+        WARPS, PARTIALS: warps of a block with results, and float32 numbers of a lane's partial result, for
+            mla_tree_combine.cuh: accumulators, row maxima and row sums.
     """
 
     @property
@@ -68,7 +69,7 @@ class SharesConfig(tuning.Config, Protocol):
     @property
     def WARPS(self) -> int: ...
     @property
-    def ACCUMULATORS(self) -> int: ...
+    def PARTIALS(self) -> int: ...
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a unit, in us."""
@@ -212,8 +213,8 @@ def _pieces(shares: int, num_seqs: int) -> int:
 
 
 def _partial_bytes(config: SharesConfig) -> int:
-    """Bytes of a block's partial result as TreeCombine stores it: with row maxima and row sums, 16 bytes of a lane."""
-    return config.WARPS * 32 * (4 * config.ACCUMULATORS + 16)
+    """Bytes of a block's partial result as TreeCombine stores it."""
+    return config.WARPS * 32 * 4 * config.PARTIALS
 
 
 def _level_us(config: SharesConfig) -> float:

@@ -44,7 +44,7 @@ class MlaSm80Config:
 
     HEADS, BLOCKS, UNIT, split_ctas = HEADS, 1, 128, 1
     BLOCK_US = _BLOCK_US
-    WARPS, ACCUMULATORS = _NUM_WARPS, LATENT_SIZE // 4
+    WARPS, PARTIALS = _NUM_WARPS, LATENT_SIZE // 4 + 4
     combines = False  # mla_combine.cu combines the pieces of a sequence
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm80Config]:

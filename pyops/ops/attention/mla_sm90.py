@@ -41,7 +41,7 @@ class MlaSm90Config:
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
     BLOCK_US = BLOCK_US
-    WARPS, ACCUMULATORS = 8, LATENT_SIZE // 4
+    WARPS, PARTIALS = 8, LATENT_SIZE // 4 + 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
         """Other clusters and numbers of shares."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -32,19 +32,21 @@ class MlaSm90Fp8Config:
 
     Attributes:
         num_shares: shares of the tokens of all sequences; a block for each, and for each group of heads.
+        combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
     """
 
     num_shares: int
+    combines: bool
 
-    combines = False
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
     BLOCK_US = _BLOCK_US
-    WARPS, ACCUMULATORS = 8, _HEADS * LATENT_SIZE // 256
+    WARPS, PARTIALS = 8, _HEADS * LATENT_SIZE // 256 + 2 * (_HEADS // 4)
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Fp8Config]:
-        """Other numbers of shares."""
+        """Other numbers of shares, and the other combine."""
         del problem, device
-        return tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+        found = tuning.varied(self, combines=(False, True))
+        return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for two KV tiles, in us, if all SMs are busy."""
@@ -54,7 +56,9 @@ class MlaSm90Fp8Config:
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each group of heads."""
         box_tokens = _box_tokens(problem)
-        kernel = _decode.for_arch(problem.cache.device.arch_feature)(**constants_of(problem), BOX_TOKENS=box_tokens)
+        kernel = _decode.for_arch(problem.cache.device.arch_feature)(
+            **constants_of(problem), BOX_TOKENS=box_tokens, COMBINES=self.combines
+        )
         return kernel.launch(
             (head_groups(problem, self), self.num_shares),
             384,
@@ -88,5 +92,4 @@ def _map(problem: MlaProblem, tokens: int) -> TensorMap:
 
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Fp8Config:
     """A block on every SM, or one per sequence."""
-    config = MlaSm90Fp8Config(1)
-    return replace(config, num_shares=choose_shares(problem, config, device)[0])
+    return MlaSm90Fp8Config(*choose_shares(problem, MlaSm90Fp8Config(1, combines=False), device))

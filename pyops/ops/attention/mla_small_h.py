@@ -49,7 +49,7 @@ class FewHeadsConfig:
 
     HEADS, UNIT = _HEADS, 64
     BLOCK_US = BLOCK_US
-    WARPS, ACCUMULATORS = _HEADS // 2, 2 * LATENT_SIZE // 32
+    WARPS, PARTIALS = _HEADS // 2, 2 * LATENT_SIZE // 32 + 4
 
     @property
     def BLOCKS(self) -> int:

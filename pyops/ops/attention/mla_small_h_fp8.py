@@ -36,7 +36,7 @@ class CodesConfig:
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
     BLOCK_US = BLOCK_US
-    WARPS, ACCUMULATORS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS
+    WARPS, PARTIALS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS + 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
         """Other numbers of shares, and the other combine."""

@@ -680,7 +680,7 @@ def test_mla_decode_fp8(
             call["q_nope"][:, 6, 500] = 3e5
         has_rows_of_tokens = kind == FP8 and 16 < num_heads <= 32 and page_size % 8 == 0
         if has_rows_of_tokens:
-            one = mla_sm90_fp8.MlaSm90Fp8Config(max(len(lengths), splits))
+            one = mla_sm90_fp8.MlaSm90Fp8Config(max(len(lengths), splits), combines=False)
             with schedule, tuning.forced(MLA.name, one):
                 assert_is_mla(call)
             continue
@@ -732,10 +732,11 @@ def test_mla_shares_of_mixed_lengths(
     _assert_shares(on, call, forced, schedules)
 
 
-def test_mla_fp8_shares_of_mixed_lengths(on: str) -> None:
-    """Of the kernel with tokens as rows, which has pages that 8 divides, and never combines pieces itself."""
+@pytest.mark.parametrize(("num_shares", "combines"), [(5, False), (12, True)])
+def test_mla_fp8_shares_of_mixed_lengths(on: str, num_shares: int, combines: bool) -> None:
+    """Of the kernel with tokens as rows, which has pages that 8 divides: equal shares, and aligned ones."""
     call = mla_call([0, 1, 300, 64, 129, 0, 520, 64, 0], 20, 16, dtype=torch.bfloat16, kind=FP8, device=on)
-    _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(3), SCHEDULES)
+    _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(num_shares, combines), SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -974,8 +975,8 @@ def test_mla_compiles_without_spills_and_advice(
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("query_tokens", [1, 4])
-def test_mla_fp8_compiles_without_spills(query_tokens: int) -> None:
+@pytest.mark.parametrize(("query_tokens", "combines"), [(1, True), (4, False), (4, True)])
+def test_mla_fp8_compiles_without_spills(query_tokens: int, combines: bool) -> None:
     one = mla_sm90_fp8._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=dtypes.float8_e4m3fn,
@@ -987,6 +988,7 @@ def test_mla_fp8_compiles_without_spills(query_tokens: int) -> None:
         HAS_LENGTHS=True,
         BOX_TOKENS=64 // query_tokens,
         HAS_LSE=True,
+        COMBINES=combines,
         IS_DS_MLA=False,
         QUERY_TOKENS=query_tokens,
     )
