@@ -95,47 +95,55 @@ DEVICE void reduce_rows(float (&x)[ROWS], F f) {
     }
 }
 
-// Stores the queries of the CTA as float16, each divided by a power of two; `units`: the factors from a head's scores to
-// its logits. An MMA takes elements 16t + 4i to 16t + 4i + 3 of a panel, for t = 0 ... 3: as 2t and 2t + 1, and 8 more.
-// `nope` and `pe`: the query of the thread's head, `head`, if the head exists. All threads of both warpgroups call.
-DEVICE void store_queries(uint8_t* queries, float* units, float scale, int head, bool is_head, const query_t* nope,
-                          const query_t* pe) {
-    constexpr int LANES = QUERY_LANES, CHUNKS = ENTRY_SIZE / 8, LOADS = ceil_div(CHUNKS, LANES);
-    const int part = threadIdx.x % LANES;
+// The queries of a CTA in registers: each head has QUERY_LANES threads. All threads of both warpgroups call.
+struct Queries {
+    static constexpr int LANES = QUERY_LANES, CHUNKS = ENTRY_SIZE / 8, LOADS = ceil_div(CHUNKS, LANES);
     Vec<query_t, 8> x[LOADS];
-    float absmax = 0.0f, element[8];
+
+    // `nope` and `pe`: the query of the thread's head, if the head exists.
+    DEVICE void load(bool is_head, const query_t* nope, const query_t* pe) {
+        const int part = threadIdx.x % LANES;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        const int chunk = i * LANES + part;
-        x[i] = Vec<query_t, 8>::full(0.0f);
-        if (is_head && chunk < CHUNKS) {
-            x[i] = Vec<query_t, 8>::load(i * LANES * 8 < LATENT_SIZE ? nope + chunk * 8 : pe + chunk * 8 - LATENT_SIZE);
+        for (int i = 0; i < LOADS; ++i) {
+            const int chunk = i * LANES + part;
+            x[i] = Vec<query_t, 8>::full(0.0f);
+            if (is_head && chunk < CHUNKS) {
+                const query_t* const from =
+                    i * LANES * 8 < LATENT_SIZE ? nope + chunk * 8 : pe + chunk * 8 - LATENT_SIZE;
+                x[i] = Vec<query_t, 8>::load(from);
+            }
         }
     }
+    // Stores them as float16, each divided by a power of two; `units`: the factors from a head's scores to its logits.
+    // An MMA takes elements 16t + 4i to 16t + 4i + 3 of a panel, for t = 0 ... 3: as 2t and 2t + 1, and 8 more.
+    DEVICE void store(uint8_t* queries, float* units, float scale) const {
+        const int head = threadIdx.x / LANES, part = threadIdx.x % LANES;
+        float absmax = 0.0f, element[8];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        x[i].to_floats(element);
+        for (int i = 0; i < LOADS; ++i) {
+            x[i].to_floats(element);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
-    }
-#pragma unroll
-    for (int mask = 1; mask < LANES; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
-    const float factor = inverse_power_of_two(absmax);
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        const int chunk = i * LANES + part, t = chunk / 2 % 4;
-        if (chunk >= CHUNKS) continue;
-        x[i].to_floats(element);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int product = chunk % 2 * 2 + j / 2;
-            *reinterpret_cast<uint32_t*>(queries + chunk / 8 * QUERY_PANEL_BYTES +
-                                         swizzle_128b(head, product * 32 + j % 2 * 16 + 4 * t)) =
-                pack_pair<product_t>(element[2 * j] * factor, element[2 * j + 1] * factor);
+            for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
         }
+#pragma unroll
+        for (int mask = 1; mask < LANES; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+        const float factor = inverse_power_of_two(absmax);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int chunk = i * LANES + part, t = chunk / 2 % 4;
+            if (chunk >= CHUNKS) continue;
+            x[i].to_floats(element);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int product = chunk % 2 * 2 + j / 2;
+                *reinterpret_cast<uint32_t*>(queries + chunk / 8 * QUERY_PANEL_BYTES +
+                                             swizzle_128b(head, product * 32 + j % 2 * 16 + 4 * t)) =
+                    pack_pair<product_t>(element[2 * j] * factor, element[2 * j + 1] * factor);
+            }
+        }
+        if (part == 0) units[head] = scale * LOG2_E / factor;
     }
-    if (part == 0) units[head] = scale * LOG2_E / factor;
-}
+};
 
 extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 9, 64]; 1 x BOX_TOKENS x 9 x 64
@@ -351,14 +359,19 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         }
     };
 
-    for (; schedule.has_item(); schedule.next()) {
-        const int seq = schedule.seq;
-        const int query_head = made_anew(threadIdx.x / QUERY_LANES);
-        const int64_t of = first_head + query_head;
-        store_queries(queries, units, scale, query_head, of < num_heads,
-                      q_nope + seq * nope_stride + of * nope_head_stride, q_pe + seq * pe_stride + of * pe_head_stride);
+    // Queries of an item are loaded while the results of the one before are exchanged and stored.
+    Queries of_item;
+    const auto load_queries = [&] {
+        const int64_t seq = schedule.seq, of = first_head + made_anew(threadIdx.x / QUERY_LANES);
+        of_item.load(schedule.has_item() && of < num_heads, q_nope + seq * nope_stride + of * nope_head_stride,
+                     q_pe + seq * pe_stride + of * pe_head_stride);
+    };
+    load_queries();
+    while (schedule.has_item()) {
+        of_item.store(queries, units, scale);
         if (QUERY_TOKENS > 1 && threadIdx.x < HEADS) {
-            row_ends[threadIdx.x] = attended_tokens(schedule.length_of(seq), first_head + threadIdx.x, num_heads);
+            const int length = schedule.length_of(schedule.seq);
+            row_ends[threadIdx.x] = attended_tokens(length, first_head + threadIdx.x, num_heads);
         }
         fence_proxy_async();
         named_barrier_sync<ALL_WARPS>(CONSUMERS);
@@ -422,6 +435,9 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             const float* const of = &o[LATENT_PANELS / 2 + i / (HEADS / 8)][i % (HEADS / 8) * 4];
             exchange[(warpgroup * EXCHANGED + i) * 128] = {of[0], of[1], of[2], of[3]};
         }
+        const MlaItem item = schedule.item();
+        schedule.next();
+        load_queries();
         named_barrier_sync<ALL_WARPS>(CONSUMERS);
 #pragma unroll
         for (int i = 0; i < EXCHANGED; ++i) {
@@ -433,7 +449,6 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             of[3] += x.w;
         }
 
-        const MlaItem item = schedule.item();
         bool direct = item.is_whole();
         if constexpr (COMBINES) {
             constexpr int ACCUMULATORS = RESULT_PANELS * HEADS / 2;
