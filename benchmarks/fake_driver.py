@@ -114,7 +114,7 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(Specialisation, "loaded", find)
     yield mock.patch.object(Specialisation, "load", load)
     yield mock.patch.object(driver, "get", get_driver)
-    yield mock.patch.object(driver, "allow_shared", _nothing)
+    yield mock.patch.object(driver, "raise_limits", _nothing)
     yield mock.patch.object(driver, "relaxed_capture", nullcontext)
     # There is no stream, and workspaces lie in host memory.
     yield mock.patch.dict(NAMESPACE, torch_stream=operator.index)

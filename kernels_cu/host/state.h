@@ -13,7 +13,7 @@ namespace host {
 
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_COPIES = 256;  // maximum number of asynchronous copies in flight per thread
-constexpr unsigned MAX_CLUSTER = 8;   // maximum number of blocks of a cluster
+constexpr unsigned MAX_CLUSTER = 16;  // maximum number of blocks of a cluster
 constexpr unsigned MAX_PLACES = 8;    // maximum number of source lines that a fault cites in its message
 
 // Kernels that include barrier.cuh run with the CLOCKED runtime, which orders accesses by vector clocks (clocks.h). The

@@ -85,7 +85,7 @@ def test_cache_hit_takes_the_gpu_path(name: str) -> None:
 
 
 def replaced_by_the_fake() -> list[Any]:
-    functions = [device.get, device.host, device.count, driver.get, driver.allow_shared, driver.relaxed_capture]
+    functions = [device.get, device.host, device.count, driver.get, driver.raise_limits, driver.relaxed_capture]
     return [*functions, workspace.allocate_torch, workspace.zeros, {**NAMESPACE}]
 
 

@@ -126,7 +126,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     for module in (driver, workspace, launch):
         monkeypatch.setattr(module, "cupy", made)
     monkeypatch.setattr(driver, "_capture_call", lambda name: getattr(made, name))
-    monkeypatch.setattr(driver, "allow_shared", lambda *_: made.unsafe())
+    monkeypatch.setattr(driver, "raise_limits", lambda *_: made.unsafe())
     monkeypatch.setattr(workspace, "_pieces", {})
     yield made
     assert not made.graph, "what prepares a call has become part of the graph"

@@ -202,7 +202,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Computing:
     on = replace(BLACKWELL, index=next(INDICES), name="nvidia-b200")
     calls = driver_calls.Driver(made.launch, None, Driver.Error, lambda: 0, made.encode_map, made.replace_address)
     monkeypatch.setattr(driver_calls, "get", lambda: calls)
-    monkeypatch.setattr(driver_calls, "allow_shared", lambda *_: None)
+    monkeypatch.setattr(driver_calls, "raise_limits", lambda *_: None)
     monkeypatch.setattr(device, "get", lambda index: on)
     monkeypatch.setattr(device, "count", lambda: 1)
     monkeypatch.setattr(tensor, "device_of", lambda value: on)

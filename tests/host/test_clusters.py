@@ -145,7 +145,7 @@ extern "C" __global__ void CLUSTER_OF(8) many(int* out, const int* in) {
         (("(block + 1) % BLOCKS", "BLOCKS"), {}, "out-of-bounds shared access: read of block 2 of a cluster of 2"),
         (("words + thread", "words + 64 + thread"), {}, "out-of-bounds shared access"),
         (("", ""), {"grid": (1, 3)}, "bad launch: 3 blocks in y, clusters of 2"),
-        (("", ""), {"blocks": 16}, "bad launch: 32 blocks in y, clusters of 16"),
+        (("", ""), {"blocks": 32}, "bad launch: 64 blocks in y, clusters of 32"),
     ],
 )
 def test_refused(run_on_host: Run, change: tuple[str, str], how: dict[str, Any], message: str) -> None:

@@ -103,7 +103,7 @@ class Planner:
         self.specialisations[index, specialisation.kernel, specialisation.key] = specialisation
         with driver.outside_capture(self.declaration.name, f"load {specialisation.kernel.file}"):
             compiled = specialisation.load(index)
-            driver.allow_shared(compiled.function, shared)
+            driver.raise_limits(compiled.function, shared)
         return compiled
 
     def load_on_host(self, specialisation: Specialisation) -> Compiled:

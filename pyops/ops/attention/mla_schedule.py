@@ -32,7 +32,7 @@ _ITEM_US = 5.0
 _MAX_UNITS = 2**29
 # The cost model of mla_cluster_combine.cuh: bytes per us that a CTA reads of the others.
 _CLUSTER_BYTES_PER_US = 9.5e3
-_CLUSTER_SIZES = (2, 4, 8)  # CTAs of a cluster: every GPU with clusters allows eight
+_CLUSTER_SIZES = (2, 4, 8, 16)  # CTAs of a cluster: Hopper allows sixteen where a GPC has as many SMs
 _GPCS, _TPC_SMS = 8, 2  # GPCs of the GPU: a cluster lies within one; SMs of a TPC: any may be disabled
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces

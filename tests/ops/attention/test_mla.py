@@ -381,6 +381,8 @@ def test_shares() -> None:
         (64, 128, "float8_e4m3fn", 64, "sm90", (2, 66)),
         (2, 32, "bfloat16", 3, "small_h", (2, 8)),  # clusters of four, which WGMMA's pieces do not beat
         (1, 20, "bfloat16", 5, "small_h", (2, 8)),
+        (1, 16, "bfloat16", 16, "small_h", (1, 16)),  # a GPC has SMs for a cluster of sixteen
+        (1, 16, "bfloat16", 64, "small_h", (1, 64)),  # the combine kernel reads pieces faster than one SM has tiles
         (1, 20, "float8_e4m3fn", 5, "small_h_fp8", (2, 8)),
         (1, 64, "bfloat16", 99, "sm90", (1, 50)),  # WGMMA cuts sequences
         (16, 16, "bfloat16", 8, "small_h", (1, 64)),  # more clusters of eight than GPCs may have
