@@ -43,12 +43,19 @@ DEVICE void keep_loads() {
 }
 
 // Returns x as an integer opaque to the compiler, so that values derived from it are recomputed where they are used
-// instead of being hoisted out of a loop.
+// instead of being hoisted out of a loop, and x itself is computed before a wait that follows.
 DEVICE int made_anew(int x) {
 #if PYOPS_CUDA
     asm volatile("" : "+r"(x));
 #elif PYOPS_HIP
     asm volatile("" : "+v"(x));
+#endif
+    return x;
+}
+template <typename T>
+DEVICE const T* made_anew(const T* x) {
+#if PYOPS_CUDA
+    asm volatile("" : "+l"(x));
 #endif
     return x;
 }

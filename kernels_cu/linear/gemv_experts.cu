@@ -16,8 +16,8 @@
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
 // choices of all tokens, or, with COMBINES, the tokens: SHARERS warps (or groups of SPLIT warps) multiply row n of an
 // equal number of experts each, one after the other, and exchange results through shared memory. The plan promises that
-// no kernel which may still run writes the weights; with COMBINES, nor topk_ids. So the first chunk of a sum, and of a
-// shared choice, is loaded while the previous kernel runs.
+// no kernel which may still run writes the weights; with COMBINES, nor topk_ids and topk_weights. So the first chunk of
+// a sum, and of a shared choice, is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
@@ -57,12 +57,15 @@ DEVICE int64_t expert_row(int i, int64_t column, int64_t num_columns) {
     return GATED == 2 ? 2 * column + i % OUT_ROWS : column + i % OUT_ROWS * num_columns;
 }
 
-// Finds the experts of the block's choices.
-DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_experts) {
+// Finds the experts of the block's choices, and with COMBINES their weights.
+DEVICE void
+find_experts(int64_t* experts, float* factors, const id_t* topk_ids, const float* topk_weights, int64_t num_experts) {
     const int64_t token = COMBINES ? blockIdx.y : blockIdx.y / CHOICES;
-    const id_t* ids = topk_ids + token * TOP_K + (COMBINES ? 0 : choice_of(0));
+    const int64_t first = token * TOP_K + (COMBINES ? 0 : choice_of(0));
+#pragma unroll 1
     for (int j = threadIdx.x; j < EXPERTS; j += NUM_THREADS) {
-        const int64_t id = load_fresh(ids + j);
+        const int64_t id = load_fresh(topk_ids + first + j);
+        if constexpr (COMBINES) factors[j] = load_fresh(topk_weights + first + j);
         experts[j] = id < 0 || id >= num_experts ? -1 : id;
     }
     __syncthreads();
@@ -70,7 +73,7 @@ DEVICE void find_experts(int64_t* experts, const id_t* topk_ids, int64_t num_exp
 
 // The rows of the weights that the warp multiplies.
 struct WeightRows {
-    const int64_t* experts;
+    int64_t* experts;
     int64_t output_size, weight_stride, expert_stride, shared_stride;
 
     // The expert of row i, -1 for none. Not for rows of the shared MLP.
@@ -102,11 +105,13 @@ DEVICE float sum_of_sharers(float own, int parity) {
     return sum;
 }
 
-// Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_row(raw_t (&next)[BATCH], int64_t* experts, const WeightRows& rows, const scalar_t* weight,
-                         const scalar_t* shared, const id_t* topk_ids, int64_t num_experts) {
-    if constexpr (COMBINES) find_experts(experts, topk_ids, num_experts);
+// Loads the first chunk to registers before the previous kernel has ended. The result is for prefetch_second.
+DEVICE const scalar_t*
+prefetch_chunk(raw_t (&next)[BATCH], const WeightRows& rows, const scalar_t* weight, const scalar_t* shared,
+               float* factors, const id_t* topk_ids, const float* topk_weights, int64_t num_experts) {
+    if constexpr (COMBINES) find_experts(rows.experts, factors, topk_ids, topk_weights, num_experts);
     load_chunk(next, rows.address(0, weight, shared), 0);
+    return find_second(rows.address(1 / CHUNKS, weight, shared), has_second<OUT_ROWS, SHARERS>(rows.output_size));
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -124,16 +129,16 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
     __shared__ float factors[EXPERTS];
     const WeightRows rows{experts, output_size, weight_stride, expert_stride, shared_stride};
     raw_t next[BATCH];
-    if (COMBINES || is_shared(0)) prefetch_row(next, experts, rows, weight, shared, topk_ids, num_experts);
+    const scalar_t* second = nullptr;
+    if (COMBINES || is_shared(0)) {
+        second = prefetch_chunk(next, rows, weight, shared, factors, topk_ids, topk_weights, num_experts);
+    }
+    const int num_rows = count_rows<OUT_ROWS, SHARERS>(output_size);
     await_previous_kernel();
+    prefetch_second(second);
     const auto row = [&](int i) { return rows.address(i, weight, shared); };
-    if constexpr (COMBINES) {
-        for (int j = threadIdx.x; j < TOP_K; j += NUM_THREADS) {
-            factors[j] = topk_weights[int64_t(blockIdx.y) * TOP_K + j];
-        }
-        __syncthreads();
-    } else if (!is_shared(0)) {
-        find_experts(experts, topk_ids, num_experts);
+    if (!COMBINES && !is_shared(0)) {
+        find_experts(experts, factors, topk_ids, topk_weights, num_experts);
         if (experts[0] < 0) {
             for (int64_t n = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x; n < output_size;
                  n += int64_t(gridDim.x) * NUM_THREADS) {
@@ -143,17 +148,17 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
         }
         load_chunk(next, row(0), 0);
     }
-    const int num_rows = count_rows<OUT_ROWS, SHARERS>(output_size);
     const bool has_product = stores_products(), stores = has_product && sharer() == 0;
     const auto token = [&](int i, int) {
         if constexpr (COMBINES) return input + (int64_t(blockIdx.y) * CHOICES + choice_of(i)) * input_stride;
         return input + int64_t(blockIdx.y / CHOICES) * input_stride;
     };
-    const auto start = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
-        if (!HAS_ADDEND || !stores || column_of(i) >= output_size) return 0.0f;
-        return to_float(addend[blockIdx.y * addend_stride + column_of(i)]);
+    const auto term = [&](int i) {  // of a sum, loaded a column ahead by the thread that stores it: out may be addend
+        const bool has_term = HAS_ADDEND && stores && i < num_rows && column_of(i) < output_size;
+        return has_term ? addend[blockIdx.y * addend_stride + column_of(i)] : from_float<scalar_t>(0.0f);
     };
-    float kept = start(0);  // the gate, or the sum of the choices so far
+    scalar_t next_term = term(0);  // not waited for: it is no float yet
+    float kept = 0.0f;             // the gate, or the sum of the choices so far
     const auto done = [&](int i, const float (&acc)[TOKENS]) {
         const int64_t column = column_of(i), expert = is_shared(i) ? -1 : rows.expert(i);
         const bool is_last = i % OUT_ROWS == OUT_ROWS - 1, exists = column < output_size;
@@ -166,8 +171,10 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
             if (expert >= 0) kept = fmaf(factors[choice_of(i)], x, kept);
             if (!is_last) return;
             if constexpr (SHARERS > 1) kept = sum_of_sharers(kept, i / OUT_ROWS % 2);
+            if (HAS_ADDEND) kept += to_float(next_term);
+            next_term = term(i + 1);
             if (stores && exists) out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
-            kept = start(i + 1);
+            kept = 0.0f;
         } else {
             if (is_last && stores && exists) {
                 out[blockIdx.y * out_stride + column] =

@@ -48,6 +48,7 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
     __shared__ uint32_t is_last;
     raw_t next[BATCH];
     prefetch_weights(next, weight, weight_stride, norm_weight);
+    const int num_rows = count_rows<1>(NUM_EXPERTS);
     await_previous_kernel();
     const int64_t token = blockIdx.y;
     input_t* const x = reinterpret_cast<input_t*>(row_of_token);
@@ -60,7 +61,7 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
     float* const logits = all_logits + token * NUM_EXPERTS;
     const auto row = [&](int i) { return weight_row(i, weight, weight_stride); };
     const auto input_row = [&](int, int) { return x; };
-    multiply_rows(next, count_rows<1>(NUM_EXPERTS), row, input_row, [&](int i, const float (&acc)[TOKENS]) {
+    multiply_rows(next, num_rows, row, input_row, [&](int i, const float (&acc)[TOKENS]) {
         const int64_t expert = column_of<1>(i);
         if (stores_products() && expert < NUM_EXPERTS) logits[expert] = acc[0];
     });

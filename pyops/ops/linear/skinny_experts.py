@@ -238,9 +238,9 @@ def skinny_experts_sum(
 
     ``out[t] = addend[t] + sum_j topk_weights[t, j] * (input[t * top_k + j] @ weight[e].T + bias[e])`` with e
     ``topk_ids[t, j]``, in float32 and rounded once. Choices of experts that do not exist add nothing, whatever their
-    rows of `input` hold. The kernel reads `weight` and `topk_ids` while the previous kernel runs: that kernel must not
-    write them. It is meant to be `skinny_experts`, which does not. The S parts of a shared MLP are added likewise, with
-    weight 1 and without a bias.
+    rows of `input` hold. The kernel reads `weight`, `topk_ids` and `topk_weights` while the previous kernel runs: that
+    kernel must not write them. It is meant to be `skinny_experts`, which does not. The S parts of a shared MLP are
+    added likewise, with weight 1 and without a bias.
 
     Args:
         out: [num_tokens, N], written; constant row stride. It may be `addend`.
