@@ -117,12 +117,13 @@ concat_and_cache_mla_rope_fused(const position_t* positions,   // [num_tokens]
     await_previous_kernel();
     const int64_t token = blockIdx.x;
     const scalar_t* const latent = kv_c + token * kv_c_stride;
+    const int64_t position = positions[token * positions_stride], slot = slot_mapping[token * slot_mapping_stride];
+    keep_loads_of_warp();  // The compiler would load the slot once the position is known.
     float scale = 0.0f;
     if constexpr (NORMALISED) scale = norm_scale(latent, epsilon);
-    const int64_t position = positions[token * positions_stride];
     if (position < 0 || position >= max_position) return;
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
-    const int64_t entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
+    const int64_t entry = pages.at_slot(slot);
     const angle_t* angles = cos_sin_cache + position * ROPE_SIZE;
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *kv_cache_scale);
     const auto keep = [&](const vec_t& x, int element) {

@@ -48,6 +48,10 @@ constexpr bool HAS_ROPE = HALF > 0;
 using Rotation = HeadRotation<LANES, (HALF > 0 ? HALF : 8), IS_NEOX>;
 constexpr bool VIA_SHARED = HAS_ROPE && Rotation::VIA_SHARED;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+// Whether all loads but those of the angles, which need the position, are in flight together. With two heads weights
+// and slot would spill.
+constexpr bool LOADS_EARLY = ROUNDS == 1;
+struct HeadWeights { weight_t of[VEC_SIZE]; };
 // Narrow accesses and partners by shared memory need more than the 64 registers that four blocks per SM leave a thread.
 constexpr int MIN_BLOCKS = ACCESS_SIZE == VEC_SIZE && !VIA_SHARED ? 1024 / NUM_THREADS : 512 / NUM_THREADS;
 
@@ -72,16 +76,33 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
                     int64_t value_block_stride, int64_t value_slot_stride, int64_t value_head_stride,
                     int64_t positions_stride, int64_t slot_mapping_stride, int64_t index_slot_mapping_stride, float eps,
                     float weight_bias, float q_fp8_scale) {
-    await_previous_kernel();
     __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
     const int lane = threadIdx.x % LANES, element = lane * VEC_SIZE;
     const bool holds = LANES * VEC_SIZE == HEAD_SIZE || element < HEAD_SIZE;
     const uint64_t group = (uint64_t(blockIdx.x) * NUM_THREADS + threadIdx.x) / LANES;
     const bool exists = group < uint64_t(num_tokens) * GROUPS && holds;
     const int64_t token = exists ? group / GROUPS : 0;
-    const int first = group % GROUPS;
+    const int first = made_anew(group % GROUPS);
+    await_previous_kernel();
     scalar_t* row = qkv + token * qkv_stride + element;
 
+    const int64_t position = HAS_ROPE ? positions[token * positions_stride] : 0;
+    const auto load_slot = [&] {
+        return token < num_slots ? int64_t(slot_mapping[token * slot_mapping_stride]) : NOWHERE;
+    };
+    const int64_t early_slot = LOADS_EARLY && INSERT ? load_slot() : NOWHERE;
+    const auto load_weights = [&](int head) {
+        HeadWeights found = {};
+        if (!NORMS || !HAS_WEIGHTS || !exists || head >= HEADS || (head >= FIRST_V && head < FIRST_INDEX)) return found;
+        const weight_t* from = head < FIRST_K     ? q_weight
+                               : head < FIRST_V   ? k_weight
+                               : head < HEADS - 1 ? index_q_weight
+                                                  : index_k_weight;
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) found.of[j] = from[element + j];
+        return found;
+    };
+    const HeadWeights early_weights = LOADS_EARLY ? load_weights(first) : HeadWeights{};
     vec_t vecs[ROUNDS];
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
@@ -89,11 +110,11 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         vecs[round] = vec_t::full(0.0f);
         if (exists && head < HEADS) vecs[round] = vec_t::load<ACCESS_SIZE>(row + head * HEAD_SIZE);
     }
+    if constexpr (LOADS_EARLY) keep_loads_of_warp();
     bool known = true;
     float cosine[VEC_SIZE], sine[VEC_SIZE];
     const bool rotates = HAS_ROPE && element < 2 * HALF;
     if constexpr (HAS_ROPE) {
-        const int64_t position = positions[token * positions_stride];
         known = position >= 0 && position < max_position;
         if (known && rotates) {
             const angle_t* sines = SPLIT_ANGLES ? sin : cos + HALF;
@@ -116,16 +137,12 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) sum += n[j] * n[j];
             const float scale = rsqrtf(lane_reduce<Sum, LANES>(sum) / HEAD_SIZE + eps);
-            float weight[VEC_SIZE];
+            const HeadWeights weights = LOADS_EARLY ? early_weights : load_weights(head);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) weight[j] = 1.0f;
-            if (HAS_WEIGHTS && exists && head < HEADS && !is_v) {
-                const weight_t* from = is_q ? q_weight : is_k ? k_weight : is_index_q ? index_q_weight : index_k_weight;
-#pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) weight[j] = to_float(from[element + j]) + weight_bias;
+            for (int j = 0; j < VEC_SIZE; ++j) {
+                const float weight = HAS_WEIGHTS ? to_float(weights.of[j]) + weight_bias : 1.0f;
+                n[j] = ieee_multiply(n[j], scale * weight);
             }
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) n[j] = ieee_multiply(n[j], scale * weight[j]);
         }
         if constexpr (HAS_ROPE) {
             float partner[VEC_SIZE];
@@ -153,10 +170,11 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         }
 
         if (!INSERT || !known) continue;
-        if ((is_k || is_v) && token < num_slots) {
+        const int64_t slot = LOADS_EARLY ? early_slot : load_slot();
+        if (is_k || is_v) {
             const Pages<BLOCK_SIZE> pages{num_blocks, is_k ? key_block_stride : value_block_stride,
                                           is_k ? key_slot_stride : value_slot_stride};
-            const int64_t at = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
+            const int64_t at = pages.at_slot(slot);
             if (at == NOWHERE) continue;
             const int64_t head_stride = is_k ? key_head_stride : value_head_stride;
             const int64_t offset = at + (head - (is_k ? FIRST_K : FIRST_V)) * head_stride + element;
@@ -167,11 +185,10 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
         }
         if (is_index_k) {
             const bool own = INDEX_SLOTS;
-            if (token >= (own ? num_index_slots : num_slots)) continue;
-            const int64_t slot =
-                own ? index_slot_mapping[token * index_slot_mapping_stride] : slot_mapping[token * slot_mapping_stride];
-            if (slot < 0 || slot >= index_cache_slots) continue;
-            encode<index_t>(y, over_one).template store<ACCESS_SIZE>(index_cache + slot * HEAD_SIZE + element);
+            if (own && token >= num_index_slots) continue;
+            const int64_t index_slot = own ? int64_t(index_slot_mapping[token * index_slot_mapping_stride]) : slot;
+            if (index_slot < 0 || index_slot >= index_cache_slots) continue;
+            encode<index_t>(y, over_one).template store<ACCESS_SIZE>(index_cache + index_slot * HEAD_SIZE + element);
         }
     }
 }
