@@ -24,8 +24,9 @@ from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, Quantiz
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The most tokens of `fp32_router_gemm`, which reads the weight once for every four of them: those of vLLM's op.
-_FEW_TOKENS = 48
+# `fp32_router_gemm` reads the weight once for every four tokens. Most tokens for any weight, those of vLLM's op; and
+# most bytes that it reads for more tokens: 16 MB take 4 us from L2, less than a conversion and cuBLAS.
+_FEW_TOKENS, _FEW_BYTES = 48, 2**24
 
 
 def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuantization | Mxfp4Experts | None:
@@ -156,9 +157,11 @@ class Experts:
         """The logits of the router. In float32, few tokens of bfloat16 take one kernel, without a conversion."""
         if not self.mixture.router_in_float32:
             return self.router(hidden)
-        is_few = gpu_of(hidden) is not None and hidden.shape[0] <= _FEW_TOKENS and not batch_invariant()
-        if is_few and hidden.dtype == torch.bfloat16 and isinstance(self.router, Linear) and self.router.bias is None:
-            return fp32_router_gemm.new(hidden, self.router.weight)
+        is_served = gpu_of(hidden) is not None and not batch_invariant() and hidden.dtype == torch.bfloat16
+        if is_served and isinstance(self.router, Linear) and self.router.bias is None:
+            num_tokens, weight = hidden.shape[0], self.router.weight
+            if num_tokens <= _FEW_TOKENS or -(-num_tokens // 4) * weight.nbytes <= _FEW_BYTES:
+                return fp32_router_gemm.new(hidden, weight)
         return self.router(hidden.float())
 
     def _choice(self, hidden: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
