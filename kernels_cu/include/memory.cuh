@@ -52,13 +52,6 @@ DEVICE int made_anew(int x) {
 #endif
     return x;
 }
-template <typename T>
-DEVICE const T* made_anew(const T* x) {
-#if PYOPS_CUDA
-    asm volatile("" : "+l"(x));
-#endif
-    return x;
-}
 
 // Returns x as bits opaque to the HIP compiler, so that it does not split one mask of several packed fields into a mask
 // per field.

@@ -26,9 +26,8 @@ DEVICE int64_t weight_row(int i, int64_t output_size) {
     return loaded_column<OUT_ROWS>(i, output_size) + i % OUT_ROWS * output_size;
 }
 
-// The first chunk, before the previous kernel has ended: in `w` if the weight is constant, else in L2. The result is
-// for prefetch_second.
-DEVICE const scalar_t* prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, int64_t output_size, int64_t stride) {
+// The first chunk, before the previous kernel has ended: in `w` if the weight is constant, else in L2.
+DEVICE void prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, int64_t output_size, int64_t stride) {
     const scalar_t* row = weight + weight_row(0, output_size) * stride;
     if constexpr (CONSTANT_WEIGHT) {
         load_chunk(w, row, 0);
@@ -38,7 +37,6 @@ DEVICE const scalar_t* prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight,
             if (exists(0, b)) prefetch_line(row + int64_t(vector_of(0, b)) * VEC_SIZE);
         }
     }
-    return find_second(weight + weight_row(1 / CHUNKS, output_size) * stride, has_second<OUT_ROWS>(output_size));
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -50,11 +48,10 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
      int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride,
      float epsilon) {
     raw_t next[BATCH];
-    const scalar_t* const second = prefetch_chunk(next, weight, output_size, weight_stride);
+    prefetch_chunk(next, weight, output_size, weight_stride);
     if constexpr (NORMALISED) prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
     const int num_rows = count_rows<OUT_ROWS>(output_size);
     await_previous_kernel();
-    prefetch_second(second);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int64_t first_token = int64_t(blockIdx.y) * TOKENS;
     if (num_rows == 0) return;

@@ -11,12 +11,8 @@
 
 #include "gemv_rows.cuh"
 
-// Loads the first chunk to registers before the previous kernel has ended. The result is for prefetch_second.
-DEVICE const scalar_t*
-prefetch_chunk(raw_t (&next)[BATCH], const scalar_t* row, const scalar_t* second_row, int64_t output_size) {
-    load_chunk(next, row, 0);
-    return find_second(second_row, has_second<1>(output_size));
-}
+// Loads the first chunk to registers before the previous kernel has ended.
+DEVICE void prefetch_row(raw_t (&next)[BATCH], const scalar_t* row) { load_chunk(next, row, 0); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
@@ -29,13 +25,9 @@ gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
         return matrix * weight_batch_stride + loaded_column<1>(i, output_size) * weight_stride;
     };
     raw_t next[BATCH];
-    const scalar_t* second = nullptr;
-    if constexpr (CONSTANT_WEIGHT) {
-        second = prefetch_chunk(next, weight + offset(0), weight + offset(1 / CHUNKS), output_size);
-    }
+    if constexpr (CONSTANT_WEIGHT) prefetch_row(next, weight + offset(0));
     const int num_rows = count_rows<1>(output_size);
     await_previous_kernel();
-    prefetch_second(second);
     const auto row = [&](int i) { return weight + offset(i); };
     if (num_rows == 0) return;
     if constexpr (!CONSTANT_WEIGHT) load_chunk(next, row(0), 0);

@@ -105,13 +105,11 @@ DEVICE float sum_of_sharers(float own, int parity) {
     return sum;
 }
 
-// Loads the first chunk to registers before the previous kernel has ended. The result is for prefetch_second.
-DEVICE const scalar_t*
-prefetch_chunk(raw_t (&next)[BATCH], const WeightRows& rows, const scalar_t* weight, const scalar_t* shared,
-               float* factors, const id_t* topk_ids, const float* topk_weights, int64_t num_experts) {
+// Loads the first chunk to registers before the previous kernel has ended.
+DEVICE void prefetch_row(raw_t (&next)[BATCH], const WeightRows& rows, const scalar_t* weight, const scalar_t* shared,
+                         float* factors, const id_t* topk_ids, const float* topk_weights, int64_t num_experts) {
     if constexpr (COMBINES) find_experts(rows.experts, factors, topk_ids, topk_weights, num_experts);
     load_chunk(next, rows.address(0, weight, shared), 0);
-    return find_second(rows.address(1 / CHUNKS, weight, shared), has_second<OUT_ROWS, SHARERS>(rows.output_size));
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -129,13 +127,11 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
     __shared__ float factors[EXPERTS];
     const WeightRows rows{experts, output_size, weight_stride, expert_stride, shared_stride};
     raw_t next[BATCH];
-    const scalar_t* second = nullptr;
     if (COMBINES || is_shared(0)) {
-        second = prefetch_chunk(next, rows, weight, shared, factors, topk_ids, topk_weights, num_experts);
+        prefetch_row(next, rows, weight, shared, factors, topk_ids, topk_weights, num_experts);
     }
     const int num_rows = count_rows<OUT_ROWS, SHARERS>(output_size);
     await_previous_kernel();
-    prefetch_second(second);
     const auto row = [&](int i) { return rows.address(i, weight, shared); };
     if (!COMBINES && !is_shared(0)) {
         find_experts(experts, factors, topk_ids, topk_weights, num_experts);

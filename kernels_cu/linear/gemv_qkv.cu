@@ -44,12 +44,10 @@ DEVICE int64_t weight_row(int i) {
     return int64_t(blockIdx.x) * HEAD_SIZE + element_of(pair_of(pair_of_row(i)), i % 2);
 }
 
-// The first chunk, before the previous kernel has ended. The result is for prefetch_second.
-DEVICE const scalar_t*
-prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, const scalar_t* norm_weight, int64_t stride) {
+// The first chunk, before the previous kernel has ended.
+DEVICE void prefetch_chunk(raw_t (&w)[BATCH], const scalar_t* weight, const scalar_t* norm_weight, int64_t stride) {
     load_chunk(w, weight + weight_row(0) * stride, 0);
     prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
-    return find_second(weight + weight_row(1 / CHUNKS) * stride, true);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -66,9 +64,8 @@ gemv_qkv(scalar_t* query,                             // [num_tokens, NUM_Q, HEA
          int64_t key_block_stride, int64_t key_slot_stride, int64_t key_head_stride, int64_t value_block_stride,
          int64_t value_slot_stride, int64_t value_head_stride, float epsilon) {
     raw_t next[BATCH];
-    const scalar_t* const second = prefetch_chunk(next, weight, norm_weight, weight_stride);
+    prefetch_chunk(next, weight, norm_weight, weight_stride);
     await_previous_kernel();
-    prefetch_second(second);
     const int head = blockIdx.x, thread = threadIdx.x;
     const bool is_q = head < NUM_Q, is_k = !is_q && head < NUM_Q + NUM_KV, is_v = !is_q && !is_k;
     const int rounds = ROUNDS - (PAIRS % ROUND_PAIRS > 0 && pair_of((ROUNDS - 1) * BLOCK_ROWS) >= PAIRS);

@@ -57,12 +57,6 @@ DEVICE int count_rows(int64_t output_size) {
     return made_anew(blockIdx.x < groups ? int((groups - 1 - blockIdx.x) / gridDim.x + 1) * OUT_ROWS : 0);
 }
 
-// Whether the warp has a second step.
-template <int OUT_ROWS, int SHARERS = 1>
-DEVICE bool has_second(int64_t output_size) {
-    return CHUNKS * OUT_ROWS > 1 || column_of<OUT_ROWS, SHARERS>(1) < output_size;
-}
-
 // Whether the thread is the one that stores the dot products of its warp, or of the SPLIT warps that share a row.
 DEVICE bool stores_products() { return threadIdx.x % (SPLIT * WARP_SIZE) == 0; }
 
@@ -73,23 +67,6 @@ DEVICE void load_chunk(raw_t (&w)[BATCH], const scalar_t* row, int chunk) {
     for (int b = 0; b < BATCH; ++b) {
         const scalar_t* const vector = row + int64_t(exists(chunk, b) ? vector_of(chunk, b) : 0) * VEC_SIZE;
         w[b] = vec_t::load_once(vector).word<VEC_SIZE>(0);
-    }
-}
-
-// The address of the thread's first vector of the second step, in row `row` of the weight, for prefetch_second. It is
-// null if there is no such step, and for lanes with a line that another lane prefetches.
-DEVICE const scalar_t* find_second(const scalar_t* row, bool has_second) {
-    constexpr int LINE_LANES = 128 / (VEC_SIZE * sizeof(scalar_t));
-    const bool prefetches = has_second && threadIdx.x % LINE_LANES == 0;
-    return made_anew(prefetches ? row + int64_t(vector_of(1 % CHUNKS, 0)) * VEC_SIZE : nullptr);
-}
-// Prefetches the thread's vectors of the second step to L2. Kernels call it right after they wait: the previous kernel
-// needs DRAM no longer, and the loads of this step follow the products of the first one, which wait for the input.
-DEVICE void prefetch_second(const scalar_t* first) {
-    if (first == nullptr) return;
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-        if (exists(1 % CHUNKS, b)) prefetch_line(first + b * WARP_SIZE * VEC_SIZE);
     }
 }
 
