@@ -2649,8 +2649,9 @@ class _fp8_mqa_logits(_Attributes, Protocol):
 
             logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
 
-        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
-        queries. `top_k_per_row_prefill` then finds the largest of each row.
+        in float32, in which the maximum of NaN and 0 is 0. Hopper's tensor cores keep 14 bits of ``q[m, h] . k[n]``
+        (`fp8_accumulation.py`). The caller has multiplied the weights by the scales of the queries.
+        `top_k_per_row_prefill` then finds the largest of each row.
 
         Args:
             logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns contiguous, any row
@@ -2684,8 +2685,9 @@ class _fp8_mqa_logits(_Attributes, Protocol):
 
             logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
 
-        in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
-        queries. `top_k_per_row_prefill` then finds the largest of each row.
+        in float32, in which the maximum of NaN and 0 is 0. Hopper's tensor cores keep 14 bits of ``q[m, h] . k[n]``
+        (`fp8_accumulation.py`). The caller has multiplied the weights by the scales of the queries.
+        `top_k_per_row_prefill` then finds the largest of each row.
 
         Args:
             q: [num_tokens, num_heads, head_size] float8_e4m3fn; heads contiguous, any token stride.

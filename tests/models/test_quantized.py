@@ -23,7 +23,7 @@ from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, Quantization, SamplingParams, checkpoint, load
 from pyops.models.linear import ScaledLinear
 from pyops.models.runner import Part, Runner
-from pyops.ops.linear.fp8_accumulation import absolute_error
+from pyops.ops._shared.fp8_accumulation import absolute_error
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {FP8: 448.0, INT8: 127.0}  # the largest quantized values

@@ -12,9 +12,10 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float8_e4m3fn, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
-from .._shared.indexer_cache import indexer_cache, indexer_parts
+from .._shared.indexer_cache import indexer_cache
 from .layout import bad_indices, heads_stride
 from .mqa_logits_plan import TILE, blocks_in_flight, launch
+from .mqa_logits_reference import error, keys_of_pages, keys_of_rows, scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,38 +26,25 @@ _SCALE_BYTES = 4  # bytes of a key's scale in the cache
 _MAX_GROUP = 64  # most rows of a group of fp8_mqa_logits; a block converts its keys once for all of them
 
 
-def _absolute_error(q: Tensor, weights: Tensor, largest_key: float) -> float:
-    """The rounding error of the sum over heads, and of its products: 2^-20 of the largest sum of magnitudes."""
-    lengths = _finite(q).square().sum(-1).sqrt().view(weights.shape)
-    magnitudes = (lengths * _finite(weights).abs()).sum(-1)
-    return 2.0**-20 * largest_key * float(magnitudes.max()) if magnitudes.numel() else 0.0
+def _error_of_rows(
+    logits: Tensor,
+    q: Tensor,
+    k: Tensor,
+    k_scales: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    compressed: bool,
+) -> float:
+    found = keys_of_rows(logits, k, k_scales, cu_seqlen_ks, cu_seqlen_ke, compressed)
+    return error((q[m], weights[m], keys, scales) for m, _, keys, scales in found)
 
 
-def _finite(x: Tensor) -> Tensor:
-    wide = x.double()
-    return torch.where(wide.isfinite(), wide, 0.0)
-
-
-def _largest(keys: Tensor, scales: Tensor) -> float:
-    lengths = _finite(keys).square().sum(-1).sqrt() * _finite(scales).abs()
-    return float(lengths.max()) if lengths.numel() else 0.0
-
-
-def _error_of_rows(q: Tensor, k: Tensor, k_scales: Tensor, weights: Tensor) -> float:
-    return _absolute_error(q, weights, _largest(k, k_scales))
-
-
-def _error_of_pages(q: Tensor, kv_cache: Tensor, weights: Tensor) -> float:
-    keys, scales = indexer_parts(kv_cache, q.shape[-1])
-    quants = keys.contiguous().view(torch.float8_e4m3fn)
-    return _absolute_error(q, weights, _largest(quants, scales.contiguous().view(torch.float32)[..., 0]))
-
-
-def _scores(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
-    """The logits [num_keys] of one row with keys [num_keys, head_size], in float64."""
-    products = q.double() @ keys.double().T
-    positive = torch.where(products > 0, products, 0.0)  # also of NaN, as fmax
-    return scales.double() * (weights.double() @ positive)
+def _error_of_pages(
+    logits: Tensor, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor
+) -> float:
+    found, queries = keys_of_pages(logits, q, kv_cache, context_lens, block_tables), q.flatten(0, 1)
+    return error((queries[row], weights[row], keys, scales) for row, _, _, keys, scales in found if len(keys))
 
 
 @op(partial="logits", atol=_error_of_rows)
@@ -78,8 +66,9 @@ def fp8_mqa_logits(
 
         logits[m, n] = k_scales[n] * sum_h weights[m, h] * max(q[m, h] . k[n], 0)
 
-    in float32, in which the maximum of NaN and 0 is 0. The caller has multiplied the weights by the scales of the
-    queries. `top_k_per_row_prefill` then finds the largest of each row.
+    in float32, in which the maximum of NaN and 0 is 0. Hopper's tensor cores keep 14 bits of ``q[m, h] . k[n]``
+    (`fp8_accumulation.py`). The caller has multiplied the weights by the scales of the queries.
+    `top_k_per_row_prefill` then finds the largest of each row.
 
     Args:
         logits: [num_tokens, num_keys] float32, written where query tokens have keys; columns contiguous, any row
@@ -95,15 +84,10 @@ def fp8_mqa_logits(
             `compressed`.
         compressed: whether a row begins with its first key.
     """
-    keys = k.view(torch.float8_e4m3fn)
     if clean_logits:
         logits.fill_(-torch.inf)
-    for m, (start, end) in enumerate(zip(cu_seqlen_ks.tolist(), cu_seqlen_ke.tolist(), strict=True)):
-        begin, end = (max(0, min(bound, len(k))) for bound in (start, end))
-        shift = begin if compressed else 0
-        end = min(end, shift + logits.shape[1])
-        if begin < end:
-            logits[m, begin - shift : end - shift] = _scores(q[m], weights[m], keys[begin:end], k_scales[begin:end])
+    for m, columns, keys, scales in keys_of_rows(logits, k, k_scales, cu_seqlen_ks, cu_seqlen_ke, compressed):
+        logits[m, columns] = scores(q[m], weights[m], keys, scales).float()
 
 
 @fp8_mqa_logits.result
@@ -215,25 +199,12 @@ def fp8_paged_mqa_logits(
         block_tables: [num_seqs, max_blocks] int32 or int64, any strides.
         clean_logits: whether the other elements become -inf; otherwise they are left unchanged.
     """
-    num_seqs, next_n, _, head_size = q.shape
-    num_blocks, block_size, _ = kv_cache.shape
-    keys, scales = indexer_parts(kv_cache, head_size)
-    quants, scales = keys.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)[..., 0]
+    queries = q.flatten(0, 1)
     if clean_logits:
         logits.fill_(-torch.inf)
-    capacity = min(block_tables.shape[1] * block_size, logits.shape[1])
-    for row in range(num_seqs * next_n):
-        s, j = divmod(row, next_n)
-        length = int(context_lens[s, j] if context_lens.ndim == 2 else context_lens[s]) - (
-            0 if context_lens.ndim == 2 else next_n - 1 - j
-        )
-        positions = torch.arange(max(0, min(length, capacity)), dtype=torch.int64, device=logits.device)
-        blocks = block_tables[s][positions // block_size].long()
-        there = (blocks >= 0) & (blocks < num_blocks)
-        slots = blocks[there], positions[there] % block_size
-        found = torch.full_like(positions, -torch.inf, dtype=torch.float64)
-        found[there] = _scores(q[s, j], weights[row], quants[slots], scales[slots])
-        logits[row, : len(positions)] = found
+    for row, count, columns, keys, scales in keys_of_pages(logits, q, kv_cache, context_lens, block_tables):
+        logits[row, :count] = -torch.inf
+        logits[row, columns] = scores(queries[row], weights[row], keys, scales).float()
 
 
 @fp8_paged_mqa_logits.result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -19,9 +20,10 @@ _mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
 # thread; of 256 threads they leave 128, and the keys of a warp take 64: some architectures would spill.
 _NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
-# mqa_logits_sm90.cu: threads of a block, keys of a tile, most keys of a TMA box, most tiles in flight, most heads, most
-# rows of a group.
-_SM90_THREADS, _SM90_TILE, _SM90_BOX, _SM90_STAGES, _SM90_MAX_HEADS, _SM90_MAX_ROWS = 512, 192, 64, 4, 64, 8
+# mqa_logits_sm90.cu: consumer warpgroups, keys of a tile, most columns of an MMA, most keys of a TMA box, most tiles and
+# most groups of rows in flight, most heads, most rows of a sequence.
+_SM90_CONSUMERS, _SM90_TILE, _SM90_COLUMNS, _SM90_BOX, _SM90_STAGES = 2, 256, 128, 64, 4
+_SM90_MAX_HEADS, _SM90_MAX_ROWS = 64, 8
 _MIN_BOX = 8  # fewest keys of a box: the period of the swizzle
 _SIMT_WARPS = 4  # warps of a block of mqa_logits_simt.cu, a key each
 _HEAD_SIZES = (64, 128)  # head sizes of mqa_logits.cu
@@ -104,22 +106,35 @@ def _launch_sm90(
     q: TensorArg, keys: TensorArg, positions: int, constants: dict[str, Any], fed: dict[str, int]
 ) -> Launch | None:
     """The launch of mqa_logits_sm90.cu, with as many blocks as run at a time; None if it does not take the rows."""
-    num_rows, head_size = fed["num_rows"], q.shape[-1]
-    # Rows of a prompt are in groups of the largest size, or of a power of two if there are few.
-    few = _SM90_MAX_ROWS if tuning.batch_invariant() else 1 << max(num_rows - 1, 0).bit_length()
-    rows = fed["group_rows"] if constants["PAGED"] else min(_SM90_MAX_ROWS, few)
+    num_rows, num_heads, head_size = fed["num_rows"], *q.shape[-2:]
+    heads = -(-num_heads // 32) * 32
+    # Rows of a prompt are in groups of a chunk for each consumer, or of a power of two if there are few.
+    most = _SM90_CONSUMERS * (_SM90_COLUMNS // heads)
+    few = most if tuning.batch_invariant() else 1 << max(num_rows - 1, 0).bit_length()
+    rows = fed["group_rows"] if constants["PAGED"] else min(most, few)
     box = gcd(constants["BLOCK_SIZE"], _SM90_BOX) if constants["PAGED"] else _SM90_BOX
-    if not 0 < rows <= _SM90_MAX_ROWS or box < _MIN_BOX or not check.mappable(keys):
+    queries = replace(q, shape=(num_rows, num_heads, head_size), strides=(fed["q_stride"], head_size, 1))
+    limit = _SM90_MAX_ROWS if constants["PAGED"] else most
+    if not 0 < rows <= limit or box < _MIN_BOX or not check.mappable(keys, queries):
         return None
-    columns = rows * (-(-q.shape[-2] // 32) * 32)
-    stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + int32.itemsize
-    rest = columns * (2 * head_size + float32.itemsize) + rows * 3 * int32.itemsize
-    rest += (_SM90_THREADS // 32 + 2) * int32.itemsize
-    stages = min(_SM90_STAGES, (q.device.shared_memory - rest) // stage)
-    shared = -(-(rest + stages * stage) // 1024) * 1024
-    kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(**constants, ROWS=rows, STAGES=stages, BOX_KEYS=box)
+    threads = 128 * (_SM90_CONSUMERS + 1)
+    stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + 3 * int32.itemsize
+    of_group = rows * (heads * (head_size + float32.itemsize) + 3 * int32.itemsize) + 2 * 8
+    rest = (threads // 32 + 2) * int32.itemsize
+    capacity = q.device.shared_memory - rest
+    query_stages = min(_SM90_STAGES, max(2, capacity // 2 // of_group))
+    stages = min(_SM90_STAGES, (capacity - query_stages * of_group) // stage)
+    shared = -(-(rest + stages * stage + query_stages * of_group) // 1024) * 1024
+    kernel = _mqa_logits_sm90.for_arch(q.device.arch_feature)(
+        **constants, ROWS=rows, STAGES=stages, QUERY_STAGES=query_stages, BOX_KEYS=box
+    )
     grid = (min(-(-num_rows // rows) * -(-positions // _SM90_TILE), q.device.num_sms),)
-    arguments = {name: fed[name] for name in fed if name != "group_rows"}
+    arguments = {name: fed[name] for name in fed if name not in ("group_rows", "q_stride")}
     return kernel.launch(
-        grid, _SM90_THREADS, shared, **arguments, key_map=TensorMap.of(keys, (head_size, box, 1), head_size)
+        grid,
+        threads,
+        shared,
+        **arguments,
+        key_map=TensorMap.of(keys, (head_size, box, 1), head_size),
+        query_map=TensorMap.of(queries, (head_size, heads, rows), head_size),
     )

@@ -11,9 +11,9 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float16, uint8
 from ..._core.tensors.tensor import TensorArg
+from .._shared.fp8_accumulation import FLOAT32_ERROR
 from .._shared.packed_layouts import column_place
 from .._shared.scalar_type import uint8b128
-from .fp8_accumulation import FLOAT32_ERROR
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight

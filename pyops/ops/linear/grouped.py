@@ -11,7 +11,7 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import experts_error
+from .._shared.fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped_engines import plan
 from .grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem, check_scales

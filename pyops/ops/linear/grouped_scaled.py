@@ -11,7 +11,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3, float32
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import experts_error
+from .._shared.fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
 from .grouped_engines import plan

@@ -11,7 +11,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, int32
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import absolute_error
+from .._shared.fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand
 from .grouped_blocks import block_size_for
 from .grouped_rows import (

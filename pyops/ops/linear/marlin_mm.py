@@ -10,8 +10,8 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
+from .._shared.fp8_accumulation import absolute_error
 from .._shared.scalar_type import SCALAR_TYPES
-from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand, column_bias
 from .marlin_weight import (
     check_order,

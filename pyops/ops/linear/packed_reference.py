@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core.system.lazy import torch
+from .._shared.fp8_accumulation import FLOAT32_ERROR
 from .._shared.packed_layouts import LayoutName, code_bit, column_place, zero_bit
 from .._shared.scalar_type import E2M1_NUMBERS
-from .fp8_accumulation import FLOAT32_ERROR
 from .scaled_mm import scaled
 
 if TYPE_CHECKING:

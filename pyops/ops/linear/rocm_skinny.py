@@ -13,7 +13,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import E4M3, bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import absolute_error
+from .._shared.fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand
 from .scaled_mm import codes

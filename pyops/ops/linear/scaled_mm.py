@@ -12,7 +12,7 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import absolute_error
+from .._shared.fp8_accumulation import absolute_error
 from .gemm_plan import MIN_BFLOAT16_CAPABILITY, MIN_CAPABILITY, plan
 from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias
 

@@ -12,7 +12,7 @@ from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int8, uint8
 from ..._core.tensors.tensor import TensorArg
-from .fp8_accumulation import absolute_error
+from .._shared.fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand, column_bias
 from .scaled_mm import check_scales, codes, scaled

@@ -17,8 +17,8 @@ from ..._core.system.lazy import torch
 from ..._core.tensors import dtypes
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32
 from ..._core.tensors.tensor import TensorArg, new
+from .._shared.fp8_accumulation import absolute_error
 from .._shared.scalar_type import int4
-from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
