@@ -67,8 +67,8 @@ def test_mma_of_int8(run_on_host: Run, unsigned: bool) -> None:
 
 # (op, axes of its example, a kernel that it launches)
 CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("linear", {"dtype": "float16", "input_size": 51, "activation": "silu_and_mul"}, "linear/gemm_sm80.cu"),
-    ("linear", {"dtype": "bfloat16", "activation": "gelu", "with_bias": True}, "linear/gemm_simt.cu"),
+    ("linear", {"dtype": "float16", "input_size": 51, "activation": "silu_and_mul", "num_tokens": 40}, "gemm_sm80.cu"),
+    ("linear", {"dtype": "bfloat16", "activation": "gelu", "with_bias": True, "num_tokens": 40}, "linear/gemm_simt.cu"),
     ("cutlass_scaled_mm_azp", {"with_azp": True, "with_bias": True, "num_tokens": 40}, "linear/gemm_sm80.cu"),
     ("cutlass_scaled_mm", {"quant_dtype": "float8_e4m3fn", "scales": "block"}, "linear/gemm_sm80.cu"),
     ("cutlass_moe_mm", {"per_row": True}, "linear/gemm_sm80.cu"),

@@ -64,26 +64,16 @@ class Driver(NamedTuple):
     replace_address: Any = None
 
 
-# Identifiers of CUfunction_attribute that CuPy lacks.
-_REQUIRED_CLUSTER_HEIGHT = 12
-_NON__PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-_PORTABLE_CLUSTER = 8  # most CTAs of a cluster that every GPU with clusters allows
-
-
 def raise_limits(function: int, shared: int) -> None:
-    """Raise the loaded `function`'s limits, if they are lower: `shared` bytes of dynamic shared memory, and as many
-    CTAs of a cluster as its text says."""
+    """Raise (never lower) the loaded `function`'s limits: `shared` bytes of dynamic shared memory, large clusters."""
     if shared:  # static + dynamic shared memory may exceed the 48 KiB default
         from cupy_backends.cuda.api import driver, runtime
 
-        if runtime.is_hip:
-            return
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        # The limit is never lowered: another plan may launch the same function with more.
-        if driver.funcGetAttribute(attribute, function) < shared:
+        if not runtime.is_hip and driver.funcGetAttribute(attribute, function) < shared:
             driver.funcSetAttribute(function, attribute, shared)
-        if driver.funcGetAttribute(_REQUIRED_CLUSTER_HEIGHT, function) > _PORTABLE_CLUSTER:
-            driver.funcSetAttribute(function, _NON__PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        if not runtime.is_hip and driver.funcGetAttribute(12, function) > 8:  # the required height of its clusters
+            driver.funcSetAttribute(function, 14, 1)  # larger ones are allowed; CuPy has no names for the two
 
 
 @cache

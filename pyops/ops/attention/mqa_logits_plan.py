@@ -20,8 +20,8 @@ _mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
 # thread; of 256 threads they leave 128, and the keys of a warp take 64: some architectures would spill.
 _NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
-# mqa_logits_sm90.cu: consumer warpgroups, keys of a tile, most columns of an MMA, most keys of a TMA box, most tiles and
-# most groups of rows in flight, most heads, most rows of a sequence.
+# mqa_logits_sm90.cu: consumer warpgroups, keys of a tile, most columns of an MMA, most keys of a TMA box, most tiles
+# and most groups of rows in flight, most heads, most rows of a sequence.
 _SM90_CONSUMERS, _SM90_TILE, _SM90_COLUMNS, _SM90_BOX, _SM90_STAGES = 2, 256, 128, 64, 4
 _SM90_MAX_HEADS, _SM90_MAX_ROWS = 64, 8
 _MIN_BOX = 8  # fewest keys of a box: the period of the swizzle
