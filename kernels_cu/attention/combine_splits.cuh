@@ -6,6 +6,7 @@
 // logit without a value.
 #pragma once
 #include "attention.cuh"
+#include "reduce.cuh"
 #include "tile_splits.cuh"
 
 // Partial results, and where a row's result goes. Members are the kernel's arguments of the same names. FRESH: other
@@ -33,35 +34,57 @@ struct PartialRows {
     DEVICE void combine(int64_t token, int64_t head, int splits) const {
         const int lane = threadIdx.x % WARP_SIZE;
         const int64_t first_part = (token * num_heads + head) * max_splits;
-        float max_logit = HAS_SINKS ? sinks[head / SLICES] : minus_infinity(), exp_sum = 0.0f;
-        for (int split = 0; split < splits; ++split)
-            max_logit = fmaxf(max_logit, load(max_logits + first_part + split));
+        const float sink = HAS_SINKS ? sinks[head / SLICES] : minus_infinity();
+        // A lane has each WARP_SIZE-th split, so that all loads are in flight together. The first ones are kept.
+        const auto max_of = [&](int split) {
+            return split < splits ? load(max_logits + first_part + split) : minus_infinity();
+        };
+        const auto sum_of = [&](int split) { return split < splits ? load(exp_sums + first_part + split) : 0.0f; };
+        const float own_max = max_of(lane), own_sum = sum_of(lane);
+        float max_logit = fmaxf(sink, own_max);
+        for (int split = lane + WARP_SIZE; split < splits; split += WARP_SIZE)
+            max_logit = fmaxf(max_logit, max_of(split));
+        max_logit = lane_reduce<Max, WARP_SIZE>(max_logit);
         // exp(x - max_logit); 0 for x = -inf, also where max_logit is -inf.
         const auto relative_exp = [&](float x) { return expf(x - (max_logit == minus_infinity() ? 0.0f : max_logit)); };
-        for (int split = 0; split < splits; ++split) {
-            exp_sum += load(exp_sums + first_part + split) * relative_exp(load(max_logits + first_part + split));
-        }
-        if (HAS_SINKS) exp_sum += relative_exp(sinks[head / SLICES]);
+        const float own_weight = own_sum * relative_exp(own_max);
+        const auto weight_of = [&](int split) {
+            return split < WARP_SIZE ? own_weight : sum_of(split) * relative_exp(max_of(split));
+        };
+        float exp_sum = own_weight;
+        for (int split = lane + WARP_SIZE; split < splits; split += WARP_SIZE) exp_sum += weight_of(split);
+        exp_sum = lane_reduce<Sum, WARP_SIZE>(exp_sum);
+        if (HAS_SINKS) exp_sum += relative_exp(sink);
         if (lane == 0) store_lse(token, head, exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum));
         const float scale = 1.0f / (exp_sum + 1e-6f);
-        for (int column = lane * ACCESS; column < VALUE_SIZE; column += WARP_SIZE * ACCESS) {
+        for (int first = 0; first < VALUE_SIZE; first += WARP_SIZE * ACCESS) {
+            const int column = first + lane * ACCESS;
             float sum[ACCESS] = {};
-            for (int split = 0; split < splits; ++split) {
-                // part <= 1, so that part * x cannot overflow.
-                const float part =
-                    load(exp_sums + first_part + split) * relative_exp(load(max_logits + first_part + split)) * scale;
-                const float* const from = tmp_out + (first_part + split) * VALUE_SIZE + column;
-                float x[ACCESS];
-                if constexpr (FRESH) {
-                    const float4 four = load_fresh(reinterpret_cast<const float4*>(from));
-                    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-                } else {
-                    Vec<float, ACCESS>::load(from).to_floats(x);
-                }
+            for (int batch = 0; batch < splits; batch += WARP_SIZE) {
+                const float part_of_lane = weight_of(batch + lane) * scale;  // <= 1, so that products cannot overflow
+                const float* const from = tmp_out + (first_part + batch) * VALUE_SIZE + column;
+                const int count = min(splits - batch, WARP_SIZE);
+#pragma unroll 8
+                for (int i = 0; i < count; ++i) {
+                    const float part = shfl<WARP_SIZE>(part_of_lane, i);
+                    float x[ACCESS] = {};
+                    if (column < VALUE_SIZE) load_values(x, from + i * VALUE_SIZE);
 #pragma unroll
-                for (int i = 0; i < ACCESS; ++i) sum[i] = fmaf(part, x[i], sum[i]);
+                    for (int k = 0; k < ACCESS; ++k) sum[k] = fmaf(part, x[k], sum[k]);
+                }
             }
-            Vec<scalar_t, ACCESS>::from_floats(sum).store(out + token * out_stride + head * VALUE_SIZE + column);
+            if (column < VALUE_SIZE)
+                Vec<scalar_t, ACCESS>::from_floats(sum).store(out + token * out_stride + head * VALUE_SIZE + column);
+        }
+    }
+
+private:
+    static DEVICE void load_values(float (&x)[ACCESS], const float* from) {
+        if constexpr (FRESH) {
+            const float4 four = load_fresh(reinterpret_cast<const float4*>(from));
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        } else {
+            Vec<float, ACCESS>::load(from).to_floats(x);
         }
     }
 };

@@ -26,6 +26,7 @@ template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3
 struct Results {
     scalar_t* out;
     float *lse, *tmp_out, *max_logits, *exp_sums;
+    int* split_counts;
     const float *sinks, *v_scale;
     int64_t num_tokens, max_splits, out_stride, num_heads;
 
@@ -51,6 +52,7 @@ struct Results {
                 const float mean = unit / (row_sum + 1e-20f);
                 const int64_t part = (token * num_heads + head) * max_splits + work.split;
                 if (exists && t == 0) {
+                    if (work.split == 0) split_counts[token * num_heads + head] = work.splits;
                     max_logits[part] = row_max * LN_2;
                     exp_sums[part] = row_sum;
                 }

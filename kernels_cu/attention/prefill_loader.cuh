@@ -127,20 +127,19 @@ struct Finder {
     const table_t* block_tables;
     int64_t table_stride, table_step, num_blocks;
     uint32_t* items_taken;
-    int num_items;
     int number = blockIdx.x;
 
     // Finds the work of `number`, or of the next number that has work. Returns false at the end of all work. `work` is
     // then the end marker: its queries and keys are loaded as zeros, and no values are loaded.
     DEVICE bool find(Work& work, int& origin, int& length) {
-        for (; number < num_items; take()) {
-            if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
+        for (; number < sequences.count(); take()) {
+            if (sequences.find(sequences.count() - 1 - number, window, work, origin, length)) return true;
         }
         work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 0, 1};
         origin = length = 0;
         return false;
     }
-    DEVICE void take() { number = next_item(items_taken, num_items); }
+    DEVICE void take() { number = next_item(items_taken, sequences.count()); }
     // The block number of the lane's box; num_blocks if no row sees a key of the box, negative if the block number is
     // invalid.
     DEVICE int block_of(const Work& work, int origin, int tile) const {

@@ -11,11 +11,14 @@
 // without tokens. Sequences of fewer than `min_tokens` query tokens have no work. Without HAS_STARTS, sequence s has
 // one query token, row s, and the tile with number s.
 //
-// HAS_SPLITS (split-KV): each item has `max_splits` numbers, one for each part of its keys that a CTA may process
-// alone. An item of few keys has fewer splits, and its other numbers have no work.
+// HAS_SPLITS (split-KV): CTAs share the keys of an item. Only the device knows how long the sequences are, so each CTA
+// computes from all lengths how many KV tiles a split has at most, so that splits are of about equal size and about as
+// many as the plan expects. Numbers then count splits: by sequences, by tiles of query tokens, by splits, and by heads.
+// An item with fewer keys than the last one of its sequence may have fewer splits, and its other numbers have no work.
 #pragma once
 #include "arith.cuh"
 #include "ragged.cuh"
+#include "reduce.cuh"
 #include "sequence_search.cuh"
 #include "tile_splits.cuh"
 #include "vec.cuh"
@@ -45,53 +48,131 @@ struct Window {
     DEVICE int first_seen(int limit) const { return limit < size ? 0 : limit - size + 1; }
 };
 
+// How the keys of all items are divided, in shared memory: the producer has no registers for it.
+struct Division {
+    int split_tiles;  // most KV tiles of a split, unless max_splits are longer
+    int num_splits;   // splits of all items
+};
+
 // The sequences of a call. Members are the kernel's arguments of the same names.
 struct Sequences {
     const starts_t* cu_seqlens_q;
     const length_t* seq_lens;
     int64_t starts_step, length_step, num_seqs, num_tokens, min_tokens, max_tokens, num_kv_heads, section_heads,
-        max_splits;
+        max_splits, num_items;
+    Division* division;  // HAS_SPLITS: set by divide()
 
     DEVICE int64_t start_of(int seq) const { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; }
     DEVICE int64_t first_tile_of(int seq) const { return HAS_STARTS ? start_of(seq) / ITEM_TOKENS + seq : seq; }
+    DEVICE RaggedKeys<length_t> ragged() const { return {seq_lens, length_step, max_tokens}; }
+    DEVICE int length_of(int seq) const {
+        return RAGGED ? ragged().length_of(seq)
+                      : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    }
+    DEVICE int num_groups() const { return int(num_kv_heads) * (GROUP / PACKED_HEADS); }
+
+    // The query tokens of a sequence with work.
+    struct Tokens {
+        int64_t begin, end;
+        bool exist;
+    };
+    DEVICE Tokens tokens_of(int seq) const {
+        const int64_t begin = start_of(seq), end = start_of(seq + 1);
+        return {begin, end, begin >= 0 && end <= num_tokens && begin < end && end - begin >= min_tokens};
+    }
+    // Sets the keys of an item with its number of tokens.
+    DEVICE void set_keys(Work& work, int length, const Window& window) const {
+        work.limit = CAUSAL ? length - work.tokens : length - 1;
+        work.first_tile = window.first_seen(work.limit) / TOKENS;
+        work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
+    }
+
+    // The items of a sequence for PACKED_HEADS heads: their number, and the splits of the last one, which has most keys.
+    struct Items { int count, tiles; };
+    DEVICE Items items_of(int seq, const Window& window) const {
+        const Tokens own = tokens_of(seq);
+        if (!own.exist) return {0, 0};
+        Work last;
+        last.tokens = int((own.end - own.begin - 1) % ITEM_TOKENS) + 1;
+        set_keys(last, length_of(seq), window);
+        return {int((own.end - own.begin - 1) / ITEM_TOKENS) + 1, last.last_tile - last.first_tile + 1};
+    }
+    // The splits of an item with so many KV tiles.
+    DEVICE int splits_of(int tiles) const {
+        return count_splits(tiles, min(ceil_div(tiles, division->split_tiles), int(max_splits)));
+    }
+    // The splits of a sequence and all heads.
+    DEVICE uint32_t splits_of(const Items& items) const {
+        return uint32_t(items.count) * splits_of(items.tiles) * num_groups();
+    }
+    // Divides the keys of all items into about num_items splits. The splits of an item are rounded up, by one half on
+    // average. Every lane of the warp must call.
+    DEVICE void divide(const Window& window) const {
+        const int lane = threadIdx.x % WARP_SIZE;
+        float items = 0.0f, tiles = 0.0f;
+        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) {
+            const Items own = items_of(seq, window);
+            items += float(own.count);
+            tiles += float(own.count) * float(own.tiles);
+        }
+        items = lane_reduce<Sum, WARP_SIZE>(items);
+        tiles = lane_reduce<Sum, WARP_SIZE>(tiles);
+        const float splits = fmaxf(float(num_items) / float(num_groups()) - 0.5f * items, 1.0f);
+        if (lane == 0) division->split_tiles = int(fminf(fmaxf(ceilf(tiles / splits), 1.0f), 0x1p30f));
+        sync_warp();
+        uint32_t count = 0;
+        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) count += splits_of(items_of(seq, window));
+        count = lane_reduce<Sum, WARP_SIZE>(count);
+        if (lane == 0) division->num_splits = int(count);
+        sync_warp();
+    }
+    // The number of work items, with all their splits.
+    DEVICE int count() const { return HAS_SPLITS ? division->num_splits : int(num_items); }
 
     // Finds the work of a number, and the `length` and `origin` of the keys of its sequence. `origin` is the index of
     // the sequence (its row of the block table), or, RAGGED, the first row of its keys. Returns false if the number has
     // no work. Every lane of the warp must call.
     DEVICE bool find(int number, const Window& window, Work& work, int& origin, int& length) const {
-        const int item = HAS_SPLITS ? number / int(max_splits) : number;
-        const int section_tiles = int((HAS_STARTS ? num_tokens / ITEM_TOKENS : 0) + num_seqs),
-                  heads = int(section_heads), num_groups = int(num_kv_heads) * (GROUP / PACKED_HEADS);
-        const int first_group = item / (section_tiles * heads) * heads;
-        const int in_section = item - first_group * section_tiles, own_groups = min(heads, num_groups - first_group);
-        const int tile = in_section / own_groups;
-        work.head = (first_group + in_section % own_groups) * PACKED_HEADS;
-        work.kv_head = work.head / GROUP;
-        const int seq =
-            HAS_STARTS ? find_sequence(tile, int(num_seqs), [&](int of) { return first_tile_of(of); }) : tile;
-        if (seq < 0) return false;
-        const int64_t begin = start_of(seq), end = start_of(seq + 1);
-        if (begin < 0 || end > num_tokens || begin >= end || end - begin < min_tokens) return false;
-        // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
-        const int64_t token = begin + (tile - first_tile_of(seq)) * ITEM_TOKENS;
-        if (token < begin || token >= end) return false;
-        const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
-        length = RAGGED ? ragged.length_of(seq)
-                        : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
-        origin = RAGGED ? int(ragged.first_row(seq)) : seq;
-        work.token = int(token);
-        work.tokens = int(end - token);
-        work.limit = CAUSAL ? length - work.tokens : length - 1;
-        work.first_tile = window.first_seen(work.limit) / TOKENS;
-        work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
+        int seq, group, splits = 1;
+        int64_t tile;  // of the sequence
         work.split = 0;
+        if constexpr (HAS_SPLITS) {
+            seq = find_item(number, int(num_seqs), [&](int of) { return int(splits_of(items_of(of, window))); });
+            if (seq < 0) return false;
+            splits = splits_of(items_of(seq, window).tiles);
+            group = number % num_groups();
+            work.split = number / num_groups() % splits;
+            tile = number / num_groups() / splits;
+        } else {
+            const int section_tiles = int((HAS_STARTS ? num_tokens / ITEM_TOKENS : 0) + num_seqs),
+                      heads = int(section_heads);
+            const int first_group = number / (section_tiles * heads) * heads;
+            const int in_section = number - first_group * section_tiles,
+                      own_groups = min(heads, num_groups() - first_group);
+            const int of_all = in_section / own_groups;
+            group = first_group + in_section % own_groups;
+            seq = HAS_STARTS ? find_sequence(of_all, int(num_seqs), [&](int of) { return first_tile_of(of); }) : of_all;
+            if (seq < 0) return false;
+            tile = of_all - first_tile_of(seq);
+        }
+        const Tokens own = tokens_of(seq);
+        // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
+        const int64_t token = own.begin + tile * ITEM_TOKENS;
+        if (!own.exist || token < own.begin || token >= own.end) return false;
+        length = length_of(seq);
+        origin = RAGGED ? int(ragged().first_row(seq)) : seq;
+        work.head = group * PACKED_HEADS;
+        work.kv_head = work.head / GROUP;
+        work.token = int(token);
+        work.tokens = int(own.end - token);
+        set_keys(work, length, window);
         work.splits = 1;
         if constexpr (HAS_SPLITS) {
-            work.split = number % int(max_splits);
-            work.splits = take_split(work.split, int(max_splits), work.first_tile, work.last_tile);
-            if (work.split >= work.splits) return false;
+            const int tiles = work.last_tile - work.first_tile + 1;
+            work.splits = take_split(work.split, min(splits, ceil_div(tiles, division->split_tiles)), work.first_tile,
+                                     work.last_tile);
         }
-        return true;
+        return work.split < work.splits;
     }
 };
 

@@ -101,6 +101,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
              float* tmp_out,                               // [num_tokens, num_heads, max_splits, VALUE_SIZE]
              float* max_logits,                            // [num_tokens, num_heads, max_splits]
              float* exp_sums,                              // [num_tokens, num_heads, max_splits]
+             int* split_counts,                            // [num_tokens, num_heads] zeros: of rows with several splits
              uint32_t* items_taken,                        // [1], zero before and after
              int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
              int64_t key_head_pitch, int64_t value_head_pitch, int64_t section_heads, int64_t num_items,
@@ -112,6 +113,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
+    __shared__ Division division;
     Tiles tiles(shared, works, invalid_pages, kinds, &found);
     tiles.init<NUM_THREADS>();
     // An 8 x 8 core matrix of ones. It serves as both halves (along 16 keys) of a B operand of 8 columns.
@@ -130,10 +132,11 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS, MIN_BLOCKS>();
         if (warp <= HAS_FINDER) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
-                                      min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
-            Finder finder{sequences,  window,     block_tables, table_stride,
-                          table_step, num_blocks, items_taken,  int(num_items)};
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
+                                      num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
+                                      max_splits,   num_items,  &division};
+            if constexpr (HAS_SPLITS) sequences.divide(window);
+            Finder finder{sequences, window, block_tables, table_stride, table_step, num_blocks, items_taken};
             if (warp == 1) return finder.run(tiles);
             Producer producer{
                 tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},
@@ -161,8 +164,8 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
-    const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
-                          num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
+    const Results results{out,   lse,     tmp_out,    max_logits, exp_sums,   split_counts,
+                          sinks, v_scale, num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float o[VALUE_COLUMNS / 2];
     uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
     float row_sums[4];               // row sums by WGMMA: elements 0 and 2 for the lane's two rows

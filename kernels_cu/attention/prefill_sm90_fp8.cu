@@ -90,9 +90,9 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0) {
             const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs, num_tokens,
-                                      min_tokens,   max_tokens, num_kv_heads, section_heads, 1};
-            Finder finder{sequences,  window,     block_tables, table_stride,
-                          table_step, num_blocks, items_taken,  int(num_items)};
+                                      min_tokens,   max_tokens, num_kv_heads, section_heads, 1,        num_items,
+                                      nullptr};
+            Finder finder{sequences, window, block_tables, table_stride, table_step, num_blocks, items_taken};
             Producer producer{
                 tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},
                 lane,  lane % BOXES};
@@ -118,8 +118,8 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
-    const Results results{
-        out, lse, nullptr, nullptr, nullptr, sinks, v_scale, num_tokens, 1, out_stride, num_kv_heads * GROUP};
+    const Results results{out,   lse,     nullptr,    nullptr, nullptr,    nullptr,
+                          sinks, v_scale, num_tokens, 1,       out_stride, num_kv_heads * GROUP};
     float o[HEAD_SIZE / 2], pieces[PIECES_IN_FLIGHT][PIECE / 2];
     float tile_sums[4], row_sums[2];  // row sums of P by WGMMA, of a tile (elements 0 and 2) and of the item
     const auto start_logits = [&] {   // S = Q K^T

@@ -1,6 +1,7 @@
-// sequence_search.cuh: the sequence of a tile, where tiles are numbered through all sequences.
+// sequence_search.cuh: the sequence of a tile, or of a split, where these are numbered through all sequences.
 #pragma once
 #include "arith.cuh"
+#include "vec.cuh"
 
 // The last sequence that begins at this tile or before; -1 if there is none. Sequence s begins at first_tile_of(s). If
 // these numbers do not ascend, any sequence may be returned. Each lane probes one sequence, so that a load narrows the
@@ -16,4 +17,32 @@ DEVICE int find_sequence(int64_t tile, int num_seqs, const F& first_tile_of) {
         low = min(low + steps * step, high);
     }
     return low - 1;
+}
+
+// The sequence with item `number`, if the items of sequence s follow those of sequence s - 1, and are count_of(s);
+// `number` becomes the item's index within its sequence. Returns -1 if there is no such item. Every lane of the warp must
+// call.
+template <typename F>
+DEVICE int find_item(int& number, int num_seqs, const F& count_of) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    for (int first = 0; first < num_seqs; first += WARP_SIZE) {
+        const int count = first + lane < num_seqs ? count_of(first + lane) : 0;
+        int prefix_sum = count;
+#pragma unroll
+        for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+            const int before = shfl<WARP_SIZE>(prefix_sum, max(lane - distance, 0));
+            if (lane >= distance) prefix_sum += before;
+        }
+        const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
+        if (number < total) {
+            // The minimum over lanes is the first lane with a prefix sum above `number`.
+            int hit = number < prefix_sum ? lane : WARP_SIZE;
+#pragma unroll
+            for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
+            number -= shfl<WARP_SIZE>(prefix_sum - count, hit);
+            return first + hit;
+        }
+        number -= total;
+    }
+    return -1;
 }

@@ -1,5 +1,6 @@
 // splits.cuh: split-KV: the number of splits of a sequence, and the tokens of each split.
 #pragma once
+#include "sequence_search.cuh"
 #include "vec.cuh"
 
 constexpr int TILE_TOKENS = 16;  // alignment of a split's first token, unless a plan passes another unit
@@ -151,26 +152,6 @@ struct Balance {
             split -= seq * equal_splits;
             return seq < num_seqs ? seq : -1;
         }
-        const int lane = threadIdx.x % WARP_SIZE;
-        for (int first = 0; first < num_seqs; first += WARP_SIZE) {
-            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // splits of the lane's sequence
-            int prefix_sum = splits;
-#pragma unroll
-            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-                const int before = shfl<WARP_SIZE>(prefix_sum, max(lane - distance, 0));
-                if (lane >= distance) prefix_sum += before;
-            }
-            const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
-            if (split < total) {
-                // The minimum over lanes is the first lane with a prefix sum above `split`.
-                int hit = split < prefix_sum ? lane : WARP_SIZE;
-#pragma unroll
-                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
-                split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);
-                return first + hit;
-            }
-            split -= total;
-        }
-        return -1;
+        return find_item(split, int(num_seqs), [&](int seq) { return splits_of(seq); });
     }
 };

@@ -6,10 +6,13 @@
 // combine.
 constexpr int MIN_SPLIT_TILES = 4;
 
+// The splits of so many tiles, at most max_splits.
+DEVICE int count_splits(int tiles, int max_splits) { return max(1, min(max_splits, tiles / MIN_SPLIT_TILES)); }
+
 // Reduces the tiles first_tile to last_tile to those of a split. Returns the number of splits, at most max_splits. If
 // that is `split` or less, there is no such split.
 DEVICE int take_split(int split, int max_splits, int& first_tile, int& last_tile) {
-    const int tiles = last_tile - first_tile + 1, splits = max(1, min(max_splits, tiles / MIN_SPLIT_TILES));
+    const int tiles = last_tile - first_tile + 1, splits = count_splits(tiles, max_splits);
     // If tiles % splits != 0, the first splits have one tile more.
     const int even = tiles / splits, longer = tiles % splits;
     first_tile += split * even + min(split, longer);

@@ -49,7 +49,7 @@ _WAVES_WITHOUT_SPLITS = 4
 # Most splits for which the last CTA of a row combines them, instead of a combine kernel. "The last CTA of a row
 # combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
 # for 64 splits of 3 sequences and for one sequence.
-_MAX_SPLITS_OF_LAST_BLOCK = 50
+MAX_SPLITS_OF_LAST_BLOCK = 50
 # Splits that the last block combines in the time of a step: a load of four takes 0.35 us ("A chain for each head"), and
 # a step 1.1 us.
 _SPLITS_OF_A_STEP = 12
@@ -229,7 +229,7 @@ def _choose_num_warps(
 
 def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> CombineConfig | None:
     """The kernel that combines the splits; None if the last block of a row does it."""
-    combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
+    combines_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= MAX_SPLITS_OF_LAST_BLOCK
     combines_itself |= problem.any_tokens  # decode_combine.cu has one row for each sequence
     combines_itself &= not tuning.batch_invariant()
     if not problem.partials and (max_splits == 1 or combines_itself):
@@ -338,5 +338,5 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
     most = _MAX_SPLITS
     if problem.any_tokens:
-        most = min(most, max(_MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
+        most = min(most, max(MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

@@ -80,10 +80,14 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """Whether attention_decode.cu is faster than the prefill kernels, by the bytes that CTAs read.
 
     Every tile of query tokens reads the sequence, those after the first one without splits: their CTAs share the rate
-    of all that run at once, and take at least the latency of their steps.
+    of all that run at once, and take at least the latency of their steps. Few long sequences have splits that take a
+    combine kernel, which attention_decode.cu has for one query token alone.
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
+    may_split = rows.few_rows > 0 and rows.uses_wgmma and not rows.is_fp8
+    if may_split and config.max_splits > decode_choose.MAX_SPLITS_OF_LAST_BLOCK:
+        return False
     slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
     ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads

@@ -22,6 +22,7 @@ _RESERVED_BYTES = 1024  # bytes of shared memory that the system reserves in eac
 _STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items and missing tokens
 _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
 MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
+_ANY_SPLITS = 2**31 - 1  # splits without a limit
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
 _LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
@@ -50,11 +51,14 @@ class PrefillSm90Config:
         tokens: keys of a KV tile.
         consumers: consumer warpgroups, each with 64 rows of queries. With one, an SM has two CTAs.
         max_splits: split-KV: most splits of a work item; a CTA takes one split.
+        splits: splits of all work items that the kernel aims at. It has the lengths, and gives each item splits in
+            proportion to its keys.
     """
 
     tokens: int
     consumers: int
     max_splits: int = 1
+    splits: int = _ANY_SPLITS
 
     def __post_init__(self) -> None:
         if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in _REGISTERS or self.max_splits < 1:
@@ -97,15 +101,9 @@ class PrefillSm90Config:
         num_tiles = count_tiles(problem, item_tokens)
         num_items = num_tiles * (num_heads // heads)
         has_splits = self.max_splits > 1
-        shared_constants = {
-            "HAS_SPLITS": has_splits or problem.p_hi_lo,
-            "HAS_STARTS": problem.cu_seqlens_q is not None,
-            "TOKENS": self.tokens,
-            "CONSUMERS": self.consumers,
-            "PACKED_HEADS": heads,
-        }
         arguments = arguments | {
             **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, problem.value_size),
+            "split_counts": Scratch(4 * num_tokens * num_heads, zeroed=True) if has_splits else 0,
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
@@ -114,7 +112,11 @@ class PrefillSm90Config:
         }
         attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
-            **shared_constants,
+            HAS_SPLITS=has_splits or problem.p_hi_lo,
+            HAS_STARTS=problem.cu_seqlens_q is not None,
+            TOKENS=self.tokens,
+            CONSUMERS=self.consumers,
+            PACKED_HEADS=heads,
             BOX_TOKENS=box_tokens,
             WHOLE_HEADS=panels.whole_heads,
             STAGES=stages,
@@ -132,15 +134,15 @@ class PrefillSm90Config:
             value_map=map_cache(caches[1], box_tokens),
             key_head_pitch=panels.head_pitch(caches[0]),
             value_head_pitch=panels.head_pitch(caches[1]),
-            num_items=num_items * self.max_splits,
+            num_items=min(num_items * self.max_splits, self.splits),
             items_taken=Scratch(4, zeroed=True),
         )
         if not has_splits:
             return [attend]
-        names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
-        combine = _combine(**{name: constants[name] for name in names}, **shared_constants)
-        grid = (num_items, -(-item_tokens * heads // _JOIN_WARPS))
-        return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **_combine.taken(arguments))]
+        combine = _combine(**{name: constants[name] for name in ("scalar_t", "VALUE_SIZE", "HAS_SINKS", "HAS_LSE")})
+        grid = -(-num_tokens * num_heads // _JOIN_WARPS)
+        taken = _combine.taken(arguments | {"num_heads": num_heads})
+        return [attend, combine.launch(grid, 32 * _JOIN_WARPS, **taken)]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""
@@ -191,12 +193,16 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     one = _choose_tile(problem, device)
     while not one.fits(problem, device):
         one = replace(one, tokens=one.tokens - 16)
-    max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
-    if (max_splits > 1 or problem.p_hi_lo) and problem.value_size > 192:
+    splits = choose_splits(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
+    if (splits > 1 or problem.p_hi_lo) and problem.value_size > 192:
         # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
         has_registers = problem.has_plain_logits and problem.cu_seqlens_q is not None
         one = replace(one, tokens=min(one.tokens, 64 if has_registers else 48))
-    return replace(one, max_splits=max_splits)
+    if splits == 1:
+        return one
+    work = work_of(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
+    most = work.splits_of_longest(splits) if problem.num_seqs > 1 else splits
+    return replace(one, max_splits=most, splits=splits * work.items)
 
 
 def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:

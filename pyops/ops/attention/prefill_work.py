@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from .prefill_problem import PrefillProblem
 
-_MAX_SPLITS = 32  # most splits of a work item
+_MAX_SPLITS = 128  # most splits of a work item if all have as many
+_MOST_OF_MEAN = 4  # most splits of an item, as a multiple of the mean
 _MIN_SPLIT_TILES = 4  # fewest KV tiles of a split: MIN_SPLIT_TILES of tile_splits.cuh
 # In times of a KV tile: per work item, per combine, per empty work slot: docs/performance/prefill.md, "A work tile
 # costs 3.2 us" and "An empty work slot costs 1.5 us".
 ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
+_TILES_OF_A_SPLIT = 0.025  # the combine of one more split: eight are loaded at once, in 0.35 us
 
 
 _FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
@@ -35,13 +37,21 @@ class Work(NamedTuple):
         """The time with `splits` splits of each item, if a KV tile takes `tile`, and other costs are in `unit`."""
         rounds, empty_rounds = (-(-count * splits // self.slots) for count in (self.items, self.empty_items))
         item_time = -(-self.tiles // splits) * tile + ITEM_TILES * unit
-        join_time = _JOIN_TILES * unit if splits > 1 else 0
+        join_time = (_JOIN_TILES + splits * _TILES_OF_A_SPLIT) * unit if splits > 1 else 0
         return rounds * item_time + join_time + empty_rounds * _NUMBER_TILES * unit
 
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""
-        most = max(1, min(_MAX_SPLITS, self.tiles // _MIN_SPLIT_TILES))
-        return min(range(1, most + 1), key=self.time)
+        return min(range(1, min(_MAX_SPLITS, self.most_splits) + 1), key=self.time)
+
+    @property
+    def most_splits(self) -> int:
+        """The most splits of an item that the kernels make."""
+        return max(1, self.tiles // _MIN_SPLIT_TILES)
+
+    def splits_of_longest(self, splits: int) -> int:
+        """The most splits of an item where items have `splits` on average, in proportion to their lengths."""
+        return min(_MOST_OF_MEAN * splits, self.most_splits) if splits > 1 else 1
 
 
 class ShortItems(NamedTuple):

@@ -192,7 +192,7 @@ def test_split_kv_of_long_and_short_sequences(max_groups: int, on: str, monkeypa
     several groups take the splits in batches, and a later batch has a larger row max.
     """
     if max_groups:
-        monkeypatch.setattr(decode_choose, "_MAX_SPLITS_OF_LAST_BLOCK", 0)
+        monkeypatch.setattr(decode_choose, "MAX_SPLITS_OF_LAST_BLOCK", 0)
         monkeypatch.setattr(combine, "_MAX_GROUPS", max_groups)
     V1.forget()
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))

@@ -477,8 +477,8 @@ def test_choice_of_kernel() -> None:
                 assert found.specialisation.constants["STAGES"] >= 2
     # Splits of at least four KV tiles where there are fewer work items than SMs: 8 items of 16 tokens and one key-value
     # head, and 1024 keys.
-    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=2)
-    assert prefill_sm90.choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=3)
+    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=2, splits=16)
+    assert prefill_sm90.choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=4, splits=24)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
     # Decode attention takes all 70 sequences of one token, because empty work items cost time, too.
@@ -778,6 +778,102 @@ def test_mla_shares_of_many_sequences(on: str) -> None:
     MLA.forget()
     assert_is_mla(mla_call(lengths, 2, 64, kind=FP8, device=on))
     MLA.forget()
+
+
+DIVISION = """
+#include "attention/prefill_scheduler.cuh"
+extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
+divide(int* found,                        // [most, 7]
+       const length_t* seq_lens,          // [num_seqs]
+       const starts_t* cu_seqlens_q,      // [num_seqs + 1]
+       int64_t num_seqs, int64_t num_tokens, int64_t num_items, int64_t max_splits, int64_t sliding_window) {
+    await_previous_kernel();
+    __shared__ Division division;
+    const Window window{int(sliding_window)};
+    const Sequences sequences{cu_seqlens_q, seq_lens,  1,     1, num_seqs, num_tokens, 1, 100000, 2, 1,
+                              max_splits,   num_items, &division};
+    sequences.divide(window);
+    for (int number = 0; number < sequences.count(); ++number) {
+        Work work;
+        int origin, length;
+        if (!sequences.find(number, window, work, origin, length) || threadIdx.x > 0) continue;
+        int* const to = found + number * 7;
+        to[0] = work.token;
+        to[1] = work.head;
+        to[2] = work.first_tile;
+        to[3] = work.last_tile;
+        to[4] = work.split;
+        to[5] = work.splits;
+        to[6] = division.split_tiles;
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("new", "lengths", "splits", "max_splits", "window"),
+    [
+        ([3] * 10, [12759, 68543, 15107, 20092, 16442, 60000, 72072, 19675, 38896, 49913], 260, 52, 0),
+        ([3] * 10, [50000] * 10, 260, 52, 0),
+        ([3] * 10, [50000] * 10, 260, 9, 0),
+        ([1] * 70, [(i * 7919) % 3000 + 1 for i in range(70)], 400, 99, 0),  # more sequences than lanes
+        ([500, 1, 40], [2000, 70000, 9000], 64, 16, 0),  # several items of a sequence
+        ([500, 1, 40], [2000, 70000, 9000], 64, 16, 4000),
+        ([90] * 20, [300] * 20, 10, 8, 0),  # more items than splits
+        ([3, 3], [0, 5], 64, 16, 0),
+    ],
+)
+def test_splits_are_of_equal_size(
+    new: list[int], lengths: list[int], splits: int, max_splits: int, window: int
+) -> None:
+    """Every KV tile of every item is in one split; splits are about as many as asked for, and none is much longer."""
+    starts = numpy.concatenate([[0], numpy.cumsum(new)]).astype(numpy.int32)
+    item_tokens, tile, heads = 16, 64, 2
+    found = numpy.full((4 * splits + 2 * starts[-1] + 99, 7), -1, numpy.int32)
+    launched(
+        DIVISION,
+        1,
+        32,
+        found=found,
+        seq_lens=numpy.array(lengths, numpy.int32),
+        cu_seqlens_q=starts,
+        num_seqs=len(new),
+        num_tokens=int(starts[-1]),
+        num_items=splits,
+        max_splits=max_splits,
+        sliding_window=window or 2**31 - 1,
+        length_t=dtypes.int32,
+        starts_t=dtypes.int32,
+        GROUP=4,
+        PACKED_HEADS=4,
+        CONSUMERS=1,
+        TOKENS=tile,
+        CAUSAL=True,
+        RAGGED=False,
+        HAS_SPLITS=True,
+        HAS_STARTS=True,
+    )
+    works = [one for one in found.tolist() if one[0] >= 0]
+    size, whole = works[0][6], []
+    for count, length, start in zip(new, lengths, starts, strict=False):
+        for token in range(0, count, item_tokens):
+            limit = length - count + token
+            last = max(limit + min(item_tokens, count - token) - 1, 0) // tile
+            first = max(limit - window + 1, 0) // tile if window else 0
+            whole.append(last - first + 1)
+            for head in range(heads):
+                own = [one for one in works if one[:2] == [start + token, 4 * head]]
+                assert [one[4] for one in own] == list(range(len(own)))
+                assert {one[5] for one in own} == {len(own)}
+                assert len(own) <= max_splits
+                assert [t for one in own for t in range(one[2], one[3] + 1)] == list(range(first, last + 1))
+                sizes = [one[3] - one[2] + 1 for one in own]
+                assert max(sizes) - min(sizes) <= 1
+                assert max(sizes) <= max(size, 2 * 4 - 1) or len(own) == max_splits
+    # Rounding up adds at most one split to an item, and half of one is expected.
+    assert len(works) <= max(splits, heads * len(whole)) + heads * len(whole) / 2
+    if size > 4 and max(whole) <= max_splits * size and len(whole) == len(new):
+        assert 0.9 * splits < len(works) < 1.05 * splits
 
 
 MLA_ITEMS = """

@@ -211,7 +211,7 @@ def test_few_rows_choose_two_ctas_per_sm() -> None:
     for num_seqs, count, expected in (
         (256, 4, PrefillSm90Config(64, 1)),
         (256, 8, PrefillSm90Config(64, 1)),
-        (64, 8, PrefillSm90Config(64, 1, max_splits=2)),
+        (64, 8, PrefillSm90Config(64, 1, max_splits=4, splits=256)),
         (64, 16, PrefillSm90Config(128, 2)),
     ):
         problem = _problem(num_seqs * count, 128, num_seqs=num_seqs)
