@@ -94,14 +94,30 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto start_of = [&](int64_t seq) { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; };
     const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
+    // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of the first sequences
+    // during the search, and threads for the block numbers of the first tokens before they know the length.
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const auto length_of = [&](int64_t seq) {
+        return RAGGED ? ragged.length_of(seq)
+                      : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    };
+    const bool lane_has_length = num_seqs <= WARP_SIZE;
+    const int own_length = lane_has_length && lane < num_seqs ? length_of(lane) : 0;
     const int64_t seq = find_sequence(tile_number, int(num_seqs), first_tile);
     if (seq < 0) return;
-    // A short call waits mostly for loads that depend on each other, so those of the sequence are issued together.
+    const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;
-    if (!RAGGED && threadIdx.x == 0 && max_tokens > 0) prefetch_line(blocks);
-    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
-    const int length =
-        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const auto block_of = [&](int token) {
+        return RAGGED ? first_row + token : int64_t(blocks[token / BLOCK_SIZE * table_step]);
+    };
+    constexpr bool IS_EARLY = STAGES == 2 || IN_REGISTERS;  // otherwise CTAs are many, and registers few
+    int64_t early_blocks[2] = {};                           // of the first two KV tiles
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int token = i * TOKENS + threadIdx.x % TOKENS;
+        if (IS_EARLY && token < max_tokens) early_blocks[i] = block_of(token);
+    }
+    const int length = lane_has_length ? shfl<WARP_SIZE>(own_length, int(seq)) : length_of(seq);
     const int64_t first_token = start_of(seq), end_token = start_of(seq + 1);
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
     if (end_token - first_token < min_tokens) return;
@@ -109,7 +125,6 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     // If cu_seqlens_q does not ascend, the search may return a sequence that begins after the tile.
     if (tile_row < 0 || tile_row >= num_rows) return;
 
-    const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
     // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers,
@@ -153,15 +168,16 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
     // the memory is free.
-    const auto place_at = [&](int start) {
+    const auto place_of = [&](int start, auto find_block) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
-        const int64_t block = RAGGED ? first_row + token : int64_t(blocks[token / BLOCK_SIZE * table_step]);
+        const int64_t block = find_block(token);
         if (block < 0 || block >= num_blocks) return NOWHERE;
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
         return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
     };
+    const auto place_at = [&](int start) { return place_of(start, block_of); };
     held_t held_keys, held_values;
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride + slice * VALUE_SIZE * (PACKED ? BLOCK_SIZE : 1)};
@@ -182,8 +198,11 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     int stage = 0;
     if (start <= last) {
-        tiles.note_place(0, place_at(start));
-        tiles.note_place(1, place_at(start + TOKENS));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto early = [&](int token) { return IS_EARLY && start == 0 ? early_blocks[i] : block_of(token); };
+            if (start + i * TOKENS <= last) tiles.note_place(i, place_of(start + i * TOKENS, early));
+        }
         __syncthreads();
         tiles.load_keys(0, held_keys);
         tiles.store_keys(held_keys);
@@ -328,7 +347,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (!more) cp_async_commit();
         else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, held_values);
         else tiles.load_keys(stage ^ 1, held_keys);
-        const int64_t place = place_at(start + 2 * TOKENS);
+        const bool two_more = start + 2 * TOKENS <= last;
+        const int64_t place = two_more ? place_at(start + 2 * TOKENS) : NOWHERE;
 
         // O += P V.
         scalar_t* const values = tiles.values_at(stage);
@@ -352,7 +372,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
             }
         }
-        tiles.note_place(stage, place);
+        if (two_more) tiles.note_place(stage, place);
     }
     cp_async_wait<0>();
 

@@ -13,7 +13,7 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
-from . import decode_blocks, decode_choose, decode_launch, prefill_plan, prefill_sm90_fp8
+from . import decode_blocks, decode_choose, decode_launch, prefill_mma, prefill_plan, prefill_sm90_fp8
 from .arguments import PagedKV
 from .decode_blocks import CTA_US, STEP_US
 from .decode_choose import DecodeConfig
@@ -85,6 +85,8 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
+    if others and rows.codes is None and rows.uses_wgmma and prefill_mma.is_alone(rows, device):
+        return False  # finding the other tiles takes longer: prefill.md, "Few CTAs"
     may_split = rows.few_rows > 0 and rows.uses_wgmma and not rows.is_fp8
     if may_split and config.max_splits > decode_choose.MAX_SPLITS_OF_LAST_BLOCK:
         return False

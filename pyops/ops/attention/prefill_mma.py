@@ -32,7 +32,8 @@ _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 # an H200 ("Short sequences"): where SMs are full of CTAs, and of a CTA alone on an SM.
 _SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
 _SHORT_ITEM_US_ALONE, _SHORT_TILE_US_ALONE = 3.0, 1.0
-_MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers
+_MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers; above, heads are wide
+_MAX_WIDE_HEAD_SIZE = {False: 256, True: 192}  # {an fp8 cache: largest wide head}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,10 @@ class PrefillMmaConfig:
 
 
 # The geometry for short sequences on Hopper: many CTAs on an SM, because all of an item is latency. Three of them have
-# the registers for two stages with any heads.
+# the registers for two stages with heads of up to 128 elements, and two of them with wide heads.
 _SHORT = PrefillMmaConfig(num_warps=4, row_tiles=1, step_tokens=32, min_blocks=4, stages=1)
 _FEW_SHORT = replace(_SHORT, min_blocks=3, stages=2)
+_WIDE_SHORT = replace(_FEW_SHORT, min_blocks=2)
 _MAX_HEAD_SIZE_OF_TWO_STAGES = 64  # largest head size with two stages and four CTAs
 _MAX_SHORT_TOKENS = 4 * _SHORT.step_tokens  # most tokens of a sequence: each KV tile adds its whole latency
 
@@ -119,15 +121,23 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
     for sequences of one token."""
     head_size = problem.query.shape[2]
     is_short = problem.expected_tokens <= _MAX_SHORT_TOKENS and problem.cu_seqlens_q is not None
-    fits = max(head_size, problem.value_size) <= _MAX_HEAD_SIZE_OF_SHORT
-    if not is_short or not fits or problem.layout.ragged or tuning.batch_invariant():
+    if not is_short or problem.layout.ragged or tuning.batch_invariant():
         return None
+    if head_size > _MAX_HEAD_SIZE_OF_SHORT:
+        fits = head_size <= _MAX_WIDE_HEAD_SIZE[problem.is_fp8] and problem.has_plain_logits
+        return _WIDE_SHORT if fits else None
     # Values of an fp8 cache, and addresses where a thread's chunks are of different columns, need more registers.
     has_registers = not problem.is_fp8 and problem.has_plain_logits and _repeats_columns(problem, device)
     if has_registers and head_size <= _MAX_HEAD_SIZE_OF_TWO_STAGES:
         return replace(_SHORT, stages=2)
     run_at_once = ShortItems.of(problem, _FEW_SHORT.rows).items <= _FEW_SHORT.min_blocks * device.num_sms
     return _SHORT if has_registers and not run_at_once else _FEW_SHORT
+
+
+def is_alone(problem: PrefillProblem, device: Device) -> bool:
+    """Whether `choose_short` takes the call, and gives each CTA an SM of its own."""
+    short = choose_short(problem, device)
+    return short is not None and ShortItems.of(problem, short.rows).items <= device.num_sms
 
 
 def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> float:

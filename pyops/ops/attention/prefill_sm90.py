@@ -188,11 +188,9 @@ def panels_of(problem: PrefillProblem) -> Panels:
 
 
 def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
-    """The largest KV tile that fits into registers and shared memory; split-KV where there are fewer work items than
-    SMs, and to fill the last wave of sequences of few query rows."""
-    one = _choose_tile(problem, device)
-    while not one.fits(problem, device):
-        one = replace(one, tokens=one.tokens - 16)
+    """The largest KV tile that fits; split-KV where there are fewer work items than SMs, and to fill the last wave of
+    sequences of few query rows."""
+    one = _fitting(problem, device)
     splits = choose_splits(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
     if (splits > 1 or problem.p_hi_lo) and problem.value_size > 192:
         # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
@@ -203,6 +201,14 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     work = work_of(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
     most = work.splits_of_longest(splits) if problem.num_seqs > 1 else splits
     return replace(one, max_splits=most, splits=splits * work.items)
+
+
+def _fitting(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
+    """The largest KV tile that fits into registers and shared memory, without split-KV."""
+    one = _choose_tile(problem, device)
+    while not one.fits(problem, device):
+        one = replace(one, tokens=one.tokens - 16)
+    return one
 
 
 def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
@@ -263,7 +269,7 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
     if problem.tokens_of_each and not problem.single_rows:
         items = work.items
     splits = choose_splits(problem, rows, config.tokens, device, config.min_blocks)
-    tile_us = _TILE_US * config.min_blocks * rows * config.tokens * width / (128 * 128 * 256)
+    tile_us = _tile_us(config, width)
 
     def item_us(tiles: float) -> float:
         return ITEM_TILES * _TILE_US + max(1.0, tiles / splits) * tile_us
@@ -275,15 +281,18 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
 
 
 def us_of_short(problem: PrefillProblem, device: Device) -> float:
-    """The time of short sequences in small work items, next to that of `prefill_mma.us_of_short`. Large items, which
-    serve where small ones do not fit, take longer than either."""
-    if not _SHORT.fits(problem, device):
-        return float("inf")
-    rows, width = 64 * _SHORT.consumers, problem.query.shape[2] + problem.value_size
-    tile_us = _TILE_US * _SHORT.min_blocks * rows * _SHORT.tokens * width / (128 * 128 * 256)
-    items, slots = ShortItems.of(problem, rows), _SHORT.min_blocks * device.num_sms
-    found = items.us(slots, ITEM_TILES * _TILE_US, tile_us, _SHORT.tokens)
+    """The time of short sequences in small work items, next to that of `prefill_mma.us_of_short`; in large items where
+    small ones do not fit."""
+    one = _SHORT if _SHORT.fits(problem, device) else _fitting(problem, device)
+    rows, width = 64 * one.consumers, problem.query.shape[2] + problem.value_size
+    items, slots = ShortItems.of(problem, rows), one.min_blocks * device.num_sms
+    found = items.us(slots, ITEM_TILES * _TILE_US, _tile_us(one, width), one.tokens)
     return found + _CALL_US + (_SINGLE_ROWS_US if problem.single_rows else 0.0)
+
+
+def _tile_us(config: PrefillSm90Config, width: int) -> float:
+    """Microseconds of the MMAs of a KV tile, in all CTAs of an SM, with so many elements of a key and a value."""
+    return _TILE_US * config.min_blocks * 64 * config.consumers * config.tokens * width / (128 * 128 * 256)
 
 
 def window_of(problem: PrefillProblem) -> int:

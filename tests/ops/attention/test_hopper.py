@@ -538,8 +538,8 @@ def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
     many rows, longer sequences, or where the batch must not matter.
     """
 
-    def files(count: int, num_seqs: int, blocks: int, **changes: Any) -> list[str]:
-        problem = _problem(count, 128, num_seqs=num_seqs, **changes)
+    def files(count: int, num_seqs: int, blocks: int, head_size: int = 128, **changes: Any) -> list[str]:
+        problem = _problem(count, head_size, num_seqs=num_seqs, **changes)
         tables = replace(problem.kv.block_tables, shape=(num_seqs, blocks), strides=(blocks, 1))
         problem = replace(problem, kv=replace(problem.kv, block_tables=tables))
         launches = launch(problem, choose(problem, HOPPER))
@@ -553,6 +553,10 @@ def test_short_sequences_take_mma(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "prefill_mma.cu" not in files(count, num_seqs, blocks, **changes)
         assert "prefill_mma.cu" not in files(count, num_seqs, 9, **changes)
         assert "prefill_mma.cu" not in files(128 * num_seqs, num_seqs, 8, **changes)
+    # Wide heads: where CTAs are few.
+    for head_size in (192, 256):
+        assert files(174, 38, 8, head_size) == ["prefill_mma.cu"]
+        assert files(30 * 380, 380, 8, head_size) == ["prefill_sm90.cu"]
 
 
 def test_choice_of_decode_attention() -> None:
