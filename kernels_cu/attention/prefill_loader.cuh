@@ -5,7 +5,7 @@
 // BOX_TOKENS tokens, and a box never spans two pages of the cache. Each lane of the producer finds the block number of
 // one box, and one lane issues all boxes. An invalid block number is replaced by num_blocks, for which TMA fills zeros,
 // and sets a bit of `invalid_pages`. In the first and last tile of an item, values of tokens that no row sees may be
-// NaN, so the producer overwrites them with zeros.
+// NaN, so a third warp overwrites them with zeros.
 //
 // RAGGED: the box is the tile and may start at any row of the tensor; it may include rows of the next sequence.
 //
@@ -65,20 +65,28 @@ struct Codes {
     int begin, end;                        // values: tokens outside of begin ... end - 1 become zeros
 };
 
+// A tile of values with tokens that no row sees.
+struct PartialTile {
+    int stage;       // of the value ring; negative: there is no more work
+    int begin, end;  // tokens outside of begin ... end - 1 become zeros
+};
+
 // Shared memory and one thread's view of its rings.
 struct Tiles {
     uint8_t *queries, *keys, *values, *codes;
     Ring<QUERY_STAGES> query;
     Ring<STAGES> key, value;
     Ring<CODE_STAGES> code;
-    uint64_t* landed;         // barrier for values that are to be masked with zeros
+    Ring<1> partial;          // full: the values of a partial tile have arrived
     Work* works;              // [QUERY_STAGES]
     uint32_t* invalid_pages;  // [STAGES], for keys: a bit for each box
     Codes* kinds;             // [CODE_STAGES]
     Ring<1> next;
     Found* found;
+    PartialTile* partial_tile;
 
-    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* invalid_pages, Codes* kinds, Found* found)
+    DEVICE
+    Tiles(uint8_t* shared, Work* works, uint32_t* invalid_pages, Codes* kinds, Found* found, PartialTile* partial_tile)
         : queries(shared),
           keys(queries + QUERY_STAGES * QUERY_BYTES),
           values(keys + STAGES * KeyTile::BYTES),
@@ -87,22 +95,23 @@ struct Tiles {
           key(query.barriers + 2 * QUERY_STAGES),
           value(key.barriers + 2 * STAGES),
           code(value.barriers + 2 * STAGES),
-          landed(code.barriers + 2 * CODE_STAGES),
+          partial(code.barriers + 2 * CODE_STAGES),
           works(works),
           invalid_pages(invalid_pages),
           kinds(kinds),
-          next(landed + 1),
-          found(found) {}
+          next(partial.barriers + 2),
+          found(found),
+          partial_tile(partial_tile) {}
 
     // Initialises barriers. All threads of the CTA call it, and __syncthreads() after it.
     template <int NUM_THREADS>
     DEVICE void init() const {
         if (threadIdx.x == 0) {
-            mbarrier_init(landed, 1);
             query.init(4 * CONSUMERS);
             key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
             value.init(4 * CONSUMERS, IS_FP8 || IS_E4M3 ? WIDENERS : 1);
             code.init(WIDENERS);
+            partial.init(1);
             next.init(1);
         }
         if constexpr (USED_ROWS < ITEM_ROWS) {  // zeros for the rows that no box covers
@@ -173,6 +182,40 @@ struct Finder {
     }
 };
 
+// The end of the tokens of a tile that TMA loads. It fills whole boxes after the last key with zeros, but not what is
+// left of a box.
+DEVICE int box_end_of(int end) { return min(ceil_div(max(end, 0), BOX_TOKENS) * BOX_TOKENS, TOKENS); }
+
+// Writes zeros to the values first ... end - 1 of a tile.
+DEVICE void clear_values(uint8_t* values, int first, int end) {
+    constexpr int ATOM_CHUNKS = ATOM / 16, EIGHT_CHUNKS = ValueTile::PANELS * ATOM_CHUNKS;  // chunks of 16 bytes
+    const int lane = threadIdx.x % WARP_SIZE;
+    for (int i = first / 8 * EIGHT_CHUNKS + lane; i < ceil_div(end, 8) * EIGHT_CHUNKS; i += WARP_SIZE) {
+        const int eight = i / EIGHT_CHUNKS, panel = i % EIGHT_CHUNKS / ATOM_CHUNKS, chunk = i % ATOM_CHUNKS;
+        const int atom = WHOLE_HEADS ? eight * ValueTile::PANELS + panel : panel * (TOKENS / 8) + eight;
+        const int token = eight * 8 + chunk / ROW_CHUNKS;
+        if (token < first || token >= end) continue;
+        *reinterpret_cast<uint4*>(values + atom * ATOM + chunk * 16) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// The warp that clears partial tiles, so that the producer need not wait for their values.
+DEVICE void clear_partial_tiles(Tiles& tiles) {
+    for (;;) {
+        tiles.partial.wait();
+        const PartialTile tile = *tiles.partial_tile;
+        if (tile.stage < 0) return;
+        uint8_t* const values = tiles.values + tile.stage * ValueTile::BYTES;
+        clear_values(values, 0, min(tile.begin, TOKENS));
+        clear_values(values, max(tile.end, 0), box_end_of(tile.end));
+        fence_proxy_async();
+        sync_warp();
+        if (threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(tiles.value.barriers + tile.stage);
+        tiles.partial.release(0);
+        tiles.partial.advance();
+    }
+}
+
 // The key or the value cache in global memory.
 struct MappedCache {
     const TensorMap* map;
@@ -187,7 +230,6 @@ struct Producer {
     const TensorMap* query_map;
     MappedCache key_cache, value_cache;
     int lane, box;  // `box`: the lane's box of a tile
-    uint32_t landings = 0;
 
     DEVICE void run() {
         for (bool more = true; more;) {
@@ -223,6 +265,12 @@ struct Producer {
             if (lane == 0) {
                 tiles.kinds[tiles.code.stage].kind = Codes::END;
                 mbarrier_arrive(tiles.code.full());
+            }
+        } else {
+            tiles.partial.acquire();
+            if (lane == 0) {
+                *tiles.partial_tile = {-1, 0, 0};
+                mbarrier_arrive(tiles.partial.full());
             }
         }
     }
@@ -269,20 +317,13 @@ private:
         auto& ring = tiles.value;
         ring.acquire();
         uint8_t* const to = tiles.values + ring.stage * ValueTile::BYTES;
-        const bool whole = begin <= 0 && end >= TOKENS;
-        load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.landed, work, tile, block);
+        const bool whole = begin <= 0 && end >= box_end_of(end);
         if (!whole) {
-            mbarrier_wait(tiles.landed, landings++ & 1);
-            for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // 16-byte chunks
-                const int atom = i / (ATOM / 16), eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
-                const int token = eight * 8 + i / ROW_CHUNKS % 8;
-                if (token >= begin && token < end) continue;
-                *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(0, 0, 0, 0);
-            }
-            fence_proxy_async();
-            sync_warp();
-            if (lane == 0) mbarrier_arrive(ring.full());
+            tiles.partial.acquire();
+            if (lane == 0) *tiles.partial_tile = {ring.stage, begin, end};
         }
+        load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.partial.full(), work, tile, block);
+        if (!whole) tiles.partial.advance();
         ring.advance();
     }
     template <typename Tile>

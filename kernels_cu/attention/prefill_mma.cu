@@ -94,8 +94,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto start_of = [&](int64_t seq) { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; };
     const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
-    // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of the first sequences
-    // during the search, and threads for the block numbers of the first tokens before they know the length.
+    // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of up to WARP_SIZE
+    // sequences during the search, and threads for the block numbers of the first tokens before they know the length.
     const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
     const auto length_of = [&](int64_t seq) {
         return RAGGED ? ragged.length_of(seq)

@@ -87,7 +87,8 @@ struct Sequences {
         work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
     }
 
-    // The items of a sequence for PACKED_HEADS heads: their number, and the splits of the last one, which has most keys.
+    // The items of a sequence for PACKED_HEADS heads: their number, and the KV tiles of the last one, which has most
+    // keys.
     struct Items { int count, tiles; };
     DEVICE Items items_of(int seq, const Window& window) const {
         const Tokens own = tokens_of(seq);

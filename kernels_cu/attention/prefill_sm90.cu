@@ -113,8 +113,9 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
+    __shared__ PartialTile partial_tile;
     __shared__ Division division;
-    Tiles tiles(shared, works, invalid_pages, kinds, &found);
+    Tiles tiles(shared, works, invalid_pages, kinds, &found, &partial_tile);
     tiles.init<NUM_THREADS>();
     // An 8 x 8 core matrix of ones. It serves as both halves (along 16 keys) of a B operand of 8 columns.
     __shared__ __align__(128) uint32_t ones[ROW_SUMS_BY_WGMMA ? 32 : 1];
@@ -144,6 +145,8 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
             producer.run();
         } else if constexpr (IS_FP8) {
             widen_tiles(tiles);
+        } else if (warp == 2) {
+            clear_partial_tiles(tiles);
         }
         return;
     }

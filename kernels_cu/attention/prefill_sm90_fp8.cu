@@ -71,7 +71,8 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
-    Tiles tiles(shared, works, invalid_pages, kinds, &found);
+    __shared__ PartialTile partial_tile;
+    Tiles tiles(shared, works, invalid_pages, kinds, &found, &partial_tile);
     tiles.init<NUM_THREADS>();
     // An 8 x 16 core matrix of ones. It serves as both halves (along 32 keys) of a B operand of 8 columns.
     __shared__ __align__(128) uint32_t ones[ROW_SUMS_BY_WGMMA ? 32 : 1];

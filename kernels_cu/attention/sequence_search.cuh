@@ -19,9 +19,8 @@ DEVICE int find_sequence(int64_t tile, int num_seqs, const F& first_tile_of) {
     return low - 1;
 }
 
-// The sequence with item `number`, if the items of sequence s follow those of sequence s - 1, and are count_of(s);
-// `number` becomes the item's index within its sequence. Returns -1 if there is no such item. Every lane of the warp must
-// call.
+// The sequence with item `number`, if sequence s has count_of(s) items, which follow those of sequence s - 1. `number`
+// becomes the item's index within its sequence. Returns -1 if there is no such item. Every lane of the warp must call.
 template <typename F>
 DEVICE int find_item(int& number, int num_seqs, const F& count_of) {
     const int lane = threadIdx.x % WARP_SIZE;

@@ -12,7 +12,7 @@ from ..._core.system.device import Device
 from .decode_launch import workspace
 from .prefill_panels import Panels, map_of_codes
 from .prefill_problem import PrefillProblem
-from .prefill_work import ITEM_TILES, ShortItems, Work, count_kv_tiles, most_keys
+from .prefill_work import ITEM_TILES, ShortItems, Work, count_kv_tiles, count_tiles, most_keys, window_of
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _combine = Kernel("attention/prefill_combine.cu")
@@ -25,7 +25,6 @@ MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
 _ANY_SPLITS = 2**31 - 1  # splits without a limit
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
 _LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
-_NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
 # heads".
 _SECTION_BYTES = 24 << 20
@@ -170,7 +169,7 @@ def stages_of(
     for one tile of fp8 values. An SM has `min_blocks` CTAs.
     """
     query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
-    code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
+    code, fixed = code_bytes + 2 * _BARRIER_BYTES, 4 * _BARRIER_BYTES
     left = (device.shared_memory + _RESERVED_BYTES) // min_blocks - _RESERVED_BYTES
     left -= _STATIC_BYTES + fixed + query + MIN_CODE_STAGES * code
     # KV stages come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
@@ -295,11 +294,6 @@ def _tile_us(config: PrefillSm90Config, width: int) -> float:
     return _TILE_US * config.min_blocks * 64 * config.consumers * config.tokens * width / (128 * 128 * 256)
 
 
-def window_of(problem: PrefillProblem) -> int:
-    """The sliding window as kernels take it."""
-    return min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW
-
-
 def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as fit into the L2 cache if a sequence is as long as its
     block table allows, but at least two waves of items, so that long items start before short ones."""
@@ -329,11 +323,6 @@ def packed_heads(problem: PrefillProblem, item_rows: int, tile_tokens: int) -> i
 
     divisors = [heads for heads in range(group, 0, -1) if group % heads == 0 and heads <= item_rows]
     return min(divisors, key=time)
-
-
-def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
-    """Numbers of tiles of query tokens in prefill_scheduler.cuh. Each sequence may add one without tokens."""
-    return problem.num_seqs + (problem.query.shape[0] // item_tokens if problem.cu_seqlens_q else 0)
 
 
 def choose_splits(

@@ -20,8 +20,8 @@ from .prefill_sm90 import (
     packed_heads,
     section_heads,
     stages_of,
-    window_of,
 )
+from .prefill_work import window_of
 
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")

@@ -13,8 +13,7 @@ _MIN_SPLIT_TILES = 4  # fewest KV tiles of a split: MIN_SPLIT_TILES of tile_spli
 # costs 3.2 us" and "An empty work slot costs 1.5 us".
 ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 _TILES_OF_A_SPLIT = 0.025  # the combine of one more split: eight are loaded at once, in 0.35 us
-
-
+_NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 _FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
 
 
@@ -102,3 +101,13 @@ def most_keys(problem: PrefillProblem, item_tokens: int) -> int:
 def count_kv_tiles(problem: PrefillProblem, item_tokens: int, tile_tokens: int) -> int:
     """KV tiles of a work item of the longest sequence."""
     return -(-most_keys(problem, item_tokens) // tile_tokens)
+
+
+def count_tiles(problem: PrefillProblem, item_tokens: int) -> int:
+    """Numbers of tiles of query tokens in prefill_scheduler.cuh. Each sequence may add one without tokens."""
+    return problem.num_seqs + (problem.query.shape[0] // item_tokens if problem.cu_seqlens_q else 0)
+
+
+def window_of(problem: PrefillProblem) -> int:
+    """The sliding window as kernels take it."""
+    return min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW
