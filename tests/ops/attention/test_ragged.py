@@ -360,7 +360,7 @@ def test_choice_of_kernel() -> None:
     for num_tokens, sizes, changes, expected in (
         (8192, (128, 128), {}, PrefillSm90Config(128, 2)),
         (8192, (72, 72), {"num_seqs": 8}, PrefillSm90Config(128, 2)),
-        (64, (128, 128), {"num_keys": 8192}, PrefillSm90Config(64, 1, max_splits=16)),
+        (64, (128, 128), {"num_keys": 8192}, PrefillSm90Config(64, 1, max_splits=16, splits=256)),
         (64, (128, 128), {"num_keys": 8192, "num_seqs": 32}, PrefillSm90Config(64, 1)),
         (4096, (192, 128), {}, PrefillSm90Config(128, 2)),
         (4096, (256, 256), {}, PrefillSm90Config(64, 2)),
