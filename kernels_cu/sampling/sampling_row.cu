@@ -28,6 +28,7 @@
 // Logits beyond the piece are -inf.
 //
 // Constants:
+//     IN_SHARED     whether blocks keep their pieces in shared memory; else every pass reads them from memory, mostly L2
 //     HAS_OFFSETS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_TEMPERATURE   false when that argument is null
 //     CLUSTER       blocks that share a row, one cluster
 //     VECTORS       vectors of four logits per thread
@@ -39,6 +40,7 @@
 #include "probability.cuh"
 
 constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), WORD_VECS = 32 / VEC;
+constexpr int BATCH = 2;  // vectors of a thread in flight unless IN_SHARED
 constexpr int BINS = 1 << BITS;
 constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // coarse bins; their counters use the memory of two refinements
 constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the smallest that can be drawn
@@ -46,7 +48,8 @@ constexpr int LOW_BITS = 20;                        // bits in the low part of a
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
 // Two totals fit in 32 bits: a block's high parts, each up to 2^15, and the low parts of a coarse counter, below 2^20.
-static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
+static_assert(ELEMENTS * NUM_THREADS <= 1 << 17);
+static_assert(IN_SHARED || VECTORS % BATCH == 0);
 
 // Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key
 // down; 0 until the sum over the range is known.
@@ -68,7 +71,7 @@ sampling_row(int32_t* samples,          // [num_rows]
              const float* temperature,  // [num_rows]
              int64_t vocab_size, int64_t logits_stride, int64_t piece_size) {
     await_previous_kernel();
-    extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS]
+    extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS] if IN_SHARED
     __shared__ uint32_t bins[4 * BINS];          // low and high parts of one refinement, then of the next
     __shared__ uint64_t groups[2][COARSE_BINS];  // each the total of GROUP_BINS bins
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
@@ -81,32 +84,48 @@ sampling_row(int32_t* samples,          // [num_rows]
     const int64_t row = blockIdx.x, first = min(int64_t(blockIdx.y) * piece_size, vocab_size);
     const Span<scalar_t, VEC> piece(logits + row * logits_stride + first, int(min(piece_size, vocab_size - first)));
 
+    const scalar_t absent = from_float<scalar_t>(minus_infinity());
+    if constexpr (IN_SHARED) {
 #pragma unroll 1
-    for (int i = 0; i < VECTORS; ++i) {
-        const int number = i * NUM_THREADS + int(threadIdx.x);
-        if (piece.is_whole(number)) {
-            cp_async<int(sizeof(vec_t))>(vectors + i * NUM_THREADS, piece.base + number * VEC);
-        } else {
-            vectors[i * NUM_THREADS] = piece.load(number, from_float<scalar_t>(minus_infinity()));
+        for (int i = 0; i < VECTORS; ++i) {
+            const int number = i * NUM_THREADS + int(threadIdx.x);
+            if (piece.is_whole(number)) {
+                cp_async<int(sizeof(vec_t))>(vectors + i * NUM_THREADS, piece.base + number * VEC);
+            } else {
+                vectors[i * NUM_THREADS] = piece.load(number, absent);
+            }
         }
+        cp_async_commit();
     }
-    cp_async_commit();
     for (int i = threadIdx.x; i < 4 * BINS; i += NUM_THREADS) bins[i] = 0;
     if (threadIdx.x < 2) extremes[threadIdx.x] = threadIdx.x ? 0 : ~0u;
     __syncthreads();
-    cp_async_wait<0>();
+    if constexpr (IN_SHARED) cp_async_wait<0>();
 
     // f(x, word, bit) for every vector of the thread: x its logits, `bit` of candidates[word] the bit of the first one.
     const auto for_each = [&](auto f) {
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
-#pragma unroll 2
-            for (int i = 0; i < min(WORD_VECS, VECTORS - w * WORD_VECS); ++i) {
+            const int end = min(WORD_VECS, VECTORS - w * WORD_VECS);
+            const auto visit = [&](const vec_t& vec, int i) {
                 float x[VEC];
-                vectors[(w * WORD_VECS + i) * NUM_THREADS].to_floats(x);
+                vec.to_floats(x);
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) x[j] = clean(x[j]);
                 f(x, w, i * VEC);
+            };
+            if constexpr (IN_SHARED) {
+#pragma unroll 2
+                for (int i = 0; i < end; ++i) visit(vectors[(w * WORD_VECS + i) * NUM_THREADS], i);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < end; i += BATCH) {
+                    vec_t batch[BATCH];
+                    const int first = (w * WORD_VECS + i) * NUM_THREADS + int(threadIdx.x);
+                    piece.template load_batch<NUM_THREADS>(first, absent, batch);
+#pragma unroll
+                    for (int b = 0; b < BATCH; ++b) visit(batch[b], i + b);
+                }
             }
         }
     };
@@ -145,7 +164,8 @@ sampling_row(int32_t* samples,          // [num_rows]
 #pragma unroll 1
             for (uint32_t rest = candidates[w]; rest; rest &= rest - 1) {
                 const int bit = lowest_bit(rest);
-                const scalar_t* const vec = vectors[(w * WORD_VECS + bit / VEC) * NUM_THREADS].data;
+                const int i = (w * WORD_VECS + bit / VEC) * NUM_THREADS;
+                const scalar_t* const vec = IN_SHARED ? vectors[i].data : piece.base + (i + int(threadIdx.x)) * VEC;
                 const float x = clean(to_float(vec[bit % VEC]));
                 if (range.holds(key_of(x))) {
                     f(x, key_of(x));
@@ -326,7 +346,7 @@ sampling_row(int32_t* samples,          // [num_rows]
     const uint64_t before = shfl<WARP_SIZE>(up_to, blockIdx.y) - own;
     if (target < before || target - before >= own) return;
     const auto weigh = [&](int i, uint64_t (&w)[VEC]) {
-        const vec_t vec = reinterpret_cast<const vec_t*>(memory)[i];
+        const vec_t vec = IN_SHARED ? reinterpret_cast<const vec_t*>(memory)[i] : piece.load(i, absent);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const float x = clean(vec[j]);

@@ -40,7 +40,7 @@ _BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # scratch memory of a row: histog
 
 # sampling_row.cu reads a row once and keeps it in the shared memory of a cluster. With 10 bits instead of 9, only two
 # blocks fit on an SM instead of three, which is a fifth slower; with 1024 threads per block only one fits, which is up
-# to twice as slow.
+# to twice as slow. Rows that do not fit all at once are read in every pass instead.
 _BLOCK_LOGITS = 2**14  # logits per block above which the cluster grows, so that two blocks fit on an SM
 _MIN_BLOCK_LOGITS = 2**12  # logits of a block below which the cluster does not grow to fill idle SMs
 _MAX_BLOCK_LOGITS = 2**17 - 1  # the kernel's partial sums of weights must fit into 32 bits
@@ -51,6 +51,9 @@ _DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each 
 _VEC_SIZE = 4  # logits of a vector
 _MIN_THREADS, _MAX_THREADS = 128, 512  # fewest and most threads of a block
 _THREAD_LOGITS = 32  # logits of a thread: the bits of one word
+_BATCH = 2  # vectors of a thread in flight where a row is read in every pass; BATCH of sampling_row.cu
+# Threads and blocks per SM where a row is read in every pass. Six blocks leave 40 registers, and up to 76 bytes spill.
+_REREAD_THREADS, _REREAD_BLOCKS = 256, 5
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,12 @@ class DrawProblem:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """sampling_row.cu: `cluster` blocks keep a row in shared memory."""
+    """sampling_row.cu: `cluster` blocks keep a row in shared memory or, unless in_shared, read it in every pass."""
 
     cluster: int
     num_threads: int
     min_blocks: int
+    in_shared: bool = True
 
     def block_vecs(self, problem: DrawProblem) -> int:
         """Vectors of a row per block."""
@@ -94,7 +98,8 @@ class WholeRows:
 
     def thread_vecs(self, problem: DrawProblem) -> int:
         """Vectors per thread. An unaligned row begins and ends within a vector, and so has one more."""
-        return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
+        vecs = -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
+        return vecs if self.in_shared else -(-vecs // _BATCH) * _BATCH
 
     def block_logits(self, problem: DrawProblem) -> int:
         """Capacity of a block's shared memory, in logits."""
@@ -105,7 +110,11 @@ class WholeRows:
         block_logits = self.block_logits(problem)
         if block_logits > _MAX_BLOCK_LOGITS:
             return 0
-        return (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
+        return (device.shared_memory + _DRIVER_SHARED) // (self.shared(problem) + _STATIC_SHARED)
+
+    def shared(self, problem: DrawProblem) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        return problem.itemsize * self.block_logits(problem) if self.in_shared else 0
 
     def candidates(self, problem: DrawProblem, device: Device) -> list[WholeRows]:
         """Other cluster sizes, blocks and register bounds."""
@@ -150,8 +159,12 @@ def _whole_rows(problem: DrawProblem, device: Device) -> WholeRows | None:
     wanted_threads = 1 << (block_vecs * _VEC_SIZE // _THREAD_LOGITS - 1).bit_length()
     num_threads = min(_MAX_THREADS, max(_MIN_THREADS, wanted_threads))
     config = WholeRows(cluster, num_threads, min_blocks=_RESIDENT // num_threads)
-    fitting = config.fitting(problem, device)
-    return replace(config, min_blocks=min(fitting, config.min_blocks)) if fitting else None
+    fitting = min(config.fitting(problem, device), config.min_blocks)
+    reread = WholeRows(cluster, _REREAD_THREADS, _REREAD_BLOCKS, in_shared=False)
+    is_one_wave = problem.num_rows * cluster <= fitting * device.num_sms
+    if device.cluster > 1 and not is_one_wave and reread.fitting(problem, device) >= _REREAD_BLOCKS > fitting > 0:
+        return reread
+    return replace(config, min_blocks=fitting) if fitting else None
 
 
 @op(out="samples", ulps=0)
@@ -264,6 +277,7 @@ def _launch_whole_rows(
     return _sampling_row(
         scalar_t=logits.dtype,
         **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
+        IN_SHARED=config.in_shared,
         CLUSTER=config.cluster,
         VECTORS=config.thread_vecs(problem),
         BITS=_BITS,
@@ -272,7 +286,7 @@ def _launch_whole_rows(
     ).launch(
         grid=(problem.num_rows, config.cluster),
         block=config.num_threads,
-        shared=problem.itemsize * config.block_logits(problem),
+        shared=config.shared(problem),
         vocab_size=problem.vocab_size,
         logits_stride=check.row_stride(logits),
         piece_size=config.block_vecs(problem) * _VEC_SIZE,

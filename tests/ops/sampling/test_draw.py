@@ -239,6 +239,17 @@ def test_rows_of_clusters(rows: int, device: str) -> None:
     _assert_each_row_has_its_own(device, rows)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_rows_read_in_every_pass(cluster: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are where not all rows fit in shared memory at once."""
+    op = pyops.registry["top_k_top_p_sampling_from_logits"]
+    monkeypatch.setattr(plan, "choose", lambda problem, device: plan.WholeRows(cluster, 128, 1, in_shared=False))
+    op.forget()
+    _assert_each_row_has_its_own(device, 12)
+    op.forget()
+
+
 def _assert_each_row_has_its_own(device: str, rows: int) -> None:
     """Few tokens or many, with a wide or narrow spread of logits, around 0 or below, equal the reference."""
     random = torch.Generator().manual_seed(3)
@@ -376,7 +387,9 @@ def test_any_schedule_of_many_blocks() -> None:
         (plan.DrawProblem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
         (plan.DrawProblem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
         (plan.DrawProblem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
-        (plan.DrawProblem(256, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
+        (plan.DrawProblem(128, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
+        (plan.DrawProblem(64, 151936, 4, True, True), plan.WholeRows(8, 256, 5, in_shared=False)),
+        (plan.DrawProblem(32, 151936, 4, True, True), plan.WholeRows(8, 512, 2)),
         (plan.DrawProblem(1, 2**20, 4, True, True), plan.Pieces(1024)),
         (plan.DrawProblem(256, 128256, 4, True, False), plan.Pieces(16384)),
         (plan.DrawProblem(1, 128256, 4, True, False), plan.Pieces(1024)),
