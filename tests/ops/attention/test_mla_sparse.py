@@ -250,7 +250,7 @@ def test_kernel_of_a_device(arch: str, cache: str, heads: int, kernel: str) -> N
             make.empty(num_tokens, heads, LATENT, dtype="bfloat16"),
             make.empty(num_tokens, heads, ROPE, dtype="bfloat16"),
             make.empty(*shape, dtype="uint8" if cache == "fp8_ds_mla" else cache),
-            make.empty(num_tokens, 2048, dtype="int32"),
+            make.empty(num_tokens, 4096, dtype="int32"),
             None,
             0.1,
             0,
