@@ -61,8 +61,7 @@ class DrawProblem:
     """The input of `choose`.
 
     Attributes:
-        num_rows, vocab_size: sizes of the logits.
-        itemsize: bytes of a logit.
+        num_rows, vocab_size, itemsize: sizes of the logits, and bytes of one.
         is_aligned: whether every row begins at a vector.
         is_filtered: whether top_k or top_p is given. Without them a row is read at most twice, so it need not stay in
             shared memory.
@@ -75,11 +74,8 @@ class DrawProblem:
     is_filtered: bool
 
     def bucket(self) -> str:
-        words = [
-            f"rows={tuning.power_of_two(self.num_rows)}",
-            f"vocab={self.vocab_size}x{self.itemsize}",
-            "aligned" if self.is_aligned else "unaligned",
-        ]
+        rows, vocab = tuning.power_of_two(self.num_rows), f"{self.vocab_size}x{self.itemsize}"
+        words = [f"rows={rows}", f"vocab={vocab}", "aligned" if self.is_aligned else "unaligned"]
         return " ".join(words + ["filtered"] * self.is_filtered)
 
 
@@ -107,8 +103,7 @@ class WholeRows:
 
     def fitting(self, problem: DrawProblem, device: Device) -> int:
         """Blocks per SM by shared memory; 0 also if partial sums of weights do not fit into 32 bits."""
-        block_logits = self.block_logits(problem)
-        if block_logits > _MAX_BLOCK_LOGITS:
+        if self.block_logits(problem) > _MAX_BLOCK_LOGITS:
             return 0
         return (device.shared_memory + _DRIVER_SHARED) // (self.shared(problem) + _STATIC_SHARED)
 
@@ -119,11 +114,8 @@ class WholeRows:
     def candidates(self, problem: DrawProblem, device: Device) -> list[WholeRows]:
         """Other cluster sizes, blocks and register bounds."""
         found = [tuning.resized(self, threads) for threads in tuning.beside(self.num_threads, 64, 2 * _MAX_THREADS)]
-        found += tuning.varied(
-            self,
-            cluster=tuning.beside(self.cluster, 1, device.cluster),
-            min_blocks=tuning.occupancies(self.num_threads, self.min_blocks),
-        )
+        blocks = tuning.occupancies(self.num_threads, self.min_blocks)
+        found += tuning.varied(self, cluster=tuning.beside(self.cluster, 1, device.cluster), min_blocks=blocks)
         return [config for config in found if config.fitting(problem, device)]
 
 
@@ -140,8 +132,7 @@ class Pieces:
 
 def choose(problem: DrawProblem, device: Device) -> WholeRows | Pieces:
     """Shared memory for rows that are filtered and fit, else pieces small enough to fill the device."""
-    whole = _whole_rows(problem, device) if problem.is_filtered else None
-    if whole is not None:
+    if problem.is_filtered and (whole := _whole_rows(problem, device)):
         return whole
     share = problem.vocab_size * problem.num_rows // (_PIECES * device.num_sms)
     return Pieces(min(_MAX_PIECE, max(_MIN_PIECE, 1 << max(0, share - 1).bit_length())))
@@ -303,8 +294,7 @@ def _launch_pieces(config: Pieces, logits: TensorArg, given: dict[str, TensorArg
     launches: list[Launch] = []
 
     def launch(kernel: Kernel, constants: dict[str, Any], *pointers: str, **scratch: Any) -> None:
-        # Every second launch goes through the pieces in reverse, so that it begins with those that L2 still holds (2 %
-        # faster).
+        # Every second launch goes through the pieces in reverse, from those that L2 still holds (2 % faster).
         constants = {**constants, "BACKWARDS": len(launches) % 2 == 1, "NUM_THREADS": _NUM_THREADS}
         one = kernel(scalar_t=logits.dtype, **constants).launch(
             grid=num_rows * pieces,
