@@ -32,6 +32,7 @@
 //     HAS_OFFSETS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_TEMPERATURE   false when that argument is null
 //     CLUSTER       blocks that share a row, one cluster
 //     VECTORS       vectors of four logits per thread
+//     BATCH         vectors of a thread in flight unless IN_SHARED: a divisor of VECTORS
 //     BITS          log2 of BINS
 
 #include "async.cuh"
@@ -40,7 +41,6 @@
 #include "probability.cuh"
 
 constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), WORD_VECS = 32 / VEC;
-constexpr int BATCH = 2;  // vectors of a thread in flight unless IN_SHARED
 constexpr int BINS = 1 << BITS;
 constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // coarse bins; their counters use the memory of two refinements
 constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the smallest that can be drawn
@@ -48,7 +48,7 @@ constexpr int LOW_BITS = 20;                        // bits in the low part of a
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
 // Two totals fit in 32 bits: a block's high parts, each up to 2^15, and the low parts of a coarse counter, below 2^20.
-static_assert(ELEMENTS * NUM_THREADS <= 1 << 17);
+static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 static_assert(IN_SHARED || VECTORS % BATCH == 0);
 
 // Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key

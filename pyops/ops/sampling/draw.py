@@ -51,9 +51,8 @@ _DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each 
 _VEC_SIZE = 4  # logits of a vector
 _MIN_THREADS, _MAX_THREADS = 128, 512  # fewest and most threads of a block
 _THREAD_LOGITS = 32  # logits of a thread: the bits of one word
-_BATCH = 2  # vectors of a thread in flight where a row is read in every pass; BATCH of sampling_row.cu
-# Threads and blocks per SM where a row is read in every pass. Six blocks leave 40 registers, and up to 76 bytes spill.
-_REREAD_THREADS, _REREAD_BLOCKS = 256, 5
+# Rows read in every pass: threads, blocks per SM (up to 76 bytes spill with six), vectors of a thread in flight.
+_REREAD_THREADS, _REREAD_BLOCKS, _BATCH = 256, 5, 2
 
 
 @dataclass(frozen=True)
@@ -271,6 +270,7 @@ def _launch_whole_rows(
         IN_SHARED=config.in_shared,
         CLUSTER=config.cluster,
         VECTORS=config.thread_vecs(problem),
+        BATCH=_BATCH,
         BITS=_BITS,
         MIN_BLOCKS=config.min_blocks,
         NUM_THREADS=config.num_threads,

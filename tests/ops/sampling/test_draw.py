@@ -93,10 +93,16 @@ def clusters() -> Iterator[None]:
     yield from _planned(_MAX_BLOCK_LOGITS=_MAX_BLOCK_LOGITS, _MIN_BLOCK_LOGITS=256)
 
 
-def _planned(**limits: int) -> Iterator[None]:
+@pytest.fixture(params=[1, 2])
+def rereads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows that one or two blocks read in every pass."""
+    yield from _planned(choose=lambda *_: plan.WholeRows(request.param, 128, 1, in_shared=False))
+
+
+def _planned(**changed: Any) -> Iterator[None]:
     op = pyops.registry["top_k_top_p_sampling_from_logits"]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
+        for name, value in changed.items():
             patch.setattr(plan, name, value)
         op.forget()
         yield
@@ -240,14 +246,10 @@ def test_rows_of_clusters(rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_rows_read_in_every_pass(cluster: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("rereads")
+def test_rows_read_in_every_pass(device: str) -> None:
     """As they are where not all rows fit in shared memory at once."""
-    op = pyops.registry["top_k_top_p_sampling_from_logits"]
-    monkeypatch.setattr(plan, "choose", lambda problem, device: plan.WholeRows(cluster, 128, 1, in_shared=False))
-    op.forget()
     _assert_each_row_has_its_own(device, 12)
-    op.forget()
 
 
 def _assert_each_row_has_its_own(device: str, rows: int) -> None:
