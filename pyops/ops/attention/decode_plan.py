@@ -69,10 +69,9 @@ def _as_columns(rows: PrefillProblem) -> DecodeProblem | None:
         return None
     if tuning.batch_invariant() or rows.value_size != query.shape[2] or query.numel * rows.kv.block_tables.numel == 0:
         return None
-    most = _MAX_COLUMNS
-    if 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2:
-        most = _MAX_COLUMNS // 2  # fewer accumulators: three CTAs per SM
-    problem = rows.as_decode(most // rows.group)
+    # Half of the columns have fewer accumulators: three CTAs per SM.
+    has_few = 0 < rows.tokens_of_each * rows.group <= _MAX_COLUMNS // 2
+    problem = rows.as_decode((_MAX_COLUMNS // 2 if has_few else _MAX_COLUMNS) // rows.group)
     return problem if problem.any_tokens and problem.uses_mma else None
 
 
