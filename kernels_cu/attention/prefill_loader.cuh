@@ -37,10 +37,12 @@ constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 // docs/performance/prefill.md).
 constexpr int TILES_AFTER_TAKE = HAS_SPLITS ? 0 : 4;
 
-// BOXES_AT_ONCE: boxes that one lane of the producer issues, one after another: four, or else the largest divisor of
-// BOXES that registers allow. 1: a lane for each box, because divisors are small, or there are no registers for block
-// numbers.
+// BOXES_AT_ONCE: boxes that one lane of the producer issues, one after another: eight without splits from fp8 pages of
+// 8, where boxes are the bound ("Where an fp8 cache loses" in docs/performance/prefill.md), else four, or else the
+// largest divisor of BOXES that registers allow. 1: a lane for each box, because divisors are small, or there are no
+// registers for block numbers.
 constexpr int boxes_at_once(int most) {
+    if (IS_FP8 && BOX_TOKENS == 8 && BOXES % most == 0) return most;
     if (BOXES % 4 == 0) return 4;
     while (BOXES % most) --most;
     return most < 4 && most < BOXES ? 1 : most;
