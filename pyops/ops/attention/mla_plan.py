@@ -146,7 +146,7 @@ def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:
     few_heads: SharesConfig = _choose_for_few_heads(problem, device)
     if few_heads.split_ctas > 1:
         return mla_schedule.or_clusters(problem, config, [few_heads], device)
-    return config if mla_schedule.may_be_long(problem, config) else _faster(problem, device, few_heads, config)
+    return few_heads if mla_schedule.is_faster(problem, few_heads, config, device) else config
 
 
 def _faster(problem: MlaProblem, device: Device, first: SharesConfig, second: SharesConfig) -> SharesConfig:

@@ -19,7 +19,7 @@ ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE  # elements of a token's latent KV
 DS_MLA_BYTES = 656  # bytes of a token of "fp8_ds_mla": fp8 latent, four scales, and a 16-bit RoPE key
 _MIN_HEADS_FOR_WGMMA = 8  # fewest heads of mla_decode_sm90.cu
 _MAX_FEW_HEADS = 16  # most heads of a block of mla_decode_small_h.cu and mla_decode_small_h_fp8.cu
-_MAX_FEW_BLOCKS = 4  # most of these blocks that share the heads of a sequence
+_MAX_FEW_BLOCKS = 8  # most of these blocks that share the heads of a sequence
 _FEW_HEADS_SHARED = 204 * 1024  # most bytes of shared memory of a block for few heads
 # Bytes of shared memory for WGMMA: queries and two KV tiles; barriers, slots, scales, row maxima, row sums.
 _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264

@@ -11,7 +11,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from .decode_launch import workspace
 from .layout import absent, heads_stride
-from .mla_problem import LATENT_SIZE, MlaProblem
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 
 _combine = Kernel("attention/mla_combine.cu")
 
@@ -24,6 +24,8 @@ _JOIN_US, _BYTES_PER_US, _SCHEDULE_US = 3.8, 2.8e6, 0.6
 # The cost model of mla_tree_combine.cuh: us of a node without its bytes (a load, a store, an exchange and a load, one
 # after another), and bytes per us between an SM and L2: 64 per cycle.
 _NODE_US, _SM_BYTES_PER_US = 1.7, 1.1e5
+# The cost model: bytes of a query row and its result, and bytes per us of DRAM.
+_ROW_BYTES, _DRAM_BYTES_PER_US = (ENTRY_SIZE + LATENT_SIZE) * 2, 4.1e6
 BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
 # The cost model: us of each item of a block but its first one. docs/performance/mla.md, "One item for each block".
 _ITEM_US = 5.0
@@ -46,7 +48,6 @@ class SharesConfig(tuning.Config, Protocol):
         combines: whether blocks combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does.
         split_ctas: CTAs of a cluster that split each sequence, and combine its pieces; 1: no clusters, or for others.
         HEADS, BLOCKS: query heads of a block, blocks that run at once on an SM.
-        BLOCK_US: us of a block without its units.
         UNIT: tokens; sequences are cut at multiples of it.
         WARPS, PARTIALS: warps of a block with results, and float32 numbers of a lane's partial result, for
             mla_tree_combine.cuh: accumulators, row maxima and row sums.
@@ -63,13 +64,15 @@ class SharesConfig(tuning.Config, Protocol):
     @property
     def BLOCKS(self) -> int: ...
     @property
-    def BLOCK_US(self) -> float: ...
-    @property
     def UNIT(self) -> int: ...
     @property
     def WARPS(self) -> int: ...
     @property
     def PARTIALS(self) -> int: ...
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        ...
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a unit, in us."""
@@ -87,11 +90,12 @@ def head_groups(problem: MlaProblem, config: SharesConfig) -> int:
 
 
 def choose_shares(problem: MlaProblem, config: SharesConfig, device: Device) -> tuple[int, bool]:
-    """The number of shares: one for each of the blocks that run at once, or one per sequence if none is cut. And
+    """The number of shares: one for each of the blocks that run at once, or one per long sequence if none is cut. And
     whether the blocks combine the pieces, by the cost model for sequences of equal lengths."""
     num_seqs, blocks = problem.num_seqs, _blocks(problem, config, device)
     if not may_cut(problem, config):
-        return min(num_seqs, MAX_SHARES), False
+        # A block of short sequences goes through several: it loads the next queries before it stores results.
+        return min(num_seqs, MAX_SHARES if may_be_long(problem, config) else max(1, blocks)), False
     shares = max(1, min(blocks, num_seqs * _units(problem, config)))
     _, pieces, partials = _equal_lengths(problem, config, shares, device)
     return shares, _tree_us(config, pieces) < kernel_us(problem, partials)
@@ -103,15 +107,21 @@ def or_clusters(problem: MlaProblem, config: AnyShares, clusters: Sequence[AnySh
     return fastest if call_us(problem, fastest, device) < _least_us(problem, config, device) else config
 
 
+def is_faster(problem: MlaProblem, config: SharesConfig, other: SharesConfig, device: Device) -> bool:
+    """Whether a config takes less time than another by the cost model, whether all sequences are as long as the page
+    table allows or only one is."""
+    return all(us(problem, config, device) < us(problem, other, device) for us in (call_us, _least_us))
+
+
 def _least_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
     """The time of a call by the cost model, in us, if one sequence is as long as the page table allows, and the others
     are empty: most shares are pieces of the long one, which has no more than its own cluster otherwise."""
     units, unit_us = _units(problem, config), config.unit_us(problem, device)
     if not may_cut(problem, config):
-        return config.BLOCK_US + units * unit_us
+        return config.block_us(problem) + units * unit_us
     pieces, share_units = min(units, config.num_shares), -(-(units + problem.num_seqs - 1) // config.num_shares)
     combine_us = _tree_us(config, pieces) if config.combines else kernel_us(problem, pieces)
-    return config.BLOCK_US + _SCHEDULE_US + share_units * unit_us + combine_us
+    return config.block_us(problem) + _SCHEDULE_US + share_units * unit_us + combine_us
 
 
 def most_blocks(problem: MlaProblem, config: SharesConfig) -> int:
@@ -137,12 +147,19 @@ def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
     """The time of a call by the cost model, in us, if all sequences are as long as the page table allows."""
     num_seqs, units, unit_us = problem.num_seqs, _units(problem, config), config.unit_us(problem, device)
     if config.split_ctas > 1:
-        return config.BLOCK_US + -(-units // config.split_ctas) * unit_us + _cluster_us(problem, config)
+        return config.block_us(problem) + -(-units // config.split_ctas) * unit_us + _cluster_us(problem, config)
     if not may_cut(problem, config):
-        return -(-num_seqs // max(1, _blocks(problem, config, device))) * (config.BLOCK_US + units * unit_us)
+        blocks = max(1, _blocks(problem, config, device))
+        rows_us = _rows_us(problem, min(num_seqs, blocks))
+        return -(-num_seqs // blocks) * (config.block_us(problem) + units * unit_us + rows_us)
     share_units, pieces, partials = _equal_lengths(problem, config, config.num_shares, device)
     by_tree, by_kernel = _tree_us(config, pieces), kernel_us(problem, partials)
-    return config.BLOCK_US + _SCHEDULE_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
+    return config.block_us(problem) + _SCHEDULE_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
+
+
+def _rows_us(problem: MlaProblem, num_seqs: int) -> float:
+    """The time to load the queries and to store the results of sequences that run at once."""
+    return num_seqs * problem.num_heads * _ROW_BYTES / _DRAM_BYTES_PER_US
 
 
 def _equal_lengths(problem: MlaProblem, config: SharesConfig, shares: int, device: Device) -> tuple[int, int, int]:

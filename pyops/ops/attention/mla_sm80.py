@@ -43,7 +43,6 @@ class MlaSm80Config:
     num_shares: int
 
     HEADS, BLOCKS, UNIT, split_ctas = HEADS, 1, 128, 1
-    BLOCK_US = _BLOCK_US
     WARPS, PARTIALS = _NUM_WARPS, LATENT_SIZE // 4 + 4
     combines = False  # mla_combine.cu combines the pieces of a sequence
 
@@ -54,6 +53,11 @@ class MlaSm80Config:
             for tokens, ahead, held in _geometries_that_fit(problem, device)
         ]
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        del problem
+        return _BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 128 tokens, in us."""

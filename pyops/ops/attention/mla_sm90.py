@@ -12,7 +12,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
-from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import MAX_SHARES, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
@@ -23,6 +23,9 @@ _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV ti
 # The cost model: us per pair of KV tiles. docs/performance/mla.md: 6500 cycles; entry by entry 7600; with conversion of
 # fp8 7900.
 _PAIR_US, _ROW_PAIR_US, _FP8_PAIR_US = 3.7, 4.3, 4.5
+# The cost model: us of a block without its pairs of tiles, for a 16-bit cache, and for an fp8 cache in clusters of one
+# and of two (docs/performance/mla.md, "Blocks of 16 heads for up to 128 heads").
+_BLOCK_US, _FP8_BLOCK_US = 4.8, {1: 11.0, 2: 20.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,6 @@ class MlaSm90Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
-    BLOCK_US = BLOCK_US
     WARPS, PARTIALS = 8, LATENT_SIZE // 4 + 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
@@ -49,6 +51,10 @@ class MlaSm90Config:
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
         found += tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        return _FP8_BLOCK_US[self.cluster] if problem.is_fp8 else _BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a pair of KV tiles, in us."""

@@ -39,7 +39,6 @@ class MlaSm90Fp8Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
-    BLOCK_US = _BLOCK_US
     WARPS, PARTIALS = 8, _HEADS * LATENT_SIZE // 256 + 2 * (_HEADS // 4)
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Fp8Config]:
@@ -47,6 +46,11 @@ class MlaSm90Fp8Config:
         del problem, device
         found = tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        del problem
+        return _BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for two KV tiles, in us, if all SMs are busy."""

@@ -48,7 +48,6 @@ class FewHeadsConfig:
     split_ctas: int = 1
 
     HEADS, UNIT = _HEADS, 64
-    BLOCK_US = BLOCK_US
     WARPS, PARTIALS = _HEADS // 2, 2 * LATENT_SIZE // 32 + 4
 
     @property
@@ -62,6 +61,11 @@ class FewHeadsConfig:
         if self.split_ctas == 1:
             found += tuning.varied(self, combines=(False, True))
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        del problem
+        return BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 64 tokens, in us, if all SMs are busy."""

@@ -35,7 +35,6 @@ class CodesConfig:
     split_ctas: int = 1
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
-    BLOCK_US = BLOCK_US
     WARPS, PARTIALS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS + 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
@@ -43,6 +42,11 @@ class CodesConfig:
         del problem, device
         found = tuning.varied(self, combines=(False, True)) if self.split_ctas == 1 else []
         return found + tuning.varied(self, num_shares=tuning.beside(self.num_shares, 1, MAX_SHARES))
+
+    def block_us(self, problem: MlaProblem) -> float:
+        """The time of a block without its units, in us."""
+        del problem
+        return BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for a KV tile, in us."""

@@ -682,20 +682,17 @@ def test_mla_decode_fp8(
             call["q_pe"][:, 4] *= 2.0**-100
             call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
             call["q_nope"][:, 6, 500] = 3e5
-        has_rows_of_tokens = kind == FP8 and 16 < num_heads <= 32 and page_size % 8 == 0
-        if has_rows_of_tokens:
-            one = mla_sm90_fp8.MlaSm90Fp8Config(max(len(lengths), splits), combines=False)
-            with schedule, tuning.forced(MLA.name, one):
-                assert_is_mla(call)
-            continue
-        with schedule:
+        shares = max(len(lengths), splits)
+        one: mla_schedule.SharesConfig | None = None
+        if num_heads > 16 and kind == FP8 and page_size % 8 == 0 and num_heads <= 32:
+            one = mla_sm90_fp8.MlaSm90Fp8Config(shares, combines=False)
+        elif num_heads > 16:  # two CTAs of heads share conversions of scaled fp8
+            one = mla_sm90.MlaSm90Config(2 if kind == torch.uint8 and num_heads > 64 else 1, shares, combines=False)
+        with schedule, tuning.forced(MLA.name, one) if one else nullcontext():
             assert_is_mla(call)
-        few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
-        expected = few_heads if num_heads <= 16 else mla_sm90.MlaSm90Config
-        chosen = tuning.last[MLA.name]
-        assert isinstance(chosen, expected)
-        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two CTAs of heads share conversions of scaled fp8
-            assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
+        if not one:
+            few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
+            assert isinstance(tuning.last[MLA.name], few_heads)
     MLA.forget()
 
 
@@ -1000,16 +997,16 @@ def test_mla_cuts_where_a_combine_pays(join_units: float, level_units: float, it
     [
         (64, 128, 4096, 64, (2, 66, 1), True),
         (64, 24, 4096, 16, (1, 132, 1), True),
-        (1, 128, 4096, 64, (2, 32, 1), False),
+        (1, 128, 8192, 64, (2, 64, 1), False),
         (1, 128, 32768, 64, (2, 66, 1), False),
         (1, 24, 32768, 8, (1, 132, 1), False),
-        (300, 128, 128, 64, (2, 300, 1), False),
+        (300, 128, 128, 64, (2, 66, 1), False),
     ],
 )
 def test_mla_choice_of_shares(
     num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int], combines: bool
 ) -> None:
-    """A block on each SM, but no shares of less than a pair of tiles; a block per sequence if none may be cut. Blocks
+    """A block on each SM, but no shares of less than a pair of tiles; whole sequences if none may be cut. Blocks
     combine few large pieces of each sequence, mla_combine.cu many pieces, or small ones."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))

@@ -362,6 +362,8 @@ def test_shares() -> None:
     (single,) = _launches(1)
     assert single.grid == (1, 4, 1)
     assert [_launches(splits)[0].fixed["max_splits"] for splits in (5, 0, -1)] == [5, 2**31 - 1, 2**31 - 1]
+    clusters = [_launches(0, 64, heads, cache="uint8")[0].specialisation.constants["CLUSTER"] for heads in (64, 128)]
+    assert clusters == [1, 2]  # two CTAs of heads share conversions of scaled fp8
 
 
 @pytest.mark.parametrize(
@@ -372,9 +374,15 @@ def test_shares() -> None:
         (2, 17, "float8_e4m3fn", 1, "small_h_fp8", (2, 2)),
         (66, 32, "bfloat16", 1, "small_h", (2, 66)),
         (64, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 64)),
-        (67, 32, "bfloat16", 1, "sm90", (1, 67)),  # more blocks of four warp groups than run at once
+        (67, 32, "bfloat16", 1, "small_h", (2, 67)),  # more blocks of four warp groups than run at once
+        (254, 32, "bfloat16", 1, "small_h", (2, 132)),  # a block goes through two sequences
+        (254, 128, "bfloat16", 1, "sm90", (2, 66)),
+        (254, 128, "float8_e4m3fn", 1, "small_h_fp8", (8, 33)),
         (200, 16, "bfloat16", 1, "small_h", (1, 200)),
         (67, 64, "bfloat16", 1, "sm90", (1, 67)),  # more blocks than run at once
+        (1, 128, "bfloat16", 8, "small_h", (8, 8)),
+        (16, 128, "bfloat16", 1, "small_h", (8, 16)),
+        (64, 128, "bfloat16", 1, "sm90", (2, 64)),
         (132, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 132)),  # an SM has two blocks
         (64, 16, "float8_e4m3fn", 64, "small_h_fp8", (1, 264)),
         (64, 32, "float8_e4m3fn", 64, "sm90_fp8", (1, 132)),
@@ -384,16 +392,16 @@ def test_shares() -> None:
         (1, 16, "bfloat16", 16, "small_h", (1, 16)),  # a GPC has SMs for a cluster of sixteen
         (1, 16, "bfloat16", 64, "small_h", (1, 64)),  # the combine kernel reads pieces faster than one SM has tiles
         (1, 20, "float8_e4m3fn", 5, "small_h_fp8", (2, 8)),
-        (1, 64, "bfloat16", 99, "sm90", (1, 50)),  # WGMMA cuts sequences
+        (1, 64, "bfloat16", 999, "sm90", (1, 132)),
         (16, 16, "bfloat16", 8, "small_h", (1, 64)),  # more clusters of eight than GPCs may have
         (16, 16, "bfloat16", 64, "small_h", (1, 132)),  # shares, as lengths may be mixed
-        (2, 65, "bfloat16", 1, "sm90", (2, 2)),
+        (2, 65, "bfloat16", 1, "small_h", (5, 2)),
     ],
 )
 def test_short_sequences_choose_blocks_of_few_heads(
     num_seqs: int, num_heads: int, cache: str, pages: int, kernel: str, grid: tuple[int, int]
 ) -> None:
-    """By the capacity of the page table, if as many blocks run at once."""
+    """By the capacity of the page table."""
     launch = _launches(0, num_seqs, num_heads, cache=cache, pages=pages)[0]
     assert launch.specialisation.kernel.file == f"attention/mla_decode_{kernel}.cu"
     assert launch.grid[:2] == grid
