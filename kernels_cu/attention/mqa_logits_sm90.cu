@@ -7,12 +7,13 @@
 // Work: a group of ROWS rows (PAGED: the rows of a sequence) has the tiles of TILE keys that lie between the first and
 // the last key of its rows. The tiles of all groups, one group after another, are split evenly among the CTAs.
 //
-// Warp specialisation: one warp loads tiles by TMA, STAGES of them ahead, and the queries, weights and bounds of
-// groups, up to QUERY_STAGES of them. A consumer warpgroup multiplies 64 keys, the rows of the MMA, with the heads of a
-// chunk of rows, its columns. It has two accumulators: the tensor cores compute one while the warpgroup applies the ReLU
-// to the other and adds it up, weighted; only the sum over all heads is exchanged between the four lanes of a key. If
-// the chunks divide by the consumers, each consumer has its share of them and all keys of a tile; otherwise it has all
-// chunks of its part of the keys. The weights of a single chunk stay in registers.
+// Warp specialisation: KEY_WARPS warps load tiles by TMA, STAGES of them ahead, each warp its share of the keys. A lane
+// keeps the block number of a box, so a warp reads those of BATCH tiles at once, a batch ahead. Another warp loads the
+// queries, weights and bounds of groups, up to QUERY_STAGES of them. A consumer warpgroup multiplies 64 keys, the rows of
+// the MMA, with the heads of a chunk of rows, its columns. It has two accumulators: the tensor cores compute one while
+// the warpgroup applies the ReLU to the other and adds it up, weighted; only the sum over all heads is exchanged between
+// the four lanes of a key. If the chunks divide by the consumers, each consumer has its share of them and all keys of a
+// tile; otherwise it has all chunks of its part of the keys. The weights of a single chunk stay in registers.
 //
 // Constants
 //     length_t, table_t      element types of context_lens and block_tables
@@ -45,13 +46,14 @@ constexpr bool BY_CHUNKS = CHUNKS % CONSUMERS == 0;                    // consum
 constexpr int OWN_CHUNKS = BY_CHUNKS ? CHUNKS / CONSUMERS : CHUNKS;    // chunks of a consumer
 constexpr int OWN_PARTS = BY_CHUNKS ? PARTS : PARTS / CONSUMERS;       // parts of a tile of a consumer, 64 keys each
 constexpr int PAIR = CHUNK_ROWS % 2 == 0 ? 2 : 1, PAIRS = CHUNK_ROWS / PAIR;  // a lane keeps one row of a pair
-constexpr int AHEAD = 3;       // tiles with block numbers that are being loaded
-constexpr int CLEANED = 4096;  // columns that a CTA cleans at a time
-constexpr int PRODUCER_REGISTERS = 40, REGISTERS = 232;
+constexpr int KEY_WARPS = 2, OWN_BOXES = BOXES / KEY_WARPS;  // warps that load keys; boxes of each in a tile
+constexpr int BATCH = 32 / OWN_BOXES;                        // tiles with block numbers that a warp reads at once
+constexpr int CLEANED = 4096;                                // columns that a CTA cleans at a time
+constexpr int PRODUCER_REGISTERS = 56, REGISTERS = 224;
 constexpr SmemSwizzle SWIZZLE = HEAD_SIZE == 128 ? SWIZZLE_128B : SWIZZLE_64B;
 static_assert(HEAD_SIZE == 64 || HEAD_SIZE == 128);
-static_assert(BOX_KEYS % 8 == 0 && 64 % BOX_KEYS == 0 && BOXES <= 32 && (!PAGED || BLOCK_SIZE % BOX_KEYS == 0) &&
-              ROWS <= 32);
+static_assert(BOX_KEYS % 8 == 0 && 64 % BOX_KEYS == 0 && BOXES % KEY_WARPS == 0 && OWN_BOXES <= 32 &&
+              (!PAGED || BLOCK_SIZE % BOX_KEYS == 0) && ROWS <= 32);
 
 // A group's positions.
 struct Range {
@@ -60,10 +62,13 @@ struct Range {
     DEVICE int tiles() const { return (end - begin + TILE - 1) / TILE; }
 };
 
+// Tiles of a group, of the keys from `first` on; `end` is that of the group's keys.
+struct Tiles { int group, first, end, count; };
+
 // A tile on its way to the consumers.
 struct Tile {
     int group, first;
-    uint32_t boxes;  // bit i: whether box i exists
+    uint32_t boxes[KEY_WARPS];  // bit i: whether box i of the warp exists
 };
 
 // The swizzles of queries and keys count rows from a multiple of 1024 bytes.
@@ -100,7 +105,7 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
     Ring<QUERY_STAGES> queries(shared.query_barriers);
     if (threadIdx.x == 0) {
         // Boxes fill a stage, and a warp's copies of weights, or of scales that are not in the cache.
-        ring.init(CONSUMERS * 4, PAGED ? 1 : 1 + 32);
+        ring.init(CONSUMERS * 4, KEY_WARPS * (PAGED ? 1 : 1 + 32));
         queries.init(CONSUMERS * 4, 1 + 32);
     }
     prefetch_tensor_maps(key_map, query_map);
@@ -166,52 +171,33 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
 
     if (warp >= CONSUMERS * 4) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (warp > CONSUMERS * 4) return;
-        Keys keys{k, k_scales, kv_cache, block_tables, num_keys, key_stride, num_blocks, block_stride, table_step};
-        // Lane i has the positions of group window + i.
-        int window = shared.group, group = window, first = 0, end = 0, left = end_tile - begin_tile;
+        const int producer = warp - CONSUMERS * 4;
+        if (producer > KEY_WARPS) return;
+        // The tiles of the CTA that the warp has not taken. Lane i has the positions of group window + i.
+        int window = shared.group, group = window, left = end_tile - begin_tile;
         Range ranges = range_of(window + lane);
-        const auto enter_group = [&] {
-            if (group == window + 32) {
-                window = group;
-                ranges = range_of(window + lane);
+        int first = shfl<32>(ranges.begin, 0) + shared.tile * TILE, end = shfl<32>(ranges.end, 0);
+        const auto take = [&](int limit) {
+            while (left > 0 && first >= end) {
+                if (++group == window + 32) {
+                    window = group;
+                    ranges = range_of(window + lane);
+                }
+                first = shfl<32>(ranges.begin, group - window);
+                end = shfl<32>(ranges.end, group - window);
             }
-            first = shfl<32>(ranges.begin, group - window);
-            end = shfl<32>(ranges.end, group - window);
+            const Tiles taken{group, first, end, min(min(ceil_div(end - first, TILE), limit), left)};
+            first += taken.count * TILE;
+            left -= taken.count;
+            return taken;
         };
-        enter_group();
-        first += shared.tile * TILE;
-        // A tile, and the entry of box i in lane i. A box without a key is that of the last key.
-        struct Found {
-            int group, first, end;
-            table_t entry;
-        };
-        const auto find_tile = [&] {
-            if constexpr (PAGED) keys.blocks = block_tables + group * table_stride;
-            const Found found{group, first, end, keys.entry_of(min(first + lane % BOXES * BOX_KEYS, end - 1))};
-            if (--left <= 0) return found;
-            first += TILE;
-            if (first < end) return found;
-            do {
-                ++group;
-                enter_group();
-            } while (end == 0);
-            return found;
-        };
-        Found ahead[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ahead[i] = find_tile();
-        int of_queries = -1;  // the group of the newest queries
-        for (int tile = begin_tile; tile < end_tile; ++tile, ring.advance()) {
-            const Found found = ahead[0];
-#pragma unroll
-            for (int i = 1; i < AHEAD; ++i) ahead[i - 1] = ahead[i];
-            ahead[AHEAD - 1] = find_tile();
-            if (found.group != of_queries) {
-                of_queries = found.group;
-                const int64_t first_row = int64_t(found.group) * ROWS;
+
+        if (producer == KEY_WARPS) {
+            for (Tiles tiles = take(left); tiles.count > 0; tiles = take(left), queries.advance()) {
+                const int64_t first_row = int64_t(tiles.group) * ROWS;
+                const LogitRow row = lane < ROWS ? row_of(tiles.group, lane) : LogitRow{0, 0, 0};
                 queries.acquire();
-                if (lane < ROWS) shared.rows[queries.stage][lane] = row_of(found.group, lane);
+                if (lane < ROWS) shared.rows[queries.stage][lane] = row;
                 sync_warp();
                 if (lane == 0) {
                     mbarrier_arrive_expect_tx(queries.full(), QUERY_BYTES);
@@ -227,33 +213,55 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
                     cp_async<4>(to + place, weights + row * weights_stride + head, head < NUM_HEADS && row < num_rows);
                 }
                 cp_async_mbarrier_arrive_noinc(queries.full());
-                queries.advance();
             }
-            const bool exists = keys.has_block(found.entry);
-            const int block = exists ? int(found.entry) : 0;
-            const uint32_t boxes = ballot(exists && lane < BOXES);
-            float* const scales = shared.scales[ring.stage];
-            const int n = found.first + lane * BOX_KEYS;
-            ring.acquire();
-            if (lane == 0) {
-                shared.tiles[ring.stage] = {found.group, found.first, boxes};
-                mbarrier_arrive_expect_tx(ring.full(), TILE_BYTES + (PAGED ? count_bits(boxes) * SCALE_BYTES : 0));
-            }
-            sync_warp();
-            if (lane < BOXES) {
-                tma_load(shared.keys[ring.stage] + lane * BOX_KEYS * HEAD_SIZE, &key_map, ring.full(), 0,
-                         PAGED ? n % BLOCK_SIZE : n, block);
-            }
-            if constexpr (PAGED) {
-                if (boxes >> lane & 1) {
-                    bulk_load(scales + lane * BOX_KEYS, keys.in_block(block, n).scale, SCALE_BYTES, ring.full());
+            cp_async_wait<0>();
+            return;
+        }
+
+        Keys keys{k, k_scales, kv_cache, block_tables, num_keys, key_stride, num_blocks, block_stride, table_step};
+        const int own_box = lane % OWN_BOXES, own_key = (producer * OWN_BOXES + own_box) * BOX_KEYS;
+        // Lane i has the entry of box i % OWN_BOXES in tile i / OWN_BOXES. A box without a key is that of the last key.
+        const auto entry_of = [&](const Tiles& tiles) {
+            if (!PAGED || tiles.count == 0) return table_t(0);
+            keys.blocks = block_tables + tiles.group * table_stride;
+            return keys.entry_of(min(tiles.first + lane / OWN_BOXES * TILE + own_key, tiles.end - 1));
+        };
+        Tiles next = take(BATCH);
+        table_t entry = entry_of(next);
+        while (next.count > 0) {
+            const Tiles tiles = next;
+            const int numbers = keys.has_block(entry) ? int(entry) : -1;
+            next = take(BATCH);
+            entry = entry_of(next);
+            for (int i = 0; i < tiles.count; ++i, ring.advance()) {
+                const int block = shfl<32>(numbers, i * OWN_BOXES + own_box), of_tile = tiles.first + i * TILE;
+                const uint32_t boxes = ballot(block >= 0 && lane < OWN_BOXES);
+                float* const scales = shared.scales[ring.stage];
+                const int n = of_tile + own_key;
+                ring.acquire();
+                if (lane == 0) {
+                    Tile& tile = shared.tiles[ring.stage];
+                    if (producer == 0) tile.group = tiles.group, tile.first = of_tile;
+                    tile.boxes[producer] = boxes;
+                    mbarrier_arrive_expect_tx(ring.full(),
+                                              TILE_BYTES / KEY_WARPS + (PAGED ? count_bits(boxes) * SCALE_BYTES : 0));
                 }
-            } else {
+                sync_warp();
+                if (lane < OWN_BOXES) {
+                    tma_load(shared.keys[ring.stage] + own_key * HEAD_SIZE, &key_map, ring.full(), 0,
+                             PAGED ? n % BLOCK_SIZE : n, max(block, 0));
+                }
+                if constexpr (PAGED) {
+                    if (boxes >> lane & 1) {
+                        bulk_load(scales + own_key, keys.in_block(block, n).scale, SCALE_BYTES, ring.full());
+                    }
+                } else {
 #pragma unroll
-                for (int i = lane; i < TILE; i += 32) {
-                    cp_async<4>(scales + i, k_scales + found.first + i, found.first + i < found.end);
+                    for (int i = producer * TILE / KEY_WARPS + lane; i < (producer + 1) * TILE / KEY_WARPS; i += 32) {
+                        cp_async<4>(scales + i, k_scales + of_tile + i, of_tile + i < tiles.end);
+                    }
+                    cp_async_mbarrier_arrive_noinc(ring.full());
                 }
-                cp_async_mbarrier_arrive_noinc(ring.full());
             }
         }
         cp_async_wait<0>();
@@ -325,7 +333,8 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
             if (item + 1 < ITEMS) multiply(item + 1, next);
             if (OWN_CHUNKS > 1 && item % OWN_PARTS == 0) load_weights(chunk_of(item));
             // A block that does not exist has no scales.
-            const bool exists = !PAGED || (now.boxes >> (part * 64 + own_key) / BOX_KEYS & 1);
+            const int box = (part * 64 + own_key) / BOX_KEYS;
+            const bool exists = !PAGED || (shared.tiles[ring.stage].boxes[box / OWN_BOXES] >> box % OWN_BOXES & 1);
             const float scale = exists ? shared.scales[ring.stage][part * 64 + own_key] : 0.0f;
             if (item + 1 < ITEMS) warpgroup_wait<1>();
             else warpgroup_wait<0>();

@@ -21,8 +21,8 @@ _mqa_logits_simt = Kernel("attention/mqa_logits_simt.cu")
 _NUM_THREADS, TILE, _BLOCKS = 192, 192, 2
 _RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
 # mqa_logits_sm90.cu: consumer warpgroups, keys of a tile, most columns of an MMA, most keys of a TMA box, most tiles
-# and most groups of rows in flight, most heads, most rows of a sequence.
-_SM90_CONSUMERS, _SM90_TILE, _SM90_COLUMNS, _SM90_BOX, _SM90_STAGES = 2, 256, 128, 64, 4
+# and most groups of rows in flight, warps that load keys, most heads, most rows of a sequence.
+_SM90_CONSUMERS, _SM90_TILE, _SM90_COLUMNS, _SM90_BOX, _SM90_STAGES, _SM90_KEY_WARPS = 2, 256, 128, 64, 4, 2
 _SM90_MAX_HEADS, _SM90_MAX_ROWS = 64, 8
 _MIN_BOX = 8  # fewest keys of a box: the period of the swizzle
 _SIMT_WARPS = 4  # warps of a block of mqa_logits_simt.cu, a key each
@@ -118,7 +118,7 @@ def _launch_sm90(
     if not 0 < rows <= limit or box < _MIN_BOX or not check.mappable(keys, queries):
         return None
     threads = 128 * (_SM90_CONSUMERS + 1)
-    stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + 3 * int32.itemsize
+    stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + (2 + _SM90_KEY_WARPS) * int32.itemsize
     of_group = rows * (heads * (head_size + float32.itemsize) + 3 * int32.itemsize) + 2 * 8
     rest = (threads // 32 + 2) * int32.itemsize
     capacity = q.device.shared_memory - rest

@@ -167,15 +167,15 @@ def test_hostile_indices(head_size: int) -> None:
     assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], True, warp_sizes=(32, 64))
 
 
-@pytest.mark.parametrize(("block_size", "next_n", "num_heads"), [(256, 2, 20), (200, 1, 20), (64, 5, 40)])
+@pytest.mark.parametrize(("block_size", "next_n", "num_heads"), [(256, 2, 20), (200, 1, 20), (64, 5, 40), (64, 8, 40)])
 def test_blocks_with_many_tiles(block_size: int, next_n: int, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies go around the stages of shared memory, in boxes of 64 or 8 keys; weights stay in registers, or do not."""
+    """Tiles and queries go around their stages, in boxes of 64 or 8 keys; weights stay in registers, or do not."""
     monkeypatch.setitem(devices._HOST, 32, replace(devices.host(), num_sms=1))
-    call = _paged(3, next_n, num_heads, 64, block_size)
+    lengths = torch.tensor([5 * block_size, 129, 1, 70])
+    call = _paged(len(lengths), next_n, num_heads, 64, block_size)
     call["block_tables"].clamp_(min=0)[0, 2] = 6
     order = [call[name] for name in ("q", "kv_cache", "weights")]
-    lengths = torch.tensor([5 * block_size, 5 * block_size - 77, 129])
-    logits = torch.full((3 * next_n, 5 * block_size), UNTOUCHED)
+    logits = torch.full((len(lengths) * next_n, 5 * block_size), UNTOUCHED)
     assert_matches_reference(PAGED, logits, *order, lengths, call["block_tables"], False)
 
 
