@@ -84,6 +84,18 @@ struct alignas(1024) Shared {
     int totals[NUM_WARPS], group, tile;  // tiles of the threads' groups; where the work of the CTA begins
 };
 
+// Prefetches lengths and block tables, which the CTAs read one after the other before their first key: a thread of the
+// grid has a line.
+DEVICE void prefetch_indices(const length_t* context_lens, const table_t* block_tables, int64_t num_rows,
+                             int64_t num_keys, int64_t table_stride, int64_t table_step, int64_t length_step) {
+    constexpr int LINE = 128 / int(sizeof(table_t));
+    const uint32_t lines = ceil_div(num_keys, int64_t(BLOCK_SIZE) * LINE);
+    if (lines == 0) return;
+    const uint32_t item = blockIdx.x * NUM_THREADS + threadIdx.x, row = item / lines, line = item % lines;
+    if (row < num_rows / ROWS) prefetch_line(block_tables + row * table_stride + line * LINE * table_step);
+    if (item < num_rows / (LENGTH_PER_ROW ? 1 : ROWS)) prefetch_line(context_lens + item * length_step);
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, HEAD_SIZE]; 1 x BOX_KEYS x HEAD_SIZE
                 const __grid_constant__ TensorMap query_map,  // [num_rows, NUM_HEADS, HEAD_SIZE]; a group's
@@ -109,6 +121,9 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         queries.init(CONSUMERS * 4, 1 + 32);
     }
     prefetch_tensor_maps(key_map, query_map);
+    if constexpr (PAGED) {
+        prefetch_indices(context_lens, block_tables, num_rows, num_keys, table_stride, table_step, length_step);
+    }
     await_previous_kernel();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int num_groups = int((num_rows + ROWS - 1) / ROWS);
