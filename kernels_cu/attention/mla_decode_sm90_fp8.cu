@@ -18,9 +18,11 @@
 // for a tile:
 // 1. S^T = K Q^T: a warp has 16 tokens. Four adjacent lanes load 16 fp8 values each of a panel of 64 elements of an
 //    entry; the elements of queries are in the same order.
-// 2. Online softmax: the warps exchange their row maxima, and then the probabilities, through shared memory.
+// 2. Online softmax: the warps exchange probabilities through shared memory. These are relative to the row maxima of
+//    earlier tiles, until a logit is more than MAX_GROWTH larger: then the warps exchange row maxima, too, and rescale.
 // 3. O^T += V^T P^T: an MMA has the 64 elements of a panel, 16 for each warp. ldmatrix transposes pairs of fp8 values; a
 //    word then holds those of two adjacent tokens, and a byte permutation sorts them.
+// Before it waits for the last MMAs of a tile, a warp loads and converts the first A operand of its next tile.
 //
 // A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
 //
@@ -58,17 +60,24 @@ constexpr int EXCHANGED_BYTES = EXCHANGED * CONSUMERS * 16;
 constexpr int PROBABILITIES_AT = QUERY_BYTES > EXCHANGED_BYTES ? QUERY_BYTES : EXCHANGED_BYTES;
 constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2, TILES_AT = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
 constexpr int TILE_BYTES = TOKENS * ENTRY_BYTES;
-constexpr int BUFFERS = 2;                   // A operands are in so many buffers in registers
+constexpr int BUFFERS = 3;  // A operands are in so many buffers in registers
+// The buffer of a tile's first values: that of the last ones is then the last, and keys begin with the first.
+constexpr int FIRST_BUFFER = BUFFERS - 1 - (2 * LATENT_PANELS - 1) % BUFFERS;
 constexpr int ALL_WARPS = 1, OWN_WARPS = 2;  // named barriers: of both warpgroups; OWN_WARPS + i: of warpgroup i
 constexpr int LOADER_REGISTERS = 24, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;  // of a thread
-using product_t = half_t;                                                           // represents every fp8 value
+// A probability is at most 2^MAX_GROWTH: float16 then has as many bits of it as of one up to 1.
+constexpr float MAX_GROWTH = 8.0f;
+constexpr float LOWEST_LOGIT = -0x1.fffffep127f;  // the first row max: the lowest float, so differences are no NaN
+using product_t = half_t;                         // represents every fp8 value
 static_assert(!IS_DS_MLA && !LISTS_SLOTS && BOX_TOKENS % 8 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(PAGE_SIZE % BOX_TOKENS == 0 && TILES_AT % 1024 == 0);
 
 // The offset of a chunk of 16 fp8 values of a panel. A box has rows of 64 bytes, nine for each entry: the swizzles of a
-// panel differ between eight adjacent tokens, as those of eight adjacent rows do.
+// panel differ between eight adjacent tokens, as those of eight adjacent rows do. It is what swizzle_chunk returns, in
+// fewer instructions.
 DEVICE int place_in_tile(int token, int panel, int chunk) {
-    return swizzle_chunk<PANEL_SIZE>(token * PANELS + panel, chunk);
+    const int row = token * PANELS + panel;
+    return row * PANEL_SIZE + (chunk * 16 ^ (row * (PANEL_SIZE / 8) & (PANEL_SIZE - 16)));
 }
 
 DEVICE void load_words(const uint8_t* shared, uint32_t (&words)[4]) {
@@ -164,12 +173,13 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     float scale) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ uint64_t barriers[2 * STAGES];
-    __shared__ uint64_t exists[STAGES];                 // a bit for each token of a tile that has an entry
-    __shared__ __align__(8) float units[HEADS];         // factors from scores to logits
-    __shared__ int row_ends[HEADS];                     // attended_tokens of each head, if QUERY_TOKENS > 1
-    __shared__ __align__(8) float warp_max[8][HEADS];   // row maxima of a tile, per warp
-    __shared__ __align__(8) float warp_sums[8][HEADS];  // exp_sum of an item, per warp
-    __shared__ __align__(8) float item_max[2][HEADS];   // row maxima of an item, per warpgroup
+    __shared__ uint64_t exists[STAGES];                  // a bit for each token of a tile that has an entry
+    __shared__ __align__(8) float units[HEADS];          // factors from scores to logits
+    __shared__ int row_ends[HEADS];                      // attended_tokens of each head, if QUERY_TOKENS > 1
+    __shared__ __align__(16) uint32_t grows[STAGES][4];  // whether a warp's logits of a tile exceed MAX_GROWTH
+    __shared__ __align__(8) float warp_max[8][HEADS];    // row maxima of a tile, per warp
+    __shared__ __align__(8) float warp_sums[8][HEADS];   // exp_sum of an item, per warp
+    __shared__ __align__(8) float item_max[2][HEADS];    // row maxima of an item, per warpgroup
     uint8_t* const queries = memory;
     uint8_t* const tiles = memory + TILES_AT;
     Ring<STAGES> ring(barriers);
@@ -232,6 +242,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     const auto panel_of = [&](int i) { return i ^ warpgroup * (LATENT_PANELS / 2); };
     float max_logit[ROWS], exp_sum[ROWS], o[LATENT_PANELS][HEADS / 2];
     uint32_t a[BUFFERS][2][4];  // A operands of two MMAs, and of the next ones while the first read theirs
+    uint32_t quants[2][4];      // fp8 values of A operands
 
     // Zeroes slots without a token, which may hold NaN.
     const auto clear_missing = [&](uint8_t* tile, uint64_t bits) {
@@ -242,32 +253,46 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         fence_proxy_async();  // before TMA fills the tile again
         sync_own();
     };
-    const auto add_scores = [&](const uint8_t* tile, float (&s)[HEADS / 2]) {
-        uint32_t quants[2][4];
-        const auto load = [&](int panel) {
+    // Keys of a panel, for two pairs of MMAs.
+    const auto load_keys = [&](const uint8_t* tile, int panel) {
 #pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                load_words(tile + place_in_tile(token, panel, t) + upper * 8 * ENTRY_BYTES, quants[upper]);
-            }
-        };
-        load(0);
+        for (int upper = 0; upper < 2; ++upper) {
+            load_words(tile + place_in_tile(token, panel, t) + upper * 8 * ENTRY_BYTES, quants[upper]);
+        }
+    };
+    // Makes the A operands of pair i of MMAs, and loads the next keys.
+    const auto convert_keys = [&](const uint8_t* tile, int i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint32_t halves[2];
+            fp8_to_half<cache_t>(quants[j % 2][i % 2 * 2 + j / 2], halves);
+            a[i % BUFFERS][j / 2][j % 2] = halves[0];
+            a[i % BUFFERS][j / 2][j % 2 + 2] = halves[1];
+        }
+        if (i % 2 == 1 && i / 2 + 1 < PANELS) load_keys(tile, i / 2 + 1);
+    };
+    // Waits for the current tile and makes the first A operands of its scores.
+    const auto begin_scores = [&] {
+        uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
+        ring.wait();
+        const uint64_t bits = exists[ring.stage];
+        if (~bits) clear_missing(tile, bits);
+        load_keys(tile, 0);
+        warpgroup_wait<BUFFERS - 1>();
+        convert_keys(tile, 0);
+    };
+    const auto add_scores = [&](const uint8_t* tile, float (&s)[HEADS / 2]) {
 #pragma unroll
         for (int i = 0; i < 2 * PANELS; ++i) {
-            const int panel = i / 2, buffer = i % BUFFERS;
-            warpgroup_wait<BUFFERS - 1>();
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                uint32_t halves[2];
-                fp8_to_half<cache_t>(quants[j % 2][i % 2 * 2 + j / 2], halves);
-                a[buffer][j / 2][j % 2] = halves[0];
-                a[buffer][j / 2][j % 2 + 2] = halves[1];
+            if (i > 0) {
+                warpgroup_wait<BUFFERS - 1>();
+                convert_keys(tile, i);
             }
-            if (i % 2 == 1 && panel + 1 < PANELS) load(panel + 1);
-            const uint64_t of_heads = make_smem_desc(queries + panel * QUERY_PANEL_BYTES);
+            const uint64_t of_heads = make_smem_desc(queries + i / 2 * QUERY_PANEL_BYTES);
             warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                wgmma<product_t, HEADS>(s, a[buffer][k], advance_smem_desc(of_heads, 32 * (i % 2 * 2 + k)),
+                wgmma<product_t, HEADS>(s, a[i % BUFFERS][k], advance_smem_desc(of_heads, 32 * (i % 2 * 2 + k)),
                                         i > 0 || k > 0);
             }
             warpgroup_commit_batch();
@@ -275,78 +300,115 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
     };
-    const auto softmax = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
-        const bool there[2] = {bool(bits >> token & 1), bool(bits >> (token + 8) & 1)};
-        const bool is_masked = QUERY_TOKENS > 1 && start + TOKENS > row_ends[0];  // later heads have no earlier end
+    // Makes logits of scores. The logit of a token without an entry, or of one that a head does not attend to, is -inf.
+    const auto scale_scores = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) s[i] *= units[head_of(i / 4 * 2 + i % 2)];
+        if (~bits || (QUERY_TOKENS > 1 && start + TOKENS > row_ends[0])) {  // later heads have no earlier end
+#pragma unroll
+            for (int i = 0; i < HEADS / 2; ++i) {
+                const int of_tile = token + i / 2 % 2 * 8;
+                const bool attends = QUERY_TOKENS == 1 || start + of_tile < row_ends[head_of(i / 4 * 2 + i % 2)];
+                if (!(bits >> of_tile & 1) || !attends) s[i] = minus_infinity();
+            }
+        }
+    };
+    // Stores probabilities relative to max_logit, and adds them up. Returns the largest logit less max_logit. The four
+    // warps execute an MMA together, so all of them have read the last tile's probabilities once one has scores.
+    const auto store_probabilities = [&](const float (&s)[HEADS / 2], float (&sums)[ROWS]) {
+        float largest = minus_infinity();
+        const int row =
+            made_anew(warp * 16 + lane % 16);  // otherwise the addresses stay in registers, and others spill
+#pragma unroll
+        for (int k = 0; k < HEADS / 16; ++k) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float p[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int n = k * 4 + i / 2 * 2 + j;
+                    const float x = s[k * 8 + i * 2 + j] - max_logit[n];
+                    largest = fmaxf(largest, x);
+                    p[j] = estimate_exp2(x);
+                    sums[n] = i % 2 ? sums[n] + p[j] : p[j];
+                }
+                words[i] = pack_pair<product_t>(p[0], p[1]);
+            }
+            stmatrix<4>(probabilities + swizzle_chunk<HEADS * 2>(row, k * 2 + lane / 16), words);
+        }
+        fence_proxy_async();
+        return largest;
+    };
+    // Raises max_logit to the row maxima of the tile, and rescales what was added up before.
+    const auto raise_maxima = [&](const float (&s)[HEADS / 2]) {
         float top[ROWS];
 #pragma unroll
-        for (int n = 0; n < ROWS; ++n) {
-            const int head = head_of(n);
-#pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                float& logit = s[n / 2 * 4 + upper * 2 + n % 2];
-                logit = there[upper] ? logit * units[head] : minus_infinity();
-                if (is_masked && start + token + upper * 8 >= row_ends[head]) logit = minus_infinity();
-            }
-            top[n] = fmaxf(s[n / 2 * 4 + n % 2], s[n / 2 * 4 + 2 + n % 2]);
-        }
+        for (int n = 0; n < ROWS; ++n) top[n] = fmaxf(s[n / 2 * 4 + n % 2], s[n / 2 * 4 + 2 + n % 2]);
         reduce_rows(top, [](float x, float y) { return fmaxf(x, y); });
         float (&own_max)[8][HEADS] = warp_max;
         own_max[warpgroup * 4 + warp][head_of(g)] = top[0];
         sync_own();
         float correction[ROWS];
-        bool corrects = false;
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
             float larger = max_logit[n];
 #pragma unroll
             for (int w = 0; w < 4; ++w) larger = fmaxf(larger, own_max[warpgroup * 4 + w][head_of(n)]);
             correction[n] = relative_exp2(max_logit[n], larger);
-            corrects |= correction[n] != 1.0f;
             max_logit[n] = larger;
             exp_sum[n] *= correction[n];
-#pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                float& x = s[n / 2 * 4 + upper * 2 + n % 2];
-                x = probability_of<product_t>(x, larger);
-                exp_sum[n] += x;
-            }
         }
-        const int row = made_anew(token);  // otherwise the addresses stay in registers, and others spill
 #pragma unroll
-        for (int i = 0; i < HEADS / 4; ++i) {
-            const int at = swizzle_chunk<HEADS * 2>(row + i % 2 * 8, i / 2) + 4 * t;
-            *reinterpret_cast<uint32_t*>(probabilities + at) = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
-        }
-        fence_proxy_async();
-        sync_own();
-        if (any_lane(corrects)) {
-#pragma unroll
-            for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
-                const int of_panel = i % (HEADS / 2);
-                o[i / (HEADS / 2)][of_panel] *= correction[of_panel / 4 * 2 + of_panel % 2];
-            }
+        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
+            const int of_panel = i % (HEADS / 2);
+            o[i / (HEADS / 2)][of_panel] *= correction[of_panel / 4 * 2 + of_panel % 2];
         }
     };
+    const auto softmax = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
+        scale_scores(start, bits, s);
+        float sums[ROWS];
+        const bool is_large = any_lane(store_probabilities(s, sums) > MAX_GROWTH);
+        if (lane == 0) grows[ring.stage][warp] = is_large;
+        sync_own();
+        const uint4 of_warps = *reinterpret_cast<const uint4*>(grows[ring.stage]);
+        if (of_warps.x | of_warps.y | of_warps.z | of_warps.w) {
+            raise_maxima(s);
+            store_probabilities(s, sums);
+            sync_own();
+        }
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) exp_sum[n] += sums[n];
+    };
+    // Values of a panel and 32 tokens, for pair i of MMAs: 16 elements of eight tokens to a word.
+    const auto load_values = [&](const uint8_t* tile, int i) {
+        ldmatrix<4, true>(quants[0], tile + place_in_tile(lane, panel_of(i / 2), warp) + i % 2 * 32 * ENTRY_BYTES);
+    };
+    const auto convert_values = [&](int i) {
+        const int buffer = (i + FIRST_BUFFER) % BUFFERS;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            // Bytes of a word: an even and an odd element of a token, then the same of the next token.
+            uint32_t halves[2];
+            fp8_to_half<cache_t>(byte_perm(quants[0][j], 0, 0x3120), halves);
+            a[buffer][j / 2][j % 2 * 2] = halves[0];
+            a[buffer][j / 2][j % 2 * 2 + 1] = halves[1];
+        }
+    };
+    const auto begin_values = [&](const uint8_t* tile) {
+        load_values(tile, 0);
+        convert_values(0);
+        load_values(tile, 1);
+    };
     const auto add_values = [&](const uint8_t* tile) {
-        uint32_t quants[4];  // of 32 tokens: 16 elements of eight tokens to a word
-        const auto load = [&](int i) {
-            ldmatrix<4, true>(quants, tile + place_in_tile(lane, panel_of(i / 2), warp) + i % 2 * 32 * ENTRY_BYTES);
-        };
-        load(0);
 #pragma unroll
         for (int i = 0; i < 2 * LATENT_PANELS; ++i) {
-            const int panel = i / 2, buffer = i % BUFFERS;
-            warpgroup_wait<BUFFERS - 1>();
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                // Bytes of a word: an even and an odd element of a token, then the same of the next token.
-                uint32_t halves[2];
-                fp8_to_half<cache_t>(byte_perm(quants[j], 0, 0x3120), halves);
-                a[buffer][j / 2][j % 2 * 2] = halves[0];
-                a[buffer][j / 2][j % 2 * 2 + 1] = halves[1];
+            const int panel = i / 2, buffer = (i + FIRST_BUFFER) % BUFFERS;
+            if (i > 0) {
+                warpgroup_wait<BUFFERS - 1>();
+                convert_values(i);
+                if (i + 1 < 2 * LATENT_PANELS) load_values(tile, i + 1);
             }
-            if (i + 1 < 2 * LATENT_PANELS) load(i + 1);
             if (i % 2 == 0) warpgroup_fence_operand(o[panel]);
             warpgroup_arrive();
 #pragma unroll
@@ -377,30 +439,33 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         named_barrier_sync<ALL_WARPS>(CONSUMERS);
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
-            max_logit[n] = minus_infinity();
+            max_logit[n] = LOWEST_LOGIT;
             exp_sum[n] = 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) o[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
 
         const int begin = schedule.item().begin, end = schedule.item().end;
-        for (int start = begin; start < end; start += TOKENS, ring.advance()) {
-            // An item begins at an even tile of the sequence.
-            if (start / TOKENS % 2 != warpgroup) continue;
+        const Ring<STAGES> of_item = ring;
+        ring.skip(warpgroup);
+        if (begin + warpgroup * TOKENS < end) begin_scores();
+        for (int start = begin + warpgroup * TOKENS; start < end; start += 2 * TOKENS) {
             uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
-            ring.wait();
-            const uint64_t bits = exists[ring.stage];
-            if (~bits) clear_missing(tile, bits);
             float s[HEADS / 2];  // declared here: the registers are free in between
             add_scores(tile, s);
-            softmax(start, bits, s);
+            begin_values(tile);
+            softmax(start, exists[ring.stage], s);
             add_values(tile);
             sync_warp();
             ring.release(ring.stage);
+            ring.skip(2);
+            if (start + 2 * TOKENS < end) begin_scores();
             warpgroup_wait<0>();
 #pragma unroll
             for (int i = 0; i < LATENT_PANELS; ++i) warpgroup_fence_operand(o[i]);
         }
+        ring = of_item;
+        ring.skip((end - begin + TOKENS - 1) / TOKENS);
         reduce_rows(exp_sum, [](float x, float y) { return x + y; });
         warp_sums[warpgroup * 4 + warp][head_of(g)] = exp_sum[0];
         if (warp == 0 && g == 0) {
