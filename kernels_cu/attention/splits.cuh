@@ -33,9 +33,9 @@ struct Splits {
 // Balance: the number of splits of each sequence, chosen so that all CTAs of a launch end at about the same time.
 // `wave_splits` is the number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length get the number of splits that fills one wave. They get two waves if the sequences are long
-// and the splits of one wave are, too (a second wave costs the start of a CTA, as long as several steps), and if the
-// second wave is at least MIN_TAIL of a wave. Sequences of mixed lengths get splits in proportion to their length, and
+// Sequences of equal length get the number of splits that fills one wave. They get two waves if the sequences are long,
+// or one wave would be partly empty, and if the splits of one wave are long (a second wave costs the start of a CTA, as
+// long as several steps); three waves if whole splits leave too much of two empty. Sequences of mixed lengths get splits in proportion to their length, and
 // at most whole waves of them: a last wave with few CTAs leaves memory bandwidth idle. Where whole sequences of equal
 // length would leave less than MIN_TAIL of a wave, the last ones are split so that they fill it. More than two waves of
 // sequences of mixed lengths need no whole waves. All lanes of a warp must call every function.
@@ -44,6 +44,9 @@ constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are 
 // two splits for each sequence. Mixed lengths from LONG_SPLIT on: three waves are fastest, and also if there are more
 // sequences than splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
+// Least part of one wave, and of two, that splits of equal sequences fill. docs/performance/decode.md, "Three waves of
+// equal splits"
+constexpr float MIN_ONE_WAVE = 0.7f, MIN_OF_TWO_WAVES = 0.75f;
 constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are faster
 // With more sequences than splits in a wave, the last sequences of the batch, one of LATE_PART, have LATE_WEIGHT times
 // the splits per token: their CTAs start last, and are to end together. docs/performance/decode.md, "Short splits last"
@@ -92,9 +95,13 @@ struct Balance {
             fill_last_wave(wave_splits, tail, longest);
             return;
         }
-        const float of_two = floorf(2.0f * wave_splits / seqs) * seqs;  // equal splits in two waves
-        const bool is_long = total > LONG_TOKENS * seqs && total >= SHORT_SPLIT * wave_splits;
-        const float waves = is_long && of_two >= (1.0f + MIN_TAIL) * wave_splits ? 2.0f : 1.0f;
+        // Whether sequences of one length, with equally many splits each, fill a part of so many waves.
+        const auto fill = [&](float waves, float part) {
+            return floorf(waves * wave_splits / seqs) * seqs >= part * waves * wave_splits;
+        };
+        const bool may_be_several = seqs <= wave_splits && total >= SHORT_SPLIT * wave_splits;
+        const bool are_several = may_be_several && (total > LONG_TOKENS * seqs || !fill(1.0f, MIN_ONE_WAVE));
+        const float waves = !are_several ? 1.0f : fill(2.0f, MIN_OF_TWO_WAVES) ? 2.0f : 3.0f;
         if (alike) equal_splits = int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits));
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
         if (!alike && seqs <= 2.0f * wave_splits) {

@@ -21,6 +21,8 @@ decode_simt = Kernel("attention/attention_decode_simt.cu")
 _NO_COMBINE = {"arrived": 0, "results": 0}
 _PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
 _LONG_SPLIT = 4096  # tokens; LONG_SPLIT of splits.cuh
+# Waves that splits of equal sequences fill, to be two waves: 2 * MIN_OF_TWO_WAVES of splits.cuh, which rounds to float.
+_MIN_OF_TWO = 1.5001
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -133,10 +135,15 @@ def _query_access(problem: DecodeProblem) -> int:
 def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
     """The most splits of all sequences, as Balance of splits.cuh distributes them with `wave` splits per wave."""
     num_seqs = problem.num_seqs
-    if num_seqs > 2 * wave or problem.head_size < MIN_WHOLE_HEAD:
+    if num_seqs > 2 * wave:
         return int(num_seqs + 2 * wave + 1)
     has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
-    return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
+    # Three waves of equal splits: those of two leave a part of a wave empty.
+    has_three_waves = (
+        num_seqs > wave or has_long_splits or int(1.9999 * wave / num_seqs) * num_seqs < _MIN_OF_TWO * wave
+    )
+    whole = int((3 if has_three_waves else 2) * wave) + 1
+    return whole if problem.head_size >= MIN_WHOLE_HEAD else max(whole, int(num_seqs + 2 * wave + 1))
 
 
 def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:

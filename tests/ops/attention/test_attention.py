@@ -745,11 +745,15 @@ def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: 
         (16, 4096, 3),  # one wave
         (16, 8192, 6),  # two waves
         (2, 32768, 49),
-        (34, 8192, 1),  # two splits of each would be 1.37 waves
+        (34, 8192, 4),  # two splits of each would be 1.37 waves: three
         (40, 8192, 2),
+        (41, 3000, 1),  # 0.83 of a wave
+        (34, 3000, 4),  # 0.69 of a wave
+        (26, 3000, 3),
+        (26, 1000, 1),  # short splits
     ],
 )
-def test_two_waves_of_long_splits(num_seqs: int, tokens: int, splits: int) -> None:
+def test_waves_of_long_splits(num_seqs: int, tokens: int, splits: int) -> None:
     """Sequences of equal length, 49.5 splits at once."""
     found, lengths = numpy.zeros(num_seqs, numpy.int32), numpy.full(num_seqs, tokens, numpy.int64)
     sizes = {"num_seqs": num_seqs, "max_tokens": tokens, "wave_splits": 49.5, "head_size": 128}
