@@ -37,7 +37,7 @@
 //     QUERY_STAGES   stages of the query ring: work items with queries in shared memory
 //     CODE_STAGES    stages of the ring of fp8 tiles
 //     CONSUMERS      consumer warpgroups: 1 to 3
-//     MIN_BLOCKS     CTAs of an SM: 2 with one consumer warpgroup, else 1
+//     MIN_BLOCKS     CTAs of an SM: 1, or 2 with one consumer warpgroup
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 //     HEAD_SCALES    each KV head of an fp8 cache has its own scales; needs logits that are linear in the scores
 //     HAS_SPLITS     split-KV: an item may have several splits, which prefill_combine.cu combines
@@ -61,6 +61,7 @@ using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 16);
 // Registers per thread. The producer releases what the consumers take (setmaxnreg).
 constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
+constexpr bool MOVES_REGISTERS = NUM_THREADS * MIN_BLOCKS > 256;  // otherwise a thread has 255 anyway
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 256 - PRODUCER_REGISTERS
                                    : CONSUMERS == 3 ? 152
                                                     : (PRODUCER_REGISTERS == 56 ? 224 : 232);
@@ -131,7 +132,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     const int lane = threadIdx.x % 32;
 
     if (warpgroup == CONSUMERS) {
-        warpgroup_reg_dealloc<PRODUCER_REGISTERS, MIN_BLOCKS>();
+        if constexpr (MOVES_REGISTERS) warpgroup_reg_dealloc<PRODUCER_REGISTERS, MIN_BLOCKS>();
         if (warp <= HAS_FINDER) {
             const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
                                       num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
@@ -151,7 +152,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         return;
     }
 
-    warpgroup_reg_alloc<CONSUMER_REGISTERS, MIN_BLOCKS>();
+    if constexpr (MOVES_REGISTERS) warpgroup_reg_alloc<CONSUMER_REGISTERS, MIN_BLOCKS>();
     Softmax softmax(window, scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap, warpgroup);
     float (&s)[TOKENS / 2] = softmax.s;
     const auto release = [&](const auto& ring) {

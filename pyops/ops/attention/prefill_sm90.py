@@ -30,8 +30,8 @@ _LONG_PROMPT = 1 << 20  # query tokens of a sequence that counts as long
 _SECTION_BYTES = 24 << 20
 _FEW_ROWS_TILE_BYTES = 32 << 10  # bytes of a KV tile for few query rows: memory bounds them, so stages come first
 _REGISTERS = {1: 168, 2: 192, 3: 120}  # {consumers: registers of a thread for logits, probabilities, accumulators}
+_REGISTERS_ALONE = 192  # the same for one consumer warpgroup alone on an SM
 _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a WGMMA takes at most 128 registers there
-
 
 # The model of short sequences: docs/performance/prefill.md, "Short sequences in small work items". Microseconds of a
 # KV tile of 128 keys and 128 rows of 128 elements, and of a combine kernel; bytes that L2 gives an SM in a microsecond;
@@ -48,25 +48,27 @@ class PrefillSm90Config:
 
     Attributes:
         tokens: keys of a KV tile.
-        consumers: consumer warpgroups, each with 64 rows of queries. With one, an SM has two CTAs.
+        consumers: consumer warpgroups, each with 64 rows of queries. With one, an SM has two CTAs, unless `alone`.
         max_splits: split-KV: most splits of a work item; a CTA takes one split.
-        splits: splits of all work items that the kernel aims at. It has the lengths, and gives each item splits in
-            proportion to its keys.
+        splits: splits of all work items that the kernel aims at; it gives each item splits in proportion to its keys.
+        alone: the CTA of one warpgroup has all registers of an SM.
     """
 
     tokens: int
     consumers: int
     max_splits: int = 1
     splits: int = _ANY_SPLITS
+    alone: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in _REGISTERS or self.max_splits < 1:
+        has_consumers = self.consumers == 1 if self.alone else self.consumers in _REGISTERS
+        if self.tokens % 16 or not 0 < self.tokens <= 256 or not has_consumers or self.max_splits < 1:
             raise ValueError(f"no geometry of prefill_sm90.cu: {self}")
 
     @property
     def min_blocks(self) -> int:
         """CTAs of an SM."""
-        return 2 if self.consumers == 1 else 1
+        return 2 if self.consumers == 1 and not self.alone else 1
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillSm90Config]:
         """Other KV tiles and numbers of consumer warpgroups, as far as shared memory and registers suffice."""
@@ -79,7 +81,7 @@ class PrefillSm90Config:
         registers = columns // 2 + self.tokens * (4 if problem.p_hi_lo else 3) // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
         has_rows = problem.group <= 64 * self.consumers
-        has_registers = registers <= _REGISTERS[self.consumers]
+        has_registers = registers <= (_REGISTERS_ALONE if self.alone else _REGISTERS[self.consumers])
         has_registers &= self.min_blocks == 1 or problem.value_size <= _MAX_VALUE_SIZE_OF_TWO_CTAS
         return has_rows and self._stages(problem, device)[0] >= 2 and has_registers and boxes <= 32
 
@@ -191,7 +193,7 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     sequences of few query rows."""
     one = _fitting(problem, device)
     splits = choose_splits(problem, 64 * one.consumers, one.tokens, device, one.min_blocks)
-    if (splits > 1 or problem.p_hi_lo) and problem.value_size > 192:
+    if (splits > 1 or problem.p_hi_lo) and problem.value_size > 192 and not one.alone:
         # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
         has_registers = problem.has_plain_logits and problem.cu_seqlens_q is not None
         one = replace(one, tokens=min(one.tokens, 64 if has_registers else 48))
@@ -219,10 +221,10 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """
     head_size, value_size = problem.query.shape[2], problem.value_size
     if 0 < problem.few_rows <= 64:
-        panels = panels_of(problem)
-        tokens = _FEW_ROWS_TILE_BYTES // (panels.token_bytes(head_size) + panels.token_bytes(value_size)) // 16 * 16
-        consumers = 1 if value_size <= _MAX_VALUE_SIZE_OF_TWO_CTAS else 2
-        few = PrefillSm90Config(min(128, tokens), consumers)
+        token_bytes = sum(map(panels_of(problem).token_bytes, (head_size, value_size)))
+        alone = value_size > _MAX_VALUE_SIZE_OF_TWO_CTAS  # and has the shared memory of two CTAs
+        tokens = (_FEW_ROWS_TILE_BYTES << alone) // token_bytes // 16 * 16
+        few = PrefillSm90Config(min(128, tokens), 1, alone=alone)
         if few.fits(problem, device):
             return few
     many = _tile_of_many_rows(problem)
@@ -330,7 +332,7 @@ def choose_splits(
 ) -> int:
     """The number of splits of a work item with the least time by the cost model. An SM has `min_blocks` CTAs."""
     work = work_of(problem, item_rows, tile_tokens, device, min_blocks)
-    is_full = min_blocks == 1 and work.items >= work.slots
+    is_full = min_blocks == 1 and work.items >= work.slots and not problem.few_rows
     return 1 if is_full or tuning.batch_invariant() else work.fastest_splits()
 
 

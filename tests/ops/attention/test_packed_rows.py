@@ -83,7 +83,7 @@ GEOMETRIES = [
     (PrefillSm90Config(128, 2, max_splits=3), (71, 1), 64, 16, torch.bfloat16),
     (PrefillSm90Config(64, 1, max_splits=2), (48, 1), 128, 16, torch.bfloat16),
     (PrefillSm90Config(64, 1), (40, 2), 128, 32, torch.float16),
-    (PrefillSm90Config(32, 2, max_splits=2), (18, 1), 256, 16, torch.bfloat16),
+    (PrefillSm90Config(64, 1, max_splits=2, alone=True), (18, 1), 256, 16, torch.bfloat16),
     (PrefillSm90Config(64, 2), (128, 1), 128, 8, torch.float16),
     (PrefillSm90Config(96, 1, max_splits=4), (9, 1), 80, 16, torch.bfloat16),
 ]
@@ -175,6 +175,7 @@ CHOICES = [
         0,
     ),
     ("sm_90", V1, {"num_heads": 128, "num_kv_heads": 1, "head_size": 256}, "prefill_sm90", 2),
+    ("sm_90", V1, {"num_heads": 48, "num_kv_heads": 1, "head_size": 256}, "prefill_sm90", 1),
     ("sm_90", V1, {"num_heads": 48, "num_kv_heads": 1, "packed": True}, "prefill_mma", 1),
     ("sm_90", V1, {"num_heads": 48, "num_kv_heads": 4}, "attention_decode", 0),
     ("sm_90", V1, {"num_heads": 48, "num_kv_heads": 1, "max_seq_len": 64}, "attention_decode", 0),
