@@ -43,6 +43,7 @@
 //     QUERY_ACCESS   elements of an access to query
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        CTAs of a cluster
+//     MAX_WARPS      most warps of a CTA
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
 //     AHEAD          a warp asks for all keys and values of its next step before the softmax of this one
 //     PIECES         the keys, and the values, of a step are loaded in PIECES pieces; 1 unless ONE_AT_A_TIME

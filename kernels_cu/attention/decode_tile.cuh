@@ -10,7 +10,6 @@
 #include "decode_operand.cuh"
 #include "decode_tokens.cuh"
 
-constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4;
 constexpr int MIN_CLUSTER_WARPS = 4;  // fewest warps of a CTA of a cluster
 constexpr bool MAY_BALANCE = CLUSTER == 1 && DIRECT && PARTITION == 0;
 static_assert(CLUSTER == 1 || DIRECT);

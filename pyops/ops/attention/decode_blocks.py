@@ -29,6 +29,10 @@ CTA_US = 3.0  # us of a block before its first loads and after its last: "fixed 
 # Heads for which a warp loads queries, and combines results, at the same time, and us of the next ones: a latency of
 # 0.5 us, and 450 cycles ("What a short call waits for").
 _HEADS_OF_WARP, _HEADS_US = 4, 0.75
+# Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
+# waits for": 4.4 us for 44 sequences of 1 to 103 tokens, and 1.1 us for a step.
+STEPS_OF_SPLITTING = 4
+FEW_BLOCKS = 2  # blocks of NUM_WARPS warps per SM if few blocks have all its registers: "Few CTAs"
 
 # Cluster sizes. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (2, 4, 8)
@@ -108,6 +112,22 @@ def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int,
         return max(max(1.0, waves) * block_us, blocks * work.nbytes / _BYTES_PER_US), waves / num_warps
 
     return min((n for n in _WARPS_OF_MANY_WAVES if n % work.slices == 0 and n <= max(most, work.slices)), key=time)
+
+
+def warps_of_few(blocks: int, device: Device, heads: int, work: BlockWork) -> int:
+    """Warps per block where few blocks take whole sequences: FEW_BLOCKS of an SM run at once, or one with all their
+    warps. 0 if they are more, or splits take less time.
+
+    Splits have all SMs. The plan takes sequences to have half of the longest one's steps on average, and a last step
+    that is half empty.
+    """
+    if blocks <= blocks_at_once(NUM_WARPS, FEW_BLOCKS, device) and work.steps(NUM_WARPS) <= STEPS_OF_SPLITTING:
+        return choose_short_warps(blocks, FEW_BLOCKS, device, heads, work)
+    for num_warps in (FEW_BLOCKS * NUM_WARPS, NUM_WARPS):
+        share, steps = blocks / blocks_at_once(num_warps, FEW_BLOCKS, device), work.steps(num_warps)
+        if share <= 1 and steps <= STEPS_OF_SPLITTING + steps * share / 2 + 0.5:
+            return num_warps
+    return 0
 
 
 def call_us(blocks: int, at_once: int, num_warps: int, work: BlockWork) -> float:

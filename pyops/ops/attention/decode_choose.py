@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 
 from ... import tuning
 from ..._core.system.device import Device
-from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .combine import CombineConfig, choose_combine, lanes_of
 from .decode_blocks import (
+    FEW_BLOCKS,
     MAX_CLUSTER_STEPS,
     MAX_WIDE_ELEMENTS,
     NUM_WARPS,
     STEP_US,
     STEP_US_OF_8,
+    STEPS_OF_SPLITTING,
     BlockWork,
     blocks_at_once,
     call_us,
@@ -25,14 +26,12 @@ from .decode_blocks import (
     choose_num_warps,
     choose_short_warps,
     most_cluster_steps,
+    warps_of_few,
 )
-from .decode_problem import DecodeProblem, run_tokens
+from .decode_problem import DecodeProblem
+from .decode_step import TILE_TOKENS, can_step, choose_pieces, choose_step, has_memory, is_ahead
 
-TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
-# Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
-# waits for": 4.4 us for 44 sequences of 1 to 103 tokens, and 1.1 us for a step.
-_STEPS_OF_SPLITTING = 4
 _MAX_SPLITS = 128  # most splits of a sequence
 # Batch invariance: fewest tokens of a split. A sequence has as many splits as its own length fills, up to _MAX_SPLITS:
 # then 128 K tokens have 128, and the size grows with the length.
@@ -54,16 +53,7 @@ MAX_SPLITS_OF_LAST_BLOCK = 50
 # a step 1.1 us.
 _SPLITS_OF_A_STEP = 12
 
-# Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
-# ptxas counts them for sm_90.
-_REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 84
-
 MIN_WHOLE_HEAD = 128  # elements; MIN_WHOLE_HEAD of splits.cuh
-
-# AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
-_MATRIX_CORE_BLOCKS = 2
-# Most bytes of static shared memory of a block: queries of 16 heads, for every 256 elements, and the row sums of warps.
-_STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.
 _CANDIDATE_WARPS = 1, 2, 3, 4, 8
@@ -106,12 +96,19 @@ class DecodeConfig:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (self.slices, 4)
-        if not min_warps <= self.num_warps <= max_warps or self.num_warps % self.slices:
+        min_warps = NUM_WARPS if self.cluster_size > 1 else self.slices
+        if not min_warps <= self.num_warps <= self.max_warps or self.num_warps % self.slices:
             raise ValueError(
-                f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for, and whole "
-                "steps of as many warps as slices"
+                f"{self}: expected num_warps from {min_warps} to {self.max_warps}, which the kernel has room for, and "
+                "whole steps of as many warps as slices"
             )
+
+    @property
+    def max_warps(self) -> int:
+        """The most warps of a block of this kernel."""
+        if self.cluster_size > 1:
+            return min(8, NUM_WARPS * self.min_blocks)
+        return NUM_WARPS if self.num_warps <= NUM_WARPS else NUM_WARPS * self.min_blocks
 
     @property
     def num_steps(self) -> int:
@@ -140,7 +137,7 @@ class DecodeConfig:
             heads_per_block=(8, 16)
             if device.supports("mma") and problem.cta_heads > 8 and not problem.any_tokens
             else (),
-            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
+            tiles_per_step=[tiles for tiles in (1, 2, 4) if can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
             one_at_a_time=(not self.one_at_a_time,) if self.pieces == 1 and not self.ahead else (),
             ahead=(not self.ahead,) if device.supports("mma") and not self.one_at_a_time else (),
@@ -152,30 +149,21 @@ class DecodeConfig:
         return found
 
 
-def _can_step(problem: DecodeProblem, tiles: int, device: Device) -> bool:
-    """Whether a warp can load `tiles` KV tiles at once: in a packed cache, a lane's tokens must lie in one block."""
-    layout, lane_tokens = problem.layout, run_tokens(device) * tiles
-    if layout.packed:
-        return layout.block_size % lane_tokens == 0 and lane_tokens * layout.dtype.itemsize <= 16
-    return layout.block_size % 8 == 0 or tiles <= 2
-
-
 def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """The Config for this problem."""
-    heads, tiles, min_blocks = _choose_step(problem, device)
+    heads = problem.cta_heads
+    tiles, min_blocks = choose_step(problem, device, heads)
     slices, step = problem.slices, TILE_TOKENS * tiles
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
-    token_bytes = 2 * problem.head_size * problem.layout.dtype.itemsize
-    work = BlockWork(problem.attended_tokens, token_bytes, step, STEP_US if heads > 8 else STEP_US_OF_8, slices)
-    is_short = problem.uses_mma and not is_pinned and work.steps(NUM_WARPS) <= _STEPS_OF_SPLITTING
+    work = _work(problem, heads, tiles)
+    is_short = problem.uses_mma and not is_pinned and work.steps(NUM_WARPS) <= STEPS_OF_SPLITTING
     if problem.uses_mma:
         if is_short:
             num_warps = choose_short_warps(blocks, min_blocks, device, min(heads, problem.columns), work)
         elif not is_pinned:
             num_warps = _choose_num_warps(problem, device, blocks, heads, min_blocks, work)
-        static = _STATIC_SHARED_MEMORY * -(-problem.head_size // 256)
-        while shared_memory(problem, num_warps, heads, tiles) + static > device.shared_memory:
+        while not has_memory(problem, device, num_warps, heads, tiles):
             num_warps -= slices
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
@@ -189,7 +177,9 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         )
         if cluster_size > 1:
             num_warps, max_splits, combine = cluster_warps, 1, None
-    pieces = _choose_pieces(problem, device)
+        elif few := _choose_few(problem, device):
+            (heads, tiles, num_warps), min_blocks, max_splits, combine = few, FEW_BLOCKS, 1, None
+    pieces = choose_pieces(problem, device)
     return DecodeConfig(
         num_warps,
         heads,
@@ -201,9 +191,30 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
         PINNED_SPLIT if is_pinned else _MIN_SPLIT,
         combine,
         pieces,
-        _is_ahead(problem, device, heads, tiles, min_blocks),
+        is_ahead(problem, device, heads, tiles, min_blocks),
         slices,
     )
+
+
+def _choose_few(problem: DecodeProblem, device: Device) -> tuple[int, int, int] | None:
+    """(columns, KV tiles, warps) of few blocks that take whole sequences; None if splits take less time.
+
+    Blocks have eight columns where the last one of 16 would have no more than eight.
+    """
+    if not device.supports("mma"):
+        return None
+    heads = 8 if -(-problem.columns // 8) % 2 else 16
+    tiles, _ = choose_step(problem, device, heads)
+    blocks = blocks_of_one_split(problem, heads) + problem.max_other_tiles * problem.kv.num_kv_heads
+    num_warps = warps_of_few(blocks, device, min(heads, problem.columns), _work(problem, heads, tiles))
+    return (heads, tiles, num_warps) if num_warps and has_memory(problem, device, num_warps, heads, tiles) else None
+
+
+def _work(problem: DecodeProblem, heads: int, tiles: int) -> BlockWork:
+    """The work of a block with `heads` columns, and steps of `tiles` KV tiles."""
+    token_bytes = 2 * problem.head_size * problem.layout.dtype.itemsize
+    step_us = STEP_US if heads > 8 else STEP_US_OF_8
+    return BlockWork(problem.attended_tokens, token_bytes, TILE_TOKENS * tiles, step_us, problem.slices)
 
 
 def _choose_num_warps(
@@ -236,75 +247,6 @@ def _choose_combine(problem: DecodeProblem, max_splits: int, device: Device) -> 
         return None
     lanes = lanes_of(problem.head_size, problem.combine_vector_width, device)
     return choose_combine(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-
-
-def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:
-    """(query heads per block, KV tiles that a warp loads at once, blocks of four warps per SM).
-
-    More tiles at once mean more loads in flight, which take registers. Large heads, many heads, small cache blocks, and
-    fp8 conversion by integer arithmetic leave fewer registers for them.
-    """
-    layout, head_size = problem.layout, problem.slice_size
-    is_16_bit, is_large = layout.x == 8, head_size > 128
-    if problem.uses_mma and not device.supports("mma"):
-        has_registers = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
-        block_bytes = shared_memory(problem, NUM_WARPS, problem.cta_heads, 1) + _STATIC_SHARED_MEMORY
-        min_blocks = max(1, min(device.shared_memory // block_bytes, _MATRIX_CORE_BLOCKS))
-        return problem.cta_heads, 2 if has_registers else 1, min_blocks
-    heads = problem.cta_heads
-    is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
-    has_registers_for_four = heads <= 8 or device.arch == "sm_90"  # 220 to 300 bytes spilled on sm_80
-    has_registers_for_four &= not problem.any_tokens  # 8 bytes spilled
-    tiles = 1 if is_16_bit or is_large else 4 if is_small and has_registers_for_four else 2
-    needs_registers = (
-        is_large
-        or heads > 8
-        or problem.slices > 1
-        or layout.dtype is float8_e4m3fnuz
-        or layout.block_size % 8
-        or (tiles == 4 and not layout.packed)
-    )
-    return heads, tiles, 2 if needs_registers else 3
-
-
-def _is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
-    """Whether registers hold the values of two steps, next to keys and accumulators.
-
-    "One scoreboard for all loads of the next step": otherwise a warp waits for a whole memory latency in each step.
-    """
-    if not device.supports("mma") or not problem.uses_mma:  # AMD's counters tell older loads from newer ones
-        return False
-    head_bytes = problem.slice_size * problem.layout.dtype.itemsize
-    keys = tiles * 2 * -(-head_bytes // 64) * 4
-    values = tiles * 4 * -(-head_bytes // 128) * 4
-    accumulators = heads * -(-problem.slice_size // 16) // 2
-    return keys + 2 * values + accumulators + _OTHER_REGISTERS <= _REGISTERS_OF_TWO_BLOCKS * 2 // max(2, min_blocks)
-
-
-def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
-    """Parts in which keys and values are loaded, so that one part fits into registers.
-
-    With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
-    """
-    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
-        return 1
-    if problem.head_size > 128:
-        return 4
-    if problem.head_size <= 64 or not device.arch.startswith("gfx11"):
-        return 1
-    return 4 if problem.layout.x == 8 else 2
-
-
-def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int, tiles_per_step: int) -> int:
-    """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
-
-    The warps of each step write their accumulators of each head, padded so that stores meet different banks; before
-    that, those of several slices have two buffers of scores, of 16 bytes for each lane, KV tile and eight columns.
-    """
-    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
-    row_bytes = min(heads_per_block, problem.columns) * (problem.head_size + padding) * 4
-    scores = 2 * 512 * tiles_per_step * heads_per_block // 8 if problem.slices > 1 else 0
-    return num_warps * max(row_bytes // problem.slices, scores)
 
 
 def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:

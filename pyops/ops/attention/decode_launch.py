@@ -11,8 +11,9 @@ from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
 from .combine import TILE_TOKENS, launch_combine
-from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
+from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, wave_splits
 from .decode_problem import DecodeProblem
+from .decode_step import shared_memory
 from .layout import CacheLayout, absent, heads_stride
 
 _decode = Kernel("attention/attention_decode.cu")
@@ -97,6 +98,7 @@ def _launch_mma(
         **constants,
         NUM_KV_HEADS=problem.kv.num_kv_heads,
         CLUSTER=config.cluster_size,
+        MAX_WARPS=config.max_warps,
         HEADS=config.heads_per_block,
         QUERY_ACCESS=_query_access(problem),
         HAS_TOKENS=problem.any_tokens,

@@ -162,6 +162,34 @@ def test_few_waves_of_short_sequences(num_seqs: int, max_tokens: int, warps: int
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "max_tokens", "axes", "expected"),
+    [
+        (16, 256, {}, (4, 8, 2, 1)),  # four steps: no splits, two CTAs on an SM
+        (33, 256, {}, (4, 8, 2, 1)),
+        (34, 256, {}, (4, 8, 3, 1)),  # more CTAs
+        (16, 1024, {}, (8, 8, 2, 1)),  # eight steps of a CTA alone on an SM
+        (16, 2048, {}, (4, 8, 3, 24)),
+        (17, 1024, {}, (4, 8, 3, 16)),
+        (32, 512, {}, (4, 8, 2, 1)),
+        (16, 1024, {"num_heads": 128}, (8, 16, 2, 1)),
+        (
+            44,
+            1398,
+            {"num_heads": 24, "num_kv_heads": 1, "kv_cache_dtype": "fp8"},
+            (8, 8, 2, 1),
+        ),  # three CTAs for 24 heads
+        (64, 256, {"num_heads": 16, "num_kv_heads": 2, "head_size": 256}, (8, 8, 2, 1)),
+    ],
+)
+def test_few_ctas_take_whole_sequences(
+    num_seqs: int, max_tokens: int, axes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """They have the registers of all CTAs of an SM, unless splits of mixed lengths would take less time."""
+    found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL | axes)
+    assert (found.num_warps, found.heads_per_block, found.min_blocks, found.max_splits) == expected
+
+
+@pytest.mark.parametrize(
     ("axes", "heads", "tiles", "min_blocks"),
     [
         ({"head_size": 64}, 8, 1, 3),
@@ -334,7 +362,7 @@ def test_mla_configs() -> None:
 def test_oversized_config_is_refused() -> None:
     """More warps or groups than a kernel has memory for are refused before it is compiled."""
     found = chosen(V1, num_tokens=64, max_seq_len=2048, **MODEL)
-    for changes in ({"num_warps": 5}, {"num_warps": 0}, {"cluster_size": 8, "num_warps": 3}):
+    for changes in ({"num_warps": 13}, {"num_warps": 0}, {"cluster_size": 8, "num_warps": 3}):
         with pytest.raises(ValueError, match="expected num_warps from"):
             replace(found, **changes)
     args = V1.example(ArgMaker(device.model()), num_tokens=64, max_seq_len=2048, **MODEL)  # type: ignore[misc]

@@ -33,6 +33,8 @@ STEPS = [
     (replace(AHEAD, num_warps=4, slices=4), (8, 1), 512, 16, False, False, 0),
     (replace(AHEAD, num_warps=4, slices=2, tiles_per_step=2), (3, 1), 256, 8, True, False, 40),
     (replace(AHEAD, num_warps=4, slices=2), (2, 1), 168, 16, False, True, 0),
+    (replace(AHEAD, num_warps=8, slices=2), (6, 1), 136, 16, False, False, 0),
+    (replace(AHEAD, num_warps=7, min_blocks=3), (9, 1), 64, 16, False, False, 0),
 ]
 
 
