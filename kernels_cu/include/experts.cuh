@@ -164,6 +164,52 @@ struct KWayMerge {
     }
 };
 
+// A rank and its position among all ranks of a token, 0 for the best.
+template <typename T>
+struct Positioned {
+    T rank;
+    int position;
+};
+
+// The MOST best ranks of a token that the ROW_THREADS lanes of a warp share: each lane gets one of them, or a rank with
+// a position of MOST or more. All lanes of the warp call. A merge takes MOST rounds that wait for each other; lanes
+// count larger ranks instead here. First each lane counts those among the best ranks of the lanes: the MOST lanes with
+// the best ones have all that are wanted. Then each lane takes one of their ranks and counts again.
+template <int MOST, typename T, int N>
+DEVICE Positioned<T> best_of_row(const T (&ranks)[N]) {
+    const int lane = threadIdx.x % ROW_THREADS;
+    if constexpr (MOST * N > ROW_THREADS) {
+        KWayMerge<T, N> merge(ranks, nullptr);
+        const T own = merge.template take<MOST>(MOST, lane);
+        return {own, lane};
+    } else {
+        __shared__ alignas(16) T values[2][ROW_THREADS];
+        T best = ranks[0];
+#pragma unroll
+        for (int i = 1; i < N; ++i) best = max(best, ranks[i]);
+        const bool writes = threadIdx.x < ROW_THREADS;
+        const auto count_larger = [&](const T(&list)[ROW_THREADS], T own) {
+            int larger = 0;
+#pragma unroll
+            for (int i = 0; i < ROW_THREADS; ++i) larger += list[i] > own;
+            return larger;
+        };
+        if (writes) {
+            values[0][lane] = best;
+            values[1][lane] = 0;
+        }
+        sync_warp();
+        const int position_of_lane = count_larger(values[0], best);
+        if (writes && best > 0 && position_of_lane < MOST) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) values[1][position_of_lane * N + i] = ranks[i];
+        }
+        sync_warp();
+        const T own = values[1][lane];
+        return {own, own > 0 ? count_larger(values[1], own) : MOST};
+    }
+}
+
 // Prefetches the row that a thread works on.
 template <typename T>
 DEVICE void prefetch_row(const T* rows, int64_t num_rows, int64_t stride, int num_experts) {

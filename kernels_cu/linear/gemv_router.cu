@@ -6,9 +6,10 @@
 //     topk_weights = score(logit), divided by their sum if `renormalize`, times routed_scaling_factor
 //
 // blockIdx.y counts tokens. Each block along x normalises the token, and the first one writes it; warps multiply as
-// gemv_rows.cuh says. The last block of a token to arrive loads all logits, and its first warp chooses: ROW_THREADS
-// lanes with THREAD_EXPERTS adjacent experts each. The plan promises that no kernel which may still run writes the
-// weight: the first chunk is loaded while the previous kernel runs.
+// gemv_rows.cuh says. The first warp of the last block of a token to arrive chooses: ROW_THREADS lanes with
+// THREAD_EXPERTS adjacent experts each. No fence orders logits and arrivals: logits are passed through memory that held
+// zeros (PassedPair), and a warp loads them while its arrival is counted. The plan promises that no kernel which may
+// still run writes the weight: the first chunk is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
@@ -40,12 +41,10 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
             const input_t* input,        // [num_tokens, HIDDEN_SIZE]
             const input_t* norm_weight,  // [HIDDEN_SIZE]
             const scalar_t* weight,      // [NUM_EXPERTS, HIDDEN_SIZE]
-            float* all_logits,           // [num_tokens, NUM_EXPERTS]
-            uint32_t* arrived,           // [num_tokens], zeros
+            PassedPair* all_logits,      // [num_tokens, NUM_EXPERTS] zeros; both floats of a pair are the logit
+            uint32_t* arrived,           // [num_tokens] zeros
             int64_t input_stride, int64_t weight_stride, bool renormalize, float routed_scaling_factor, float epsilon) {
     __shared__ Vec<input_t, VEC_SIZE> row_of_token[VECS];
-    __shared__ float logits_of_token[NUM_EXPERTS];
-    __shared__ uint32_t is_last;
     raw_t next[BATCH];
     prefetch_weights(next, weight, weight_stride, norm_weight);
     const int num_rows = count_rows<1>(NUM_EXPERTS);
@@ -58,35 +57,55 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
             row_of_token[i].store(normalised + token * HIDDEN_SIZE + i * VEC_SIZE);
         }
     }
-    float* const logits = all_logits + token * NUM_EXPERTS;
+    PassedPair* const logits = all_logits + token * NUM_EXPERTS;
     const auto row = [&](int i) { return weight_row(i, weight, weight_stride); };
     const auto input_row = [&](int, int) { return x; };
     multiply_rows(next, num_rows, row, input_row, [&](int i, const float (&acc)[TOKENS]) {
         const int64_t expert = column_of<1>(i);
-        if (stores_products() && expert < NUM_EXPERTS) logits[expert] = acc[0];
+        if (stores_products() && expert < NUM_EXPERTS) logits[expert].store(acc[0], acc[0]);
     });
-    if (!arrives_last(arrived + token, gridDim.x, &is_last)) return;
-    for (int n = threadIdx.x; n < NUM_EXPERTS; n += NUM_THREADS) logits_of_token[n] = load_fresh(logits + n);
     __syncthreads();
     if (threadIdx.x >= WARP_SIZE) return;
 
     const int lane = threadIdx.x % ROW_THREADS, first = lane * THREAD_EXPERTS;
+    const uint32_t before = threadIdx.x == 0 ? atomicAdd(arrived + token, 1u) : 0;
     float own[THREAD_EXPERTS];
+    // Loads the lane's logits. Returns whether all of them have arrived.
+    const auto load_logits = [&] {
+        uint32_t least = ~0u;
+#pragma unroll
+        for (int i = 0; i < THREAD_EXPERTS; ++i) {
+            uint32_t word, same;
+            logits[min(first + i, NUM_EXPERTS - 1)].load(word, same);
+            own[i] = first + i < NUM_EXPERTS ? PassedPair::float_of(word) : minus_infinity();
+            least = min(least, word);
+        }
+        return least > 0;
+    };
+    bool has_all = speculates(logits, NUM_EXPERTS) && load_logits();
+    if (shfl<WARP_SIZE>(before, 0) != gridDim.x - 1) return;
+    while (any_lane(!has_all)) has_all = load_logits();
+
     ranking::rank_t ranks[THREAD_EXPERTS];
 #pragma unroll
     for (int i = 0; i < THREAD_EXPERTS; ++i) {
-        const bool exists = first + i < NUM_EXPERTS;
-        own[i] = exists ? logits_of_token[first + i] : minus_infinity();
-        ranks[i] = exists ? ranking::rank(ordered_key(own[i]), first + i) : 0;
+        ranks[i] = first + i < NUM_EXPERTS ? ranking::rank(ordered_key(own[i]), first + i) : 0;
     }
     const auto score = score_of_token<SCORING>(own, !renormalize, nullptr, nullptr);
-    KWayMerge<ranking::rank_t, THREAD_EXPERTS> merge(ranks, nullptr);
-    const int expert = ranking::index(merge.take<TOP_K>(TOP_K, lane));
-    const bool writes = lane < TOP_K;
-    const float s = writes ? score(logit_of(logits_of_token[expert])) : 0.0f;
+    const auto [best, position] = best_of_row<TOP_K>(ranks);
+    const bool chosen = position < TOP_K;
+    const float s = chosen ? score(logit_of(float_of_ordered(uint32_t(best >> 32)))) : 0.0f;
     const float sum = lane_reduce<Sum, ROW_THREADS>(s);
     const float divisor = renormalize && sum > 0.0f ? sum : 1.0f;
-    if (!writes || threadIdx.x >= ROW_THREADS) return;
-    topk_ids[token * TOP_K + lane] = expert;
-    topk_weights[token * TOP_K + lane] = ieee_multiply(ieee_divide(s, divisor), routed_scaling_factor);
+    if (threadIdx.x >= ROW_THREADS) return;
+    if (chosen) {
+        topk_ids[token * TOP_K + position] = ranking::index(best);
+        topk_weights[token * TOP_K + position] = ieee_multiply(ieee_divide(s, divisor), routed_scaling_factor);
+    }
+    // Leaves zeros for the next launch.
+    if (lane == 0) atomicExch(arrived + token, 0u);
+#pragma unroll
+    for (int i = 0; i < THREAD_EXPERTS; ++i) {
+        if (first + i < NUM_EXPERTS) logits[first + i] = {};
+    }
 }

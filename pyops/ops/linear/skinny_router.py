@@ -28,6 +28,7 @@ _ROW_THREADS, _MAX_THREAD_EXPERTS = 32, 16  # lanes that share a token, most exp
 MAX_ROUTED = _ROW_THREADS * _MAX_THREAD_EXPERTS  # most experts
 MAX_CHOICES = _ROW_THREADS  # most experts of a token: a lane writes one
 _MAX_TOKENS = 65535  # most tokens: blockIdx.y counts them
+_PAIR_BYTES = 8  # bytes by which a block passes a logit to another
 
 
 # A logit's error is the relative error of a weight. It is that of a normalised element which rounds the other way,
@@ -134,7 +135,7 @@ def plan_skinny_router(
     ).launch(
         grid=(config.num_blocks(num_experts, device, num_tokens), num_tokens),
         block=config.num_threads,
-        all_logits=Scratch(num_tokens * num_experts * 4),
+        all_logits=Scratch(num_tokens * num_experts * _PAIR_BYTES, zeroed=True),
         arrived=Scratch(num_tokens * 4, zeroed=True),
         input_stride=check.row_stride(input),
         weight_stride=check.row_stride(weight),
