@@ -15,9 +15,10 @@
 //
 // Warps multiply as gemv_rows.cuh says; blocks along x stride over the columns of out together. blockIdx.y counts the
 // choices of all tokens, or, with COMBINES, the tokens: SHARERS warps (or groups of SPLIT warps) multiply row n of an
-// equal number of experts each, one after the other, and exchange results through shared memory. The plan promises that
-// no kernel which may still run writes the weights; with COMBINES, nor topk_ids and topk_weights. So the first chunk of
-// a sum, and of a shared choice, is loaded while the previous kernel runs.
+// equal number of experts each, one after the other. A lane adds its products of all of them before the sum over lanes
+// and warps: a barrier for each expert would have the warps wait for the slowest load. The plan promises that no kernel
+// which may still run writes the weights; with COMBINES, nor topk_ids and topk_weights. So the first chunk of a sum,
+// and of a shared choice, is loaded while the previous kernel runs.
 //
 // Constants:
 //     TOKENS, SPLIT, BATCH    of gemv_rows.cuh; TOKENS is 1
@@ -92,19 +93,6 @@ struct WeightRows {
     }
 };
 
-// The sum over the warps that share a column. All threads of the block call it, with `parity` alternately 0 and 1:
-// other warps may still read what the column before has left.
-DEVICE float sum_of_sharers(float own, int parity) {
-    __shared__ float partial[2][BLOCK_ROWS];
-    const int group = int(threadIdx.x) / WARP_SIZE / SPLIT;
-    if (stores_products()) partial[parity][group] = own;
-    __syncthreads();
-    float sum = 0.0f;
-#pragma unroll
-    for (int s = 0; s < SHARERS; ++s) sum += partial[parity][group / SHARERS * SHARERS + s];
-    return sum;
-}
-
 // Loads the first chunk to registers before the previous kernel has ended.
 DEVICE void prefetch_row(raw_t (&next)[BATCH], const WeightRows& rows, const scalar_t* weight, const scalar_t* shared,
                          float* factors, const id_t* topk_ids, const float* topk_weights, int64_t num_experts) {
@@ -154,30 +142,37 @@ gemv_experts(scalar_t* out,              // [num_tokens, CHOICES, output_size], 
         return has_term ? addend[blockIdx.y * addend_stride + column_of(i)] : from_float<scalar_t>(0.0f);
     };
     scalar_t next_term = term(0);  // not waited for: it is no float yet
-    float kept = 0.0f;             // the gate, or the sum of the choices so far
-    const auto done = [&](int i, const float (&acc)[TOKENS]) {
-        const int64_t column = column_of(i), expert = is_shared(i) ? -1 : rows.expert(i);
-        const bool is_last = i % OUT_ROWS == OUT_ROWS - 1, exists = column < output_size;
-        float x = acc[0];
-        if (HAS_BIAS && has_product && exists && expert >= 0) {
-            x += to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
-        }
-        if constexpr (COMBINES) {
-            if (is_shared(i)) kept += x;
-            if (expert >= 0) kept = fmaf(factors[choice_of(i)], x, kept);
-            if (!is_last) return;
-            if constexpr (SHARERS > 1) kept = sum_of_sharers(kept, i / OUT_ROWS % 2);
-            if (HAS_ADDEND) kept += to_float(next_term);
-            next_term = term(i + 1);
-            if (stores && exists) out[blockIdx.y * out_stride + column] = from_float<scalar_t>(kept);
-            kept = 0.0f;
-        } else {
-            if (is_last && stores && exists) {
-                out[blockIdx.y * out_stride + column] =
-                    from_float<scalar_t>(GATED ? ACTIVATION<scalar_t>(kept, x) : ACTIVATION<scalar_t>(x, x));
-            }
-            kept = x;
-        }
+    float gate = 0.0f;
+    const auto with_bias = [&](int i, float x) {  // of one thread for all lanes and warps of a row
+        if (!HAS_BIAS || !has_product || is_shared(i)) return x;
+        const int64_t column = column_of(i), expert = rows.expert(i);
+        if (column >= output_size || expert < 0) return x;
+        return x + to_float(bias[expert * bias_stride + expert_row(i, column, output_size)]);
     };
-    multiply_rows(next, num_rows, row, token, done);
+    if constexpr (COMBINES) {
+        const auto add = [&](int i, float x, float sum) {
+            if (is_shared(i)) return sum + x;
+            return rows.expert(i) < 0 ? sum : fmaf(factors[choice_of(i)], with_bias(i, x), sum);
+        };
+        const auto done = [&](int i, float (&sum)[TOKENS]) {
+            const float with_term = HAS_ADDEND ? sum[0] + to_float(next_term) : sum[0];
+            next_term = term(i + 1);
+            const int64_t column = column_of(i);
+            if (stores && column < output_size) {
+                out[blockIdx.y * out_stride + column] = from_float<scalar_t>(with_term);
+            }
+        };
+        multiply_rows<SHARERS>(next, num_rows, row, token, done, SumOfRows<OUT_ROWS, decltype(add)>{add});
+    } else {
+        const auto done = [&](int i, const float (&acc)[TOKENS]) {
+            const int64_t column = column_of(i);
+            const float x = with_bias(i, acc[0]);
+            if (i % OUT_ROWS == OUT_ROWS - 1 && stores && column < output_size) {
+                out[blockIdx.y * out_stride + column] =
+                    from_float<scalar_t>(GATED ? ACTIVATION<scalar_t>(gate, x) : ACTIVATION<scalar_t>(x, x));
+            }
+            gate = x;
+        };
+        multiply_rows(next, num_rows, row, token, done);
+    }
 }

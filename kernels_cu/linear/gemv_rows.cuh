@@ -32,7 +32,10 @@ DEVICE int vector_of(int chunk, int b) {
     return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE +
            int(threadIdx.x) % WARP_SIZE;
 }
-DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
+DEVICE bool exists(int chunk, int b) {
+    const bool for_all_warps = CHUNKS == 1 && ((SPLIT - 1) * BATCH + b + 1) * WARP_SIZE <= VECS;
+    return VECS % CHUNK == 0 || for_all_warps || vector_of(chunk, b) < VECS;
+}
 
 // The column of out that row i of the warp contributes to: OUT_ROWS rows for each column, of each of SHARERS warps (or
 // groups of SPLIT warps) of the block. Blocks along x stride over the columns together.
@@ -70,18 +73,33 @@ DEVICE void load_chunk(raw_t (&w)[BATCH], const scalar_t* row, int chunk) {
     }
 }
 
+// The products of each row are summed by themselves.
+struct SumOfRow {
+    static constexpr int ROWS = 1;
+    DEVICE float operator()(int, float x, float) const { return x; }
+};
+// The products of ROWS_ rows in a row are added before the sum over lanes and warps: add(i, x, sum) returns `sum` with
+// the lane's part x of the product of row i.
+template <int ROWS_, typename F>
+struct SumOfRows : F {
+    static constexpr int ROWS = ROWS_;
+};
+
 // Multiplies rows 0 to num_rows - 1 of the warp, one after the other. All warps of a block have the same number.
 //
 //     row(i)          the address of row i of the weight, which can be read for every i >= 0
 //     input(i, t)     the address of row t of the input of row i
-//     done(i, acc)   is called by all threads with the TOKENS dot products of row i
+//     done(i, acc)    is called by all threads with the TOKENS dot products of row i, or of the rows up to i that `add`
+//                     has added
+//     add             SumOfRow or SumOfRows
 //
-// `next` holds chunk 0 of row 0.
-template <typename Row, typename Input, typename Done>
-DEVICE void multiply_rows(raw_t (&next)[BATCH], int num_rows, Row row, Input input, Done done) {
+// SHARERS warps (or groups of SPLIT warps) share columns. `next` holds chunk 0 of row 0.
+template <int SHARERS = 1, typename Row, typename Input, typename Done, typename Add = SumOfRow>
+DEVICE void multiply_rows(raw_t (&next)[BATCH], int num_rows, Row row, Input input, Done done, Add add = {}) {
+    constexpr int SUMMED = SPLIT * SHARERS;  // warps that have a part of a sum
     __shared__ float partial[2][NUM_WARPS][TOKENS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    float acc[TOKENS] = {};
+    float acc[TOKENS] = {}, sum[TOKENS] = {};
 #pragma unroll 1
     for (int step = 0; step < num_rows * CHUNKS; ++step) {
         const int i = step / CHUNKS, chunk = step % CHUNKS;
@@ -105,24 +123,30 @@ DEVICE void multiply_rows(raw_t (&next)[BATCH], int num_rows, Row row, Input inp
         }
         if (CHUNKS > 1 && chunk < CHUNKS - 1) continue;
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) acc[t] = lane_reduce<Sum, WARP_SIZE>(acc[t]);
-        if constexpr (SPLIT > 1) {
-            // `partial` is double-buffered: other warps may still read the values of the previous row.
-            float (&warp_sums)[NUM_WARPS][TOKENS] = partial[i % 2];
+        for (int t = 0; t < TOKENS; ++t) {
+            sum[t] = add(i, acc[t], sum[t]);
+            acc[t] = 0.0f;
+        }
+        if (Add::ROWS > 1 && i % Add::ROWS < Add::ROWS - 1) continue;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) sum[t] = lane_reduce<Sum, WARP_SIZE>(sum[t]);
+        if constexpr (SUMMED > 1) {
+            // `partial` is double-buffered: other warps may still read the values of the previous sum.
+            float (&warp_sums)[NUM_WARPS][TOKENS] = partial[i / Add::ROWS % 2];
             if (lane == 0) {
 #pragma unroll
-                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = acc[t];
+                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = sum[t];
             }
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; ++t) {
-                acc[t] = 0.0f;
+                sum[t] = 0.0f;
 #pragma unroll
-                for (int w = 0; w < SPLIT; ++w) acc[t] += warp_sums[warp / SPLIT * SPLIT + w][t];
+                for (int w = 0; w < SUMMED; ++w) sum[t] += warp_sums[warp / SUMMED * SUMMED + w][t];
             }
         }
-        done(i, acc);
+        done(i, sum);
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) acc[t] = 0.0f;
+        for (int t = 0; t < TOKENS; ++t) sum[t] = 0.0f;
     }
 }
