@@ -2194,6 +2194,7 @@ class _paged_attention_v1(_Attributes, Protocol):
         logits_soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
+        constant_past: bool = False,
     ) -> None:
         """Attention of one query token of each sequence over its tokens in a paged key-value cache.
 
@@ -2254,6 +2255,9 @@ class _paged_attention_v1(_Attributes, Protocol):
             logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
             sinks: [num_heads] float32, for each head one more logit, without a value; or None.
             lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
+            constant_past: a promise that no kernel which may still run when this one starts writes seq_lens,
+                block_tables or scales, nor keys and values of tokens but the last one of each sequence. With few short
+                sequences the others are then loaded while the previous kernel runs.
         """
     @staticmethod
     def new(
@@ -2280,6 +2284,7 @@ class _paged_attention_v1(_Attributes, Protocol):
         logits_soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
+        constant_past: bool = False,
     ) -> Tensor:
         """Attention of one query token of each sequence over its tokens in a paged key-value cache.
 
@@ -2339,6 +2344,9 @@ class _paged_attention_v1(_Attributes, Protocol):
             logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
             sinks: [num_heads] float32, for each head one more logit, without a value; or None.
             lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
+            constant_past: a promise that no kernel which may still run when this one starts writes seq_lens,
+                block_tables or scales, nor keys and values of tokens but the last one of each sequence. With few short
+                sequences the others are then loaded while the previous kernel runs.
 
         Returns:
             out: [num_seqs, num_heads, head_size].
@@ -5058,6 +5066,7 @@ class _fused_qk_rope_cache(_Attributes, Protocol):
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 1e-06,
+        constant_positions: bool = False,
     ) -> None:
         """Rotate the query and key heads of qkv in place, and insert keys and values into a paged cache: one launch.
 
@@ -5088,6 +5097,8 @@ class _fused_qk_rope_cache(_Attributes, Protocol):
             q_weight: [head_dim], float32, float16 or bfloat16, both of one dtype; or None, both.
             k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype; or None, both.
             eps: added to the mean of squares; not read without weights.
+            constant_positions: a promise that no kernel which may still run when this one starts writes positions,
+                slot_mapping, cos_sin_cache or weights. They are then loaded while the previous kernel runs.
         """
 
 fused_qk_rope_cache: _fused_qk_rope_cache

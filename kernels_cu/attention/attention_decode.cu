@@ -51,12 +51,16 @@
 //     MIN_BLOCKS     occupancy that bounds the registers: CTAs of 4 warps per SM
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
 //     DIRECT         the result of a sequence with one split is final
+//     CONSTANT_PAST  the previous kernel writes no length, no block table, and nothing of the caches but the last token
+//                    of each sequence: a step without that token is loaded while it runs, past the L1 cache
 
 #include "attention.cuh"
 #include "cluster.cuh"
 #include "decode_combine.cuh"
 #include "decode_logits.cuh"
 #include "decode_tile.cuh"
+
+static_assert(!CONSTANT_PAST || (CLUSTER > 1 && !HAS_STARTS));  // no CTA returns before it waits
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(4 * WARP_SIZE * MIN_BLOCKS, 1)
 attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
@@ -84,7 +88,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     prefetch_first(MAY_BALANCE && wave_splits > 0.0f, query, block_tables, seq_lens, num_seqs, num_rows, max_tokens,
                    query_stride, table_stride, table_step, length_step);
     if (HAS_TOKENS && int(threadIdx.x) <= num_seqs) prefetch_line(query_start_loc + threadIdx.x * STARTS_STEP);
-    await_previous_kernel();
+    if constexpr (!CONSTANT_PAST) await_previous_kernel();
     // HAS_TOKENS: the number of a tile that is not the first one of its sequence; negative for a first tile.
     const int64_t other_tile =
         HAS_TOKENS ? blockIdx.x / ROW_BLOCKS - (gridDim.x / ROW_BLOCKS - other_tiles(num_rows)) : -1;
@@ -117,11 +121,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         if (other_tile >= 0) planned_splits = 1;
     }
 
-    const auto entry_of = [&](int token) { return block_tables[seq * table_stride + token / BLOCK_SIZE * table_step]; };
+    const auto entry_of = [&](int token) {
+        return load_index<CONSTANT_PAST>(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
+    };
     // A short call waits mostly for loads that depend on each other, so the length, the first table entries, the scales
     // and the queries are loaded together. The first token of a warp is known before the length if it is in the first
     // split, unless there is a window.
-    const length_t seq_len = seq_lens[seq * length_step];
+    const length_t seq_len = load_index<CONSTANT_PAST>(seq_lens + seq * length_step);
     TableEntries entries{};
     const bool has_entries = split == 0 && max_tokens > 0;
     if (has_entries) {
@@ -139,7 +145,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                int64_t(first_head + head_of_column(head)) * HEAD_SIZE;
     };
     QueryBatch first_queries;
-    first_queries.load(0, num_heads, query_of);
+    if constexpr (!CONSTANT_PAST) first_queries.load(0, num_heads, query_of);
 
     // HAS_TOKENS: the CTA's tokens between them attend to the keys up to the last token, from the first one's window
     // on.
@@ -175,11 +181,18 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     BlockNumbers numbers = numbers_of(entries, num_blocks);
     Keys keys;
     Values values;
-    if (takes(start)) {
+    const auto load_first = [&] {
         loader.load_keys(keys, start, numbers, slice);
         if (!ONE_AT_A_TIME) loader.load_values(values, start, numbers, slice);
-    }
+    };
+    const bool is_past = start + STEP < end;
+    if (takes(start) && (is_past || !CONSTANT_PAST)) load_first();
     entries = load_entries(start + round, lane, entry_before_end);
+    if constexpr (CONSTANT_PAST) {
+        await_previous_kernel();
+        first_queries.load(0, num_heads, query_of);
+        if (takes(start) && !is_past) load_first();
+    }
 
     // The results of the warps. A warp that the launch does not have is treated as one without tokens.
     __shared__ float step_max[MAX_STEPS * HEADS];

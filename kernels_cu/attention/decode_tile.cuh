@@ -124,14 +124,20 @@ struct Values {
     uint32_t rows[PACKED ? 1 : TILES][RUN_TOKENS][VALUE_CHUNKS][VALUE_WORDS];
 };
 
-// Loads words of the cache (streaming). If they do not exist, returns zeros and reads nothing.
+// Loads words of the cache (streaming, or past the L1 cache). If they do not exist, returns zeros and reads nothing.
 template <int WORDS>
 DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
     if constexpr (HOLDS_COPIES) {
         hold<WORDS * 4>(to, from, exists);
     } else {
-        Vec<uint32_t, WORDS> loaded{};
-        if (exists) loaded = Vec<uint32_t, WORDS>::load_once(reinterpret_cast<const uint32_t*>(from));
+        using words_t = Vec<uint32_t, WORDS>;
+        words_t loaded{};
+        if (exists && CONSTANT_PAST) {
+            using word_t = typename words_t::template word_t<WORDS>;
+            loaded.template word<WORDS>(0) = load_fresh(reinterpret_cast<const word_t*>(from));
+        } else if (exists) {
+            loaded = words_t::load_once(reinterpret_cast<const uint32_t*>(from));
+        }
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) to[i] = loaded.data[i];
     }

@@ -35,6 +35,7 @@
 //     ROUNDS        heads of a group of lanes
 //     ACCESS_SIZE   elements of tensors with heads in one memory access
 //     ANGLE_ACCESS  elements of cos and sin in one memory access
+//     CONSTANT_POSITIONS  the previous kernel writes no position, slot, angle or weight: they are loaded while it runs
 
 #include "cache.cuh"
 #include "head_rotation.cuh"
@@ -83,12 +84,13 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
     const bool exists = group < uint64_t(num_tokens) * GROUPS && holds;
     const int64_t token = exists ? group / GROUPS : 0;
     const int first = made_anew(group % GROUPS);
-    await_previous_kernel();
+    if constexpr (!CONSTANT_POSITIONS) await_previous_kernel();
     scalar_t* row = qkv + token * qkv_stride + element;
 
-    const int64_t position = HAS_ROPE ? positions[token * positions_stride] : 0;
+    const int64_t position = HAS_ROPE ? load_index<CONSTANT_POSITIONS>(positions + token * positions_stride) : 0;
     const auto load_slot = [&] {
-        return token < num_slots ? int64_t(slot_mapping[token * slot_mapping_stride]) : NOWHERE;
+        if (token >= num_slots) return NOWHERE;
+        return int64_t(load_index<CONSTANT_POSITIONS>(slot_mapping + token * slot_mapping_stride));
     };
     const int64_t early_slot = LOADS_EARLY && INSERT ? load_slot() : NOWHERE;
     const auto load_weights = [&](int head) {
@@ -104,12 +106,15 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
     };
     const HeadWeights early_weights = LOADS_EARLY ? load_weights(first) : HeadWeights{};
     vec_t vecs[ROUNDS];
+    const auto load_heads = [&] {
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const int head = first + round * GROUPS;
-        vecs[round] = vec_t::full(0.0f);
-        if (exists && head < HEADS) vecs[round] = vec_t::load<ACCESS_SIZE>(row + head * HEAD_SIZE);
-    }
+        for (int round = 0; round < ROUNDS; ++round) {
+            const int head = first + round * GROUPS;
+            vecs[round] = vec_t::full(0.0f);
+            if (exists && head < HEADS) vecs[round] = vec_t::load<ACCESS_SIZE>(row + head * HEAD_SIZE);
+        }
+    };
+    if constexpr (!CONSTANT_POSITIONS) load_heads();
     if constexpr (LOADS_EARLY) keep_loads_of_warp();
     bool known = true;
     float cosine[VEC_SIZE], sine[VEC_SIZE];
@@ -121,6 +126,10 @@ qk_norm_rope_insert(scalar_t* qkv,  // [num_tokens, heads and more], heads of HE
             Rotation::template load_angles<ANGLE_ACCESS>(cos + position * cos_stride, element, cosine);
             Rotation::template load_angles<ANGLE_ACCESS>(sines + position * sin_stride, element, sine);
         }
+    }
+    if constexpr (CONSTANT_POSITIONS) {
+        await_previous_kernel();
+        load_heads();
     }
     const Quotient over_q(q_scale == nullptr ? q_fp8_scale : *q_scale), over_one(1.0f);
 

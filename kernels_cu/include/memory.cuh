@@ -182,7 +182,7 @@ DEVICE T load_fresh(const T* address) {
     }
     return value;
 #else
-    if constexpr (sizeof(T) <= 8) {
+    if constexpr (sizeof(T) <= 4) {
         return *const_cast<const volatile T*>(address);
     } else {
         T value;

@@ -168,7 +168,7 @@ class Attention:
         steps = batch.num_decodes
         if steps:
             texts = batch.block_tables[:steps], batch.seq_lens[:steps], block_size, max_seq_len, None
-            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, **options)
+            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, **options, constant_past=True)
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
@@ -202,6 +202,7 @@ class Attention:
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=config.rms_norm_eps,
+            constant_positions=True,
         )
 
     def _normalise_and_turn(self, projected: Tensor, rope: Rope, positions: Tensor, table: Tensor) -> None:

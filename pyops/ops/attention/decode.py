@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core.launch.kernel import Launch
@@ -59,6 +60,7 @@ def paged_attention_v1(
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    constant_past: bool = False,
 ) -> None:
     """Attention of one query token of each sequence over its tokens in a paged key-value cache.
 
@@ -101,6 +103,9 @@ def paged_attention_v1(
         logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
         sinks: [num_heads] float32, for each head one more logit, without a value; or None.
         lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
+        constant_past: a promise that no kernel which may still run when this one starts writes seq_lens,
+            block_tables or scales, nor keys and values of tokens but the last one of each sequence. With few short
+            sequences the others are then loaded while the previous kernel runs.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale
@@ -125,9 +130,10 @@ def result_paged_attention_v1(query: TensorArg) -> Result:
 
 @paged_attention_v1.plan
 def plan_paged_attention_v1(
-    out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse
+    out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse, constant_past: bool
 ) -> list[Launch]:
-    return launch("paged_attention_v1", check_decode(out, query, kv, options, sparse))
+    problem = check_decode(out, query, kv, options, sparse)
+    return launch("paged_attention_v1", replace(problem, constant_past=constant_past))
 
 
 @paged_attention_v1.bad_indices

@@ -109,6 +109,7 @@ def _launch_mma(
         PIECES=config.pieces,
         SLICES=config.slices,
         MIN_BLOCKS=config.min_blocks,
+        CONSTANT_PAST=problem.constant_past and config.cluster_size > 1 and problem.query_start_loc is None,
     )
     blocks = blocks_of_one_split(problem, config.heads_per_block)
     grid = (blocks, max(config.cluster_size, arguments["max_splits"]))

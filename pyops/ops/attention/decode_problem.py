@@ -24,6 +24,7 @@ class DecodeProblem:
         query_tokens: query tokens of a CTA of attention_decode.cu, where a sequence may have any number of them; 0:
             each sequence has one query token.
         max_query_len: the most query tokens of a sequence, by the caller; 0: unknown.
+        constant_past: the promise of `paged_attention_v1`.
         partition: tokens of each split if the caller gives memory for `partials`; 0 if the plan chooses the splits.
     """
 
@@ -39,6 +40,7 @@ class DecodeProblem:
     fp8_out_scale: TensorArg | None
     query_tokens: int = 0
     max_query_len: int = 0
+    constant_past: bool = False
 
     @property
     def num_seqs(self) -> int:

@@ -67,6 +67,7 @@ class Rows:
         norms: heads of queries and keys are normed.
         heads_first: caches are [num_blocks, heads, block_size, ...], else [num_blocks, block_size, heads, ...].
         fixed: parameters of the kernel that the op does not have.
+        constant_positions: the promise of `fused_qk_rope_cache`.
         renamed: {parameter of the kernel: the op's scalar that feeds it at every call}, where the two names differ.
     """
 
@@ -92,6 +93,7 @@ class Rows:
     num_index: int | None = None
     index_cache: TensorArg | None = None
     index_slot_mapping: TensorArg | None = None
+    constant_positions: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
 
     def launch(self) -> Launch:
@@ -165,6 +167,7 @@ class Rows:
             ACCESS_SIZE=check.vector_width(_VEC_SIZE, *stored),
             ANGLE_ACCESS=check.vector_width(_VEC_SIZE, *angles) if angles and self.pairs % _VEC_SIZE == 0 else 1,
             NUM_THREADS=_NUM_THREADS,
+            CONSTANT_POSITIONS=self.constant_positions,
         ).launch(
             grid=-(-num_tokens * -(-heads // rounds) * lanes // _NUM_THREADS),
             block=_NUM_THREADS,

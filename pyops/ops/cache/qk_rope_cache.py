@@ -37,6 +37,7 @@ def fused_qk_rope_cache(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    constant_positions: bool = False,
 ) -> None:
     """Rotate the query and key heads of qkv in place, and insert keys and values into a paged cache: one launch.
 
@@ -62,6 +63,8 @@ def fused_qk_rope_cache(
         k_scale, v_scale: one float32 each; needed for fp8.
         q_weight, k_weight: [head_dim], float32, float16 or bfloat16, both of one dtype; or None, both.
         eps: added to the mean of squares; not read without weights.
+        constant_positions: a promise that no kernel which may still run when this one starts writes positions,
+            slot_mapping, cos_sin_cache or weights. They are then loaded while the previous kernel runs.
     """
     pairs = cos_sin_cache.shape[1] // 2
     cos, sin = cos_sin_cache[:, :pairs], cos_sin_cache[:, pairs:]
@@ -93,6 +96,7 @@ def plan_fused_qk_rope_cache(
     q_weight: TensorArg | None,
     k_weight: TensorArg | None,
     eps: float,
+    constant_positions: bool,
 ) -> Launch:
     if (q_weight is None) != (k_weight is None):
         wrong = "q_weight" if q_weight is None else "k_weight"
@@ -122,6 +126,7 @@ def plan_fused_qk_rope_cache(
         {"k_scale": k_scale, "v_scale": v_scale},
         {"weight_bias": 0.0, "q_fp8_scale": 1.0},
         norms=q_weight is not None,
+        constant_positions=constant_positions,
     ).launch()
 
 
@@ -167,4 +172,5 @@ def example_fused_qk_rope_cache(
         *(make.full(1, value=value, dtype="float32") for value in (0.03, 0.05)),
         *((make.randn(head_dim, dtype="bfloat16") for _ in range(2)) if norms else (None, None)),
         1e-6,
+        False,
     )

@@ -209,8 +209,13 @@ def test_few_sequences_use_clusters(on: str, lengths: list[int], packed: bool) -
     lse = torch.empty(8, len(lengths), device=on)
     assert torch.equal(_assert_is_attention(call | {"lse": lse}), whole)
     assert lse.isfinite().all(0).tolist() == [length > 0 for length in lengths]
-    call["plain"] = [[x[max(0, len(x) - 200) :] for x in pair] for pair in call["plain"]]
-    _assert_is_attention(call | {"sliding_window": 200})
+    early = call | {"constant_past": True}  # steps without the last token are loaded first
+    assert torch.equal(_assert_is_attention(early.copy()), whole)
+    call["plain"] = early["plain"] = [[x[max(0, len(x) - 200) :] for x in pair] for pair in call["plain"]]
+    assert torch.equal(
+        _assert_is_attention(call | {"sliding_window": 200}).clone(),
+        _assert_is_attention(early | {"sliding_window": 200}),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

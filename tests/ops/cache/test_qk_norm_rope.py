@@ -123,7 +123,7 @@ def test_heads_with_or_without_norms(
     caches = torch.full((3, 2, BLOCK, KV, head_dim), 7.0, device=at).to(dtype).unbind(1)
     scales = [torch.tensor([one], device=at) for one in (0.5, 0.25)]
     positions, slots = torch.tensor(POSITIONS, device=at), torch.tensor(SLOTS, device=at)
-    rest = table, is_neox, positions, slots, *caches, kind, *scales, *weights, EPS
+    rest = table, is_neox, positions, slots, *caches, kind, *scales, *weights, EPS, kind == "fp8"
     run(device, "fused_qk_rope_cache", qkv, Q, KV, head_dim, *rest)
     heads, given = (one[:, :width].unflatten(-1, (-1, head_dim)) for one in (qkv, before))
     for part, weight in ((slice(0, Q), weights[0]), (slice(Q, Q + KV), weights[1])):
