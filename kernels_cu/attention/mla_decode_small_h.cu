@@ -8,7 +8,7 @@
 // of every head, and its latent vector is the value of every head: an entry is read once, and converted to an MMA
 // operand once.
 //
-// Grid: blockIdx.x counts groups of HEADS heads, and blockIdx.y shares of the tokens of all sequences
+// Grid: blockIdx.x counts groups of CTA_HEADS heads, and blockIdx.y shares of the tokens of all sequences
 // (mla_schedule.cuh) and, fastest, the CTAs of a cluster, which split each item (mla_cluster_combine.cuh). A CTA goes
 // through each item of its share in tiles of TOKENS entries.
 //
@@ -36,6 +36,7 @@
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 //     CLUSTER        CTAs of a cluster; if there are several, every item is a whole sequence
+//     CTA_HEADS      heads of a CTA: HEADS, the rows of its MMAs, or fewer in a cluster, so that CTAs exchange less
 
 #include "attention.cuh"
 #include "barrier.cuh"
@@ -55,6 +56,7 @@ constexpr int UNIT = 64;                        // tokens; shares are cut at mul
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
 static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
 static_assert(CLUSTER == 1 || !COMBINES);
+static_assert(CTA_HEADS == HEADS || (CTA_HEADS < HEADS && CTA_HEADS % 2 == 0 && CLUSTER > 1));
 static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
@@ -88,7 +90,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Groups and parts are spread so that the two warps on one SM sub-partition differ in both.
     const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
-    const int first_head = blockIdx.x * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
+    const int first_head = blockIdx.x * CTA_HEADS, block_heads = min(CTA_HEADS, int(num_heads) - first_head);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
         fence_mbarrier_init();
@@ -278,6 +280,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             const int head = g + 8 * upper;
+            if (CTA_HEADS < HEADS && head >= CTA_HEADS) continue;
             float larger = minus_infinity();
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);

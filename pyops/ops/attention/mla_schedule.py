@@ -35,7 +35,8 @@ _MAX_UNITS = 2**29
 # The cost model of mla_cluster_combine.cuh: bytes per us that a CTA reads of the others.
 _CLUSTER_BYTES_PER_US = 9.5e3
 _CLUSTER_SIZES = (2, 4, 8, 16)  # CTAs of a cluster: Hopper allows sixteen where a GPC has as many SMs
-_GPCS, _TPC_SMS = 8, 2  # GPCs of the GPU: a cluster lies within one; SMs of a TPC: any may be disabled
+# GPCs of the GPU: a cluster lies within one; most SMs of one; SMs of a TPC: any may be disabled.
+_GPCS, _GPC_SMS, _TPC_SMS = 8, 18, 2
 _ANY_SPLITS = 2**31 - 1  # max_splits without a limit
 _SLOTS, _PIECES_BYTES = 2, 8  # slots of a share; bytes of MlaPieces
 
@@ -137,8 +138,11 @@ def cluster_sizes(problem: MlaProblem, config: SharesConfig, device: Device) -> 
 
     def run_at_once(size: int) -> bool:
         # A GPC may have blocks to spare that are too few for another cluster, whole TPCs of them.
-        spare = _GPCS * max(0, size - config.BLOCKS * _TPC_SMS)
-        return size * num_clusters <= config.BLOCKS * device.num_sms - spare
+        spare = max(0, size - config.BLOCKS * _TPC_SMS)
+        if 2 * size > config.BLOCKS * _GPC_SMS:  # if one cluster less ran, its GPCs would be whole, and others spare
+            others = (_GPCS - num_clusters + 1) * spare
+            return (num_clusters - 1) * config.BLOCKS * _GPC_SMS + others < config.BLOCKS * device.num_sms
+        return size * num_clusters <= config.BLOCKS * device.num_sms - _GPCS * spare
 
     return [size for size in _CLUSTER_SIZES if run_at_once(size) and (splits <= 0 or size <= splits)]
 

@@ -26,6 +26,9 @@ _decode = Kernel("attention/mla_decode_small_h.cu")
 # Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
 _GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
+# Query heads of a CTA of a cluster, for calls with at most 16: with fewer, groups of warps and CTAs exchange less, and
+# more clusters read the same tokens (docs/performance/mla.md, "Clusters for short calls").
+_CLUSTER_HEADS = (16, 8, 4)
 # The cost model: least us of an SM per 64 tokens, by the differences of clusters of two, four and eight CTAs
 # (docs/performance/mla.md, "Clusters for short calls"); bytes per us of the cache, by 64 sequences of 4096 tokens.
 _UNIT_US, _BYTES_PER_US = 1.9, 4.3e6
@@ -40,14 +43,16 @@ class FewHeadsConfig:
         num_shares: shares of the tokens of all sequences; a block or a cluster for each.
         combines: whether blocks combine the pieces of a sequence; otherwise mla_combine.cu does.
         split_ctas: CTAs of a cluster that split each sequence and combine its pieces; 1: no clusters.
+        HEADS: query heads of a block; fewer than the rows of its MMAs in clusters alone.
     """
 
     groups: int
     num_shares: int
     combines: bool
     split_ctas: int = 1
+    HEADS: int = _HEADS
 
-    HEADS, UNIT = _HEADS, 64
+    UNIT = 64
     WARPS, PARTIALS = _HEADS // 2, 2 * LATENT_SIZE // 32 + 4
 
     @property
@@ -83,6 +88,7 @@ class FewHeadsConfig:
             GROUPS=self.groups,
             COMBINES=self.combines,
             CLUSTER=self.split_ctas,
+            CTA_HEADS=self.HEADS,
             COPY_TOKENS=_copy_tokens(problem),
         )
         return kernel.launch(
@@ -117,12 +123,14 @@ def _copy_tokens(problem: MlaProblem) -> int:
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """A block of four groups on every SM, or two blocks of two groups, which have twice the partial results, but more
     sequences at once. Or a cluster for each sequence, whatever the other lengths."""
-    found, clusters = [], []
+    found: list[FewHeadsConfig] = []
+    clusters: list[FewHeadsConfig] = []
     for groups in _GROUPS:
         config = FewHeadsConfig(groups, 1, combines=False)
         num_shares, combines = choose_shares(problem, config, device)
         found.append(replace(config, num_shares=num_shares, combines=combines))
-        for size in cluster_sizes(problem, config, device):
-            clusters.append(replace(config, num_shares=problem.num_seqs, split_ctas=size))
+        for heads in _CLUSTER_HEADS if problem.num_heads <= _HEADS else (_HEADS,):
+            shared = replace(config, num_shares=problem.num_seqs, HEADS=heads)
+            clusters += [replace(shared, split_ctas=size) for size in cluster_sizes(problem, shared, device)]
     config = min(found, key=lambda one: call_us(problem, one, device))
     return or_clusters(problem, config, clusters, device)

@@ -745,7 +745,7 @@ def test_mla_fp8_shares_of_mixed_lengths(on: str, num_shares: int, combines: boo
 @pytest.mark.parametrize(
     ("num_heads", "kind", "config"),
     [
-        (5, None, mla_small_h.FewHeadsConfig(4, 2, False, 16)),
+        (10, None, mla_small_h.FewHeadsConfig(4, 2, False, 16, HEADS=4)),
         (20, torch.uint8, mla_small_h.FewHeadsConfig(2, 3, False, 2)),
         (20, FP8, mla_small_h_fp8.CodesConfig(2, False, 8)),
     ],
@@ -1126,7 +1126,7 @@ def test_mla_small_h_compiles_without_spills(
         CLUSTER=split_ctas,
         IS_DS_MLA=is_ds_mla,
         QUERY_TOKENS=1 if is_ds_mla else 4,
-        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
+        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16, "CTA_HEADS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

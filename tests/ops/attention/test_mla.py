@@ -389,7 +389,7 @@ def test_shares() -> None:
         (64, 128, "float8_e4m3fn", 64, "sm90", (2, 66)),
         (2, 32, "bfloat16", 3, "small_h", (2, 8)),  # clusters of four, which WGMMA's pieces do not beat
         (1, 20, "bfloat16", 5, "small_h", (2, 8)),
-        (1, 16, "bfloat16", 16, "small_h", (1, 16)),  # a GPC has SMs for a cluster of sixteen
+        (1, 16, "bfloat16", 16, "small_h", (4, 16)),  # five GPCs have SMs for a cluster of sixteen
         (1, 16, "bfloat16", 64, "small_h", (1, 64)),  # the combine kernel reads pieces faster than one SM has tiles
         (1, 20, "float8_e4m3fn", 5, "small_h_fp8", (2, 8)),
         (1, 64, "bfloat16", 999, "sm90", (1, 132)),
