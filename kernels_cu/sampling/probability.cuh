@@ -29,6 +29,7 @@ DEVICE float number_of(uint32_t key) { return __uint_as_float(key ^ (key >> 31 ?
 // A weight, or a sum of weights, as high * 2^LOW_BITS + low. A weight has low < 2^LOW_BITS; a sum may have more.
 template <int LOW_BITS>
 struct PartsOf {
+    static constexpr int BITS = LOW_BITS;
     uint32_t low = 0, high = 0;
     DEVICE uint64_t whole() const { return (uint64_t(high) << LOW_BITS) + low; }
 };

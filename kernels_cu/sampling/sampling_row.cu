@@ -1,5 +1,4 @@
-// sampling_row: draws a token of each row and reads the logits from memory once: a cluster of blocks keeps the row in
-// shared memory, one piece per block.
+// sampling_row: draws a token of each row: a cluster of blocks has the row, one piece per block.
 //
 //     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)   r = philox(seeds[row], offsets[row])
 //
@@ -10,6 +9,10 @@
 //     top-p   keeps, of these, the largest whose weights add up to top_p[row] of the sum, and logits that equal the
 //             smallest of them
 //
+// With a top_k that is not too large, the row is read once: its candidates for top-k go to the shared memory of the
+// cluster's first block (row_candidates.cuh), which searches them for the thresholds of top-k and top-p, and then for
+// the token at which the running sum of weights exceeds the random number. Otherwise, or if they do not fit:
+//
 // 1. Load: each block copies its piece to shared memory. Every thread computes its maximum; the cluster shares the
 //    smallest and the largest of these maxima.
 // 2. top-k: the k-th largest of the threads' maxima is a lower bound of the k-th largest logit. Logits from the bound
@@ -19,10 +22,8 @@
 //    with top-k, of the logits that top-k keeps) are added up by key.
 // 4. Draw: each block shares the total weight it keeps. The random number selects a block, which finds the token.
 //
-// Keys are floats mapped to integers of the same order. Steps 2 and 3 search for a threshold key in a range of keys.
-// One refinement splits the range into BINS bins of equal width, finds the bin that holds the threshold, and makes that
-// bin the new range; the search ends when the range has one key, or when all of the bin is kept. Each thread has one
-// bit per logit that marks it as a candidate. All reductions are over integers, so that their order does not matter.
+// Keys are floats mapped to integers of the same order; key_search.cuh finds thresholds. In steps 2 and 3, each thread
+// has one bit per logit that marks it as a candidate.
 //
 // Thread mapping: block (row, rank) has piece `rank` of a row, thread t the vectors i * NUM_THREADS + t of the piece.
 // Logits beyond the piece are -inf.
@@ -33,32 +34,22 @@
 //     CLUSTER       blocks that share a row, one cluster
 //     VECTORS       vectors of four logits per thread
 //     BATCH         vectors of a thread in flight unless IN_SHARED: a divisor of VECTORS
-//     BITS          log2 of BINS
+//     BITS          log2 of the bins of a search
+//     CAPACITY      candidates that fit in dynamic shared memory, 8 bytes each; 0 without top_k
 
 #include "async.cuh"
-#include "cluster.cuh"
 #include "philox.cuh"
-#include "probability.cuh"
+#include "row_candidates.cuh"
 
 constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), WORD_VECS = 32 / VEC;
-constexpr int BINS = 1 << BITS;
-constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // coarse bins; their counters use the memory of two refinements
-constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the smallest that can be drawn
-constexpr int LOW_BITS = 20;                        // bits in the low part of a weight (struct PartsOf)
+constexpr int LOW_BITS = 20;  // bits in the low part of a weight (struct PartsOf)
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
+using search_t = KeySearch<NUM_THREADS, BITS, parts_t>;
+constexpr int BINS = search_t::BINS, COARSE_BINS = search_t::COARSE_BINS;
 // Two totals fit in 32 bits: a block's high parts, each up to 2^15, and the low parts of a coarse counter, below 2^20.
 static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 static_assert(IN_SHARED || VECTORS % BATCH == 0);
-
-// Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key
-// down; 0 until the sum over the range is known.
-struct KeyRange {
-    uint32_t low, high;
-    uint64_t wanted = 0;
-    bool is_found = false;
-    DEVICE bool holds(uint32_t key) const { return key - low <= high - low; }
-};
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 sampling_row(int32_t* samples,          // [num_rows]
@@ -71,18 +62,87 @@ sampling_row(int32_t* samples,          // [num_rows]
              const float* temperature,  // [num_rows]
              int64_t vocab_size, int64_t logits_stride, int64_t piece_size) {
     await_previous_kernel();
-    extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS] if IN_SHARED
-    __shared__ uint32_t bins[4 * BINS];          // low and high parts of one refinement, then of the next
-    __shared__ uint64_t groups[2][COARSE_BINS];  // each the total of GROUP_BINS bins
+    extern __shared__ uint4 memory[];             // [CAPACITY] candidates; [VECTORS, NUM_THREADS] if IN_SHARED
+    __shared__ uint32_t bins[4 * BINS];           // low and high parts of one refinement, then of the next
+    __shared__ uint64_t groups[2 * COARSE_BINS];  // each the total of GROUP_BINS bins
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
     __shared__ uint32_t extremes[2];  // smallest and largest of the block's thread_max_key
+    __shared__ uint32_t offered[4];   // of the block's candidates (RowCandidates)
     __shared__ uint64_t sum_of_block;
     using vec_t = Vec<scalar_t, VEC>;
     vec_t* const vectors = reinterpret_cast<vec_t*>(memory) + threadIdx.x;
     const int lane = threadIdx.x % WARP_SIZE;
     const int64_t row = blockIdx.x, first = min(int64_t(blockIdx.y) * piece_size, vocab_size);
     const Span<scalar_t, VEC> piece(logits + row * logits_stride + first, int(min(piece_size, vocab_size - first)));
+
+    const int k = HAS_TOP_K ? top_k[row] : 0;
+    const bool has_top_k = k > 0 && k < vocab_size, has_top_p = HAS_TOP_P && top_p[row] < 1.0f;
+    const auto random_of = [&](const weights_t& weights) {
+        return weights.is_greedy() ? 0 : philox(seeds[row], HAS_OFFSETS ? offsets[row] : 0);
+    };
+    const auto wanted_count = [&](uint64_t all) { return min(uint64_t(k), all); };
+    const auto wanted_weight = [&](uint64_t all) {
+        const float p = has_top_p ? top_p[row] : 1.0f;
+        const double share = p > 0.0f ? ceil(double(p) * double(all)) : 0.0;
+        return share < 1.0 ? uint64_t(1) : min(uint64_t(share), all);
+    };
+
+    search_t search{bins, groups, &found};
+    for (int i = threadIdx.x; i < 4 * BINS; i += NUM_THREADS) bins[i] = 0;
+    if (threadIdx.x < 2) extremes[threadIdx.x] = offered[threadIdx.x] = threadIdx.x ? 0 : ~0u;
+    if (threadIdx.x == 3) offered[3] = 0;
+    __syncthreads();
+
+    if constexpr (CAPACITY > 0) {
+        RowCandidates<scalar_t, VEC, CLUSTER, NUM_THREADS, VECTORS> candidates{reinterpret_cast<uint64_t*>(memory),
+                                                                               offered, CAPACITY};
+        weights_t weights(0.0f, temperature, min_p, row);  // its row max follows
+        const uint64_t random = random_of(weights);
+        uint32_t min_key;
+        if (has_top_k && candidates.is_worthwhile(k) && candidates.find(search, piece, int(first), k, min_key)) {
+            if (blockIdx.y > 0) return;
+            uint32_t max_key = 0;
+            candidates.for_each([&](uint32_t key, uint32_t) { max_key = max(max_key, key); });
+            max_key = lane_reduce<Max, WARP_SIZE>(max_key);
+            if (lane == 0) atomicMax(extremes + 1, max_key);
+            __syncthreads();
+            max_key = extremes[1];
+            weights.largest = number_of(max_key);
+            // Three searches: the smallest key of top-k, by counts; that of top-p, by weights; the token, by weights.
+            // Without top-p its search keeps all that has a weight. Tokens in their order are falling keys.
+            enum { TOP_K, TOP_P, TOKEN };
+            const uint32_t last = uint32_t(vocab_size) - 1;
+            KeyRange range{min_key, max_key};
+            uint32_t threshold = MIN_KEY;
+#pragma unroll 1
+            for (int step = TOP_K; max_key >= MIN_KEY && step <= TOKEN; ++step) {
+                search.kept_weight = 0;
+                do {
+                    const auto wanted = [&](uint64_t all) {
+                        return step == TOP_K ? wanted_count(all) : wanted_weight(all);
+                    };
+                    search.refine<1>(range, wanted, [&](auto f) {
+                        candidates.for_each([&](uint32_t key, uint32_t token) {
+                            const uint32_t at = step == TOKEN ? last - token : key;
+                            if (key < threshold || !range.holds(at)) return;
+                            f(at, step == TOP_K ? parts_t{1, 0} : weights.of(number_of(key)));
+                        });
+                    });
+                } while (step == TOKEN ? range.low < range.high : !range.is_found);
+                if (step == TOP_K) {
+                    range = {threshold = range.low, max_key};
+                } else if (step == TOP_P) {
+                    uint64_t sum;
+                    threshold = range.low;
+                    sum_before<NUM_THREADS>(search.kept_weight, partial[0], sum);
+                    range = {0, last, multiply_high(random, sum) + 1};
+                }
+            }
+            if (threadIdx.x == 0) samples[row] = max_key < MIN_KEY ? -1 : int32_t(last - range.low);
+            return;
+        }
+    }
 
     const scalar_t absent = from_float<scalar_t>(minus_infinity());
     if constexpr (IN_SHARED) {
@@ -96,11 +156,8 @@ sampling_row(int32_t* samples,          // [num_rows]
             }
         }
         cp_async_commit();
+        cp_async_wait<0>();
     }
-    for (int i = threadIdx.x; i < 4 * BINS; i += NUM_THREADS) bins[i] = 0;
-    if (threadIdx.x < 2) extremes[threadIdx.x] = threadIdx.x ? 0 : ~0u;
-    __syncthreads();
-    if constexpr (IN_SHARED) cp_async_wait<0>();
 
     // f(x, word, bit) for every vector of the thread: x its logits, `bit` of candidates[word] the bit of the first one.
     const auto for_each = [&](auto f) {
@@ -186,113 +243,26 @@ sampling_row(int32_t* samples,          // [num_rows]
         });
     };
 
-    // Each thread's share of the weight of the block's tokens with keys above the range; once the threshold is found,
-    // with keys from the threshold on.
-    uint64_t kept_weight = 0;
-    int turn = 0;  // which half of `bins` and `groups` is in use
-    // Sets `found` to the group (with in_group: the bin) where the cluster's running total, from the largest key down,
-    // reaches range.wanted, or wanted_of(grand total) while range.wanted is 0.
-    const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group,
-                          const KeyRange& range, auto wanted_of) {
-        uint64_t* const sums = groups[turn];
-        __syncthreads();
-        for (int group = threadIdx.x / GROUP_BINS; group < num_groups; group += NUM_THREADS / GROUP_BINS) {
-            const int bin = group * GROUP_BINS + int(threadIdx.x) % GROUP_BINS;
-            const uint64_t sum = lane_reduce<Sum, GROUP_BINS>(parts_t{low[bin], high[bin]}.whole());
-            if (threadIdx.x % GROUP_BINS == 0) sums[group] = sum;
-        }
-        sync_cluster<CLUSTER>();  // all totals are written, and no block still reads the bins of the last refinement
-        if (threadIdx.x < WARP_SIZE) {
-            const auto load_group = [&](int group) {
-                uint64_t sum = 0;
-#pragma unroll
-                for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(sums + group, rank);
-                return sum;
-            };
-            auto place = find_by_lanes<COARSE_BINS / GROUP_BINS>(
-                num_groups, load_group, [&](uint64_t all) { return range.wanted ? range.wanted : wanted_of(all); });
-            if (in_group) {
-                const uint64_t wanted = place.wanted;
-                const int begin = int(place.bin) * GROUP_BINS;
-                place = find_by_lanes<1>(
-                    GROUP_BINS,
-                    [&](int bin) {
-                        parts_t sum;
-                        uint64_t all = 0;
-#pragma unroll
-                        for (int rank = 0; rank < CLUSTER; ++rank) {
-                            sum.low = load_of_block<CLUSTER>(low + begin + bin, rank);
-                            sum.high = load_of_block<CLUSTER>(high + begin + bin, rank);
-                            all += sum.whole();
-                        }
-                        return all;
-                    },
-                    [&](uint64_t) { return wanted; });
-                place.bin += begin;
-            }
-            if (lane == 0) found = place;
-        } else {
-            // Clears the bins of the next refinement: the other half of `bins`, or all of it after the coarse pass,
-            // because only the group totals are still read.
-            for (int i = threadIdx.x - WARP_SIZE; i < (in_group ? 2 : 4) * BINS; i += NUM_THREADS - WARP_SIZE) {
-                bins[in_group ? (turn ^ 1) * 2 * BINS + i : i] = 0;
-            }
-        }
-        __syncthreads();
-        turn ^= 1;
-    };
-
-    // Narrows `range` to one of its bins; returns whether one was found. visit(f) calls f(key, weight) for each key.
-    const auto refine = [&](KeyRange& range, auto wanted_of, auto visit) {
-        const int shift = max(used_bits(range.high - range.low) - BITS, 0);
-        uint32_t* const low = bins + turn * 2 * BINS;
-        uint32_t* const high = low + BINS;
-        visit([&](uint32_t key, parts_t weight) {
-            const uint32_t bin = (key - range.low) >> shift;
-            // A low part that overflows carries into the high part.
-            if (weight.low && atomicAdd(low + bin, weight.low) > ~weight.low) {
-                atomicAdd(high + bin, 1u << (32 - LOW_BITS));
-            }
-            if (weight.high) atomicAdd(high + bin, weight.high);
-        });
-        find(low, high, BINS / GROUP_BINS, true, range, wanted_of);
-        const uint32_t bin_index = found.bin;
-        range.is_found = found.held == found.wanted || shift == 0;
-        for (int i = threadIdx.x; i < BINS; i += NUM_THREADS) {
-            if (i >= int(bin_index + !range.is_found)) kept_weight += parts_t{low[i], high[i]}.whole();
-        }
-        range.low += bin_index << shift;
-        range.high = min(range.high, range.low + ((1u << shift) - 1));
-        range.wanted = found.wanted;
-        return found.held > 0;
-    };
-
     uint32_t threshold = MIN_KEY;
-    const int k = HAS_TOP_K ? top_k[row] : 0;
-    const bool has_top_k = HAS_TOP_K && k > 0 && k < vocab_size, has_top_p = HAS_TOP_P && top_p[row] < 1.0f;
     if (has_top_k) {
-        const auto wanted_of = [&](uint64_t all) { return min(uint64_t(k), all); };
         KeyRange range{min_thread_key, max_key};
         const auto wanted_of_maxima = [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); };
         const auto visit_maximum = [&](auto f) {
             if (thread_max_key >= MIN_KEY) f(thread_max_key, parts_t{1, 0});
         };
-        const bool is_bound = k <= CLUSTER * NUM_THREADS && refine(range, wanted_of_maxima, visit_maximum);
+        const bool is_bound =
+            k <= CLUSTER * NUM_THREADS && search.refine<CLUSTER>(range, wanted_of_maxima, visit_maximum);
         range = {is_bound ? range.low : MIN_KEY, max_key};
         select_candidates(range);
         while (!range.is_found) {
-            refine(range, wanted_of, [&](auto f) {
+            search.refine<CLUSTER>(range, wanted_count, [&](auto f) {
                 for_each_candidate(range, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); });
             });
         }
         threshold = range.low;
     }
-    kept_weight = 0;
+    search.kept_weight = 0;
     if (has_top_p) {
-        const auto wanted_of = [&](uint64_t all) {
-            const double share = top_p[row] > 0.0f ? ceil(double(top_p[row]) * double(all)) : 0.0;
-            return share < 1.0 ? uint64_t(1) : min(uint64_t(share), all);
-        };
         KeyRange range{threshold, max_key};
         if (!has_top_k) {
             const Coarse<COARSE_BINS> coarse(weights, number_of(min_thread_key));
@@ -305,23 +275,24 @@ sampling_row(int32_t* samples,          // [num_rows]
                     if (weight.high) atomicAdd(counter + 2 * BINS, weight.high);
                 }
             });
-            find(bins, bins + 2 * BINS, COARSE_BINS, false, range, wanted_of);
+            search.find<CLUSTER>(bins, bins + 2 * BINS, COARSE_BINS, false, range, wanted_weight);
             const uint32_t bin_index = found.bin;
-            if (threadIdx.x < COARSE_BINS && threadIdx.x > bin_index) kept_weight = groups[turn ^ 1][threadIdx.x];
+            if (threadIdx.x < COARSE_BINS && threadIdx.x > bin_index)
+                search.kept_weight = groups[(search.half ^ 1) * COARSE_BINS + threadIdx.x];
             if (bin_index > 0) range.low = key_of(coarse.begin(bin_index));
             range.high = min(max_key, key_of(coarse.begin(bin_index + 1)) - 1);
             range.wanted = found.wanted;
             select_candidates(range);
         }
         while (!range.is_found) {
-            refine(range, wanted_of, [&](auto f) {
+            search.refine<CLUSTER>(range, wanted_weight, [&](auto f) {
                 for_each_candidate(range, false, [&](float x, uint32_t key) { f(key, weights.of(x)); });
             });
         }
         threshold = range.low;
     } else if (has_top_k) {
         for_each_candidate({threshold, max_key}, false,
-                           [&](float x, uint32_t) { kept_weight += weights.of(x).whole(); });
+                           [&](float x, uint32_t) { search.kept_weight += weights.of(x).whole(); });
     } else {
         parts_t sum;
         for_each([&](const auto& x, int, int) {
@@ -332,17 +303,16 @@ sampling_row(int32_t* samples,          // [num_rows]
                 sum.high += weight.high;
             }
         });
-        kept_weight = sum.whole();
+        search.kept_weight = sum.whole();
     }
 
     uint64_t own;
-    sum_before<NUM_THREADS>(kept_weight, partial[0], own);
+    sum_before<NUM_THREADS>(search.kept_weight, partial[0], own);
     if (threadIdx.x == 0) sum_of_block = own;
     sync_cluster<CLUSTER>();
     const uint64_t up_to = sum_to_lane(lane < CLUSTER ? load_of_block<CLUSTER>(&sum_of_block, lane) : 0);
     sync_cluster<CLUSTER>();
-    const uint64_t random = weights.is_greedy() ? 0 : philox(seeds[row], HAS_OFFSETS ? offsets[row] : 0);
-    const uint64_t target = multiply_high(random, shfl<WARP_SIZE>(up_to, WARP_SIZE - 1));
+    const uint64_t target = multiply_high(random_of(weights), shfl<WARP_SIZE>(up_to, WARP_SIZE - 1));
     const uint64_t before = shfl<WARP_SIZE>(up_to, blockIdx.y) - own;
     if (target < before || target - before >= own) return;
     const auto weigh = [&](int i, uint64_t (&w)[VEC]) {

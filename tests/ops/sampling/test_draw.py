@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops import tuning
 from pyops._core import config
 from pyops._core.system.device import model
 from pyops.example import ArgMaker
 from pyops.host import toolchain
-from pyops.ops.sampling import draw as plan
+from pyops.ops.sampling import _draw_plan as plan
 from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.support.calls import DEVICES, KERNELS
@@ -96,7 +97,8 @@ def clusters() -> Iterator[None]:
 @pytest.fixture(params=[1, 2])
 def rereads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows that one or two blocks read in every pass."""
-    yield from _planned(choose=lambda *_: plan.WholeRows(request.param, 128, 1, in_shared=False))
+    with tuning.forced("top_k_top_p_sampling_from_logits", plan.WholeRows(request.param, 128, 1, in_shared=False)):
+        yield from _planned()
 
 
 def _planned(**changed: Any) -> Iterator[None]:
@@ -252,6 +254,41 @@ def test_rows_read_in_every_pass(device: str) -> None:
     _assert_each_row_has_its_own(device, 12)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("rereads")
+def test_rows_with_unlikely_candidates(device: str) -> None:
+    """The bound for top-k comes from the first logits: they may be the smallest, equal, few, or all that there is."""
+    x = torch.randn((10, 9001), generator=torch.Generator().manual_seed(5))
+    x[0], x[1] = x[0].sort().values, x[1].sort(descending=True).values
+    x[2], x[3] = x[2] * 0.0, x[3].round()  # 0 and -0, more equal logits than fit
+    x[4], x[5, 20:] = -INF, NAN  # no logit, fewer than top_k
+    x[6, :8000] = -INF
+    x[7, ::3], x[7, 1::700] = NAN, INF
+    x[8, 8990:] = 50.0
+    x[9, ::2] = -x[9, ::2].abs() * 1e-38  # subnormal numbers, too
+    x = x.to(device)
+    top_k, top_p = (torch.full((10,), value, device=device) for value in (30, 0.7))
+    samples, right = (torch.full((10,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    for seed in (1, 2):
+        args = (x, torch.arange(10, device=device) * seed, None, top_k.int(), top_p)
+        pyops.top_k_top_p_sampling_from_logits(samples, *args)
+        pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
+        assert samples.tolist() == right.tolist()
+
+
+@pytest.mark.usefixtures("rereads")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
+def test_any_schedule_of_candidates() -> None:
+    """A row read once, one with more candidates than fit, and one without top-k."""
+    x = torch.randn((3, 5000), generator=torch.Generator().manual_seed(1))
+    x[1] = 1.0
+    filters = (None, torch.tensor([40, 40, 0], dtype=torch.int32), torch.tensor([0.9, 1.0, 0.5]), None, None)
+    samples, seeds = torch.empty(3, dtype=torch.int32), torch.tensor([1, 2, 3])
+    assert_matches_reference(
+        pyops.top_k_top_p_sampling_from_logits, samples, x, seeds, *filters, schedules=SCHEDULES, warp_sizes=(32, 64)
+    )
+
+
 def _assert_each_row_has_its_own(device: str, rows: int) -> None:
     """Few tokens or many, with a wide or narrow spread of logits, around 0 or below, equal the reference."""
     random = torch.Generator().manual_seed(3)
@@ -386,18 +423,26 @@ def test_any_schedule_of_many_blocks() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (plan.DrawProblem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
-        (plan.DrawProblem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
-        (plan.DrawProblem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
-        (plan.DrawProblem(128, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
-        (plan.DrawProblem(64, 151936, 4, True, True), plan.WholeRows(8, 256, 5, in_shared=False)),
-        (plan.DrawProblem(32, 151936, 4, True, True), plan.WholeRows(8, 512, 2)),
-        (plan.DrawProblem(1, 2**20, 4, True, True), plan.Pieces(1024)),
-        (plan.DrawProblem(256, 128256, 4, True, False), plan.Pieces(16384)),
-        (plan.DrawProblem(1, 128256, 4, True, False), plan.Pieces(1024)),
+        (plan.DrawProblem(1, 4000, 2, True, True, True), plan.WholeRows(1, 128, 8)),
+        (plan.DrawProblem(1, 4000, 2, True, False, True), plan.WholeRows(1, 128, 12)),
+        (plan.DrawProblem(1, 128256, 2, True, True, False), plan.WholeRows(8, 512, 2)),
+        (plan.DrawProblem(1, 128256, 4, False, False, True), plan.WholeRows(8, 512, 3)),
+        (plan.DrawProblem(66, 32000, 4, True, False, True), plan.WholeRows(2, 512, 3)),
+        (plan.DrawProblem(128, 32000, 4, True, False, True), plan.WholeRows(1, 1024, 1)),
+        (plan.DrawProblem(160, 32000, 4, True, False, True), plan.WholeRows(2, 512, 3)),
+        (plan.DrawProblem(128, 32000, 4, True, True, True), plan.WholeRows(1, 512, 1)),
+        (plan.DrawProblem(160, 32000, 4, True, True, True), plan.WholeRows(1, 512, 2, in_shared=False)),
+        (plan.DrawProblem(64, 151936, 4, True, False, True), plan.WholeRows(8, 256, 5, in_shared=False)),
+        (plan.DrawProblem(64, 151936, 4, True, True, True), plan.WholeRows(2, 512, 2, in_shared=False)),
+        (plan.DrawProblem(211, 151936, 4, True, True, True), plan.WholeRows(2, 256, 4, in_shared=False)),
+        (plan.DrawProblem(32, 151936, 4, True, False, True), plan.WholeRows(8, 512, 2)),
+        (plan.DrawProblem(32, 151936, 4, True, True, True), plan.WholeRows(4, 512, 1)),
+        (plan.DrawProblem(1, 2**20, 4, True, True, True), plan.Pieces(1024)),
+        (plan.DrawProblem(256, 128256, 4, True, False, False), plan.Pieces(16384)),
+        (plan.DrawProblem(1, 128256, 4, True, False, False), plan.Pieces(1024)),
     ],
 )
 def test_geometry(problem: plan.DrawProblem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters for filtered rows that fit in shared memory; pieces for others, smaller ones for few rows."""
+    """Clusters for filtered rows, one CTA instead of two that would crowd SMs; smaller pieces for few rows."""
     monkeypatch.setattr(plan, "_MAX_BLOCK_LOGITS", _MAX_BLOCK_LOGITS)  # `kernels` may have changed it for the module
     assert plan.choose(problem, model()) == expected
