@@ -16,7 +16,7 @@
 //
 // Warps are specialised. The first warpgroup, the producer, copies tiles to shared memory. The others hold 64 rows of
 // the state each, from tile to tile, in WGMMA accumulators: operand A, the state, r or u, is in registers, and operand
-// B in shared memory. The outputs of a tile overwrite its values.
+// B in shared memory.
 //
 // Constants
 //     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
@@ -26,6 +26,8 @@
 //     QK_NORM        q and k are divided by their norms
 //     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE and, without OUTPUTS, KEY_SIZE
 //     OUTPUTS        whether the launch writes o and final_state, or what segments do to the state
+//     DEFERS         outputs of a tile are stored while the state is multiplied by the next one; then the stage of a tile
+//                    is free sooner
 //     STAGES         tiles in shared memory
 //     STATE_V_FIRST  states are [VALUE_SIZE, KEY_SIZE], else the other order
 //     STATE_ACCESS   elements of a state in one memory access: 1, or 2 where keys are adjacent
@@ -44,6 +46,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int ROW_STRIDE = STATE_V_FIRST ? KEY_SIZE : 1, COLUMN_STRIDE = STATE_V_FIRST ? 1 : VALUE_SIZE;  // of a state
 constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTES);  // without OUTPUTS, no weights
 static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
+static_assert(OUTPUTS || !DEFERS);
 static_assert(STATE_ACCESS == 1 || STATE_V_FIRST);
 
 struct alignas(1024) Stage {
@@ -219,6 +222,26 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         if (WARPGROUPS > 1 && (warpgroup == 0 || more)) named_barrier_arrive(2 - warpgroup, 256);
     };
     if (warpgroup == 1) let_other(first_tile < end_tile);
+    // Outputs of a warp leave as whole vectors, through the values of their tile or, with DEFERS, a tile of their own.
+    uint32_t words[TOKEN_STEPS][4];
+    const auto store_outputs = [&](int tile, const tile_t& through) {
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            stmatrix<4, true>(through.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2),
+                              words[step]);
+        }
+        sync_warp();
+        const int count = tiles.tokens(tile);
+        scalar_t* to = own_outputs + tiles.token(tile) * o_stride;
+        const scalar_t* const from_own = through.at(lane / 2, quarter * 2 + lane % 2);
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += 16, to += 16 * o_stride) {
+            const auto eight = Vec<scalar_t, 8>::load(from_own + i * WIDE);
+            if (i + lane / 2 < count) eight.store(to);
+        }
+        sync_warp();  // all lanes have read the outputs
+    };
+    const tile_t deferred = tile_at(memory + STAGES * sizeof(Stage) + warpgroup * TILE_BYTES);
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
         uint32_t state[STEPS][4];
 #pragma unroll
@@ -230,23 +253,28 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         Stage& from = stages[ring.stage];
         const PreparedTile& prepared_tile = from.prepared;
         const tile_t values = tile_at(from.values[warpgroup]);
-        // Columns: tokens. MMAs with 64 columns take about as long as those with 128, so S k and S q are one product,
-        // and so are the outputs and u (docs/performance/scans.md, *MMAs with 64 columns*).
-        constexpr int COLUMNS = OUTPUTS ? 2 * TOKENS : TOKENS, OF_U = COLUMNS / 2 - TOKENS / 2;
-        float products[COLUMNS / 2], changed[COLUMNS / 2];  // S k, then S q; outputs, then u
+        // Columns: tokens. The chain of S k, u and the update waits for nothing else: S q and the outputs have products
+        // of their own, which the tensor cores execute while r and u are rounded.
+        float of_keys[TOKENS / 2], u[TOKENS / 2], outputs[TOKENS / 2];  // S k; u; S q, then the outputs
+        const auto multiply_state = [&](float (&d)[TOKENS / 2], int offset) {
+            const uint64_t rows = advance_smem_desc(make_smem_desc(from.rows), offset);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const uint64_t columns = advance_smem_desc(rows, step / 4 * 2 * TILE_BYTES + step % 4 * 32);
+                wgmma<scalar_t, TOKENS>(d, state[step], columns, step > 0);
+            }
+            warpgroup_commit_batch();
+        };
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) warpgroup_fence_operand(state[step]);
-        warpgroup_fence_operand(products);
+        warpgroup_fence_operand(of_keys);
+        if constexpr (OUTPUTS) warpgroup_fence_operand(outputs);
         if constexpr (WARPGROUPS > 1) named_barrier_sync(1 + warpgroup, 256);
         warpgroup_arrive();
-        const uint64_t rows = make_smem_desc(from.rows);
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const uint64_t columns = advance_smem_desc(rows, step / 4 * 2 * TILE_BYTES + step % 4 * 32);
-            wgmma<scalar_t, COLUMNS>(products, state[step], columns, step > 0);
-        }
-        warpgroup_commit_batch();
+        multiply_state(of_keys, 0);
+        if constexpr (OUTPUTS) multiply_state(outputs, TILE_BYTES);
         let_other(tile + 1 < end_tile);
+        if (DEFERS && tile > first_tile) store_outputs(tile - 1, deferred);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
         // accumulator, and first and second are their elements of `factors`.
@@ -261,41 +289,45 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r; u times its factor
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) load_block(errors[step], values, step * 16, quarter, lane);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(products);
+        constexpr int OTHERS = OUTPUTS ? 1 : 0;  // products in flight that the chain does not wait for
+        warpgroup_wait<OTHERS>();
+        warpgroup_fence_operand(of_keys);
         each_pair(prepared_tile.of_keys, [&](int i, float first, float second) {
             uint32_t& word = errors[i / 8][i % 8 / 2];
             float low, high;
             unpack_pair<scalar_t>(word, low, high);
-            word = pack_pair<scalar_t>(fmaf(-first, products[i], low), fmaf(-second, products[i + 1], high));
+            word = pack_pair<scalar_t>(fmaf(-first, of_keys[i], low), fmaf(-second, of_keys[i + 1], high));
         });
-        if constexpr (OUTPUTS) {
-            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
-                changed[i] = products[TOKENS / 2 + i] * first;
-                changed[i + 1] = products[TOKENS / 2 + i + 1] * second;
-            });
-        }
-#pragma unroll
-        for (int i = OF_U; i < COLUMNS / 2; ++i) changed[i] = 0.0f;
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(errors[step]);
-        warpgroup_fence_operand(changed);
-        warpgroup_arrive();
-        const uint64_t squares = make_smem_desc(OUTPUTS ? prepared_tile.weights : prepared_tile.inverse);
+        const auto multiply_errors = [&](float (&d)[TOKENS / 2], const uint8_t* square, bool adds) {
+            warpgroup_fence_operand(d);
+            warpgroup_arrive();
+            const uint64_t columns = make_smem_desc(square);
 #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step) {
-            wgmma<scalar_t, COLUMNS>(changed, errors[step], advance_smem_desc(squares, step * 32));
+            for (int step = 0; step < TOKEN_STEPS; ++step) {
+                wgmma<scalar_t, TOKENS>(d, errors[step], advance_smem_desc(columns, step * 32), adds || step > 0);
+            }
+            warpgroup_commit_batch();
+        };
+        multiply_errors(u, prepared_tile.inverse, false);
+        if constexpr (OUTPUTS) {
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(outputs);
+            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
+                outputs[i] *= first;
+                outputs[i + 1] *= second;
+            });
+            multiply_errors(outputs, prepared_tile.weights, true);
         }
-        warpgroup_commit_batch();
         // Before the wait for S k, ptxas would insert another wait before this.
         const float kept = prepared_tile.kept[0];
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(changed);
+        warpgroup_wait<OTHERS>();
+        warpgroup_fence_operand(u);
         each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
-            const float* const u = changed + OF_U + i;
-            changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[0] * first, u[1] * second);
+            changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
         });
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(changes[step]);
@@ -308,30 +340,20 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         }
         warpgroup_commit_batch();
         if constexpr (OUTPUTS) {
-            // The outputs of a warp overwrite its values, and leave as whole vectors.
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(outputs);
 #pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; ++step) {
-                uint32_t words[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    words[i] = pack_pair<scalar_t>(changed[step * 8 + i * 2], changed[step * 8 + i * 2 + 1]);
-                stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
+            for (int i = 0; i < TOKEN_STEPS * 4; ++i) {
+                words[i / 4][i % 4] = pack_pair<scalar_t>(outputs[i * 2], outputs[i * 2 + 1]);
             }
-            sync_warp();
-            const int count = tiles.tokens(tile);
-            scalar_t* to = own_outputs + tiles.token(tile) * o_stride;
-            const scalar_t* const from_own = values.at(lane / 2, quarter * 2 + lane % 2);
-#pragma unroll
-            for (int i = 0; i < TOKENS; i += 16, to += 16 * o_stride) {
-                const auto eight = Vec<scalar_t, 8>::load(from_own + i * WIDE);
-                if (i + lane / 2 < count) eight.store(to);
-            }
+            if constexpr (!DEFERS) store_outputs(tile, values);
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
-        sync_warp();  // all lanes have read the outputs
+        if constexpr (DEFERS || !OUTPUTS) sync_warp();  // all lanes have read the stage
         ring.release(ring.stage);
     }
+    if (DEFERS && first_tile < end_tile) store_outputs(end_tile - 1, deferred);
     if constexpr (OUTPUTS) {
         if (!final_state || segment != segments - 1) return;
         state_t* const to = final_state + own_of_state;
