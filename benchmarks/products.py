@@ -64,9 +64,10 @@ def _by_rows(x: Any, kind: str) -> tuple[Any, Any]:
 
 
 def _in_blocks(x: Any, rows: int) -> tuple[Any, Any]:
-    tiles = x.float().unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, rows))
+    whole = torch.nn.functional.pad(x.float(), (0, 0, 0, -len(x) % rows))
+    tiles = whole.unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, rows))
     scales = tiles.abs().amax((1, 3)) / 448
-    return (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(0, 1).flatten(1), scales
+    return (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(0, 1).flatten(1)[: len(x)], scales
 
 
 def contenders(kind: str) -> dict[str, Callable[..., Call]]:

@@ -26,8 +26,9 @@
 //
 // Up to `group_rows` row tiles, in clusters, form a group that shares columns of b in the L2 cache.
 //
-// Four parts make the kernel: the scheduler (tile_scheduler.cuh), the loader (TileLoader), the main loop
-// (mainloop_sm90.cuh) and the epilogue (tile_epilogue.cuh).
+// Five parts make the kernel: the scheduler (tile_scheduler.cuh), the loader (TileLoader), the main loop
+// (mainloop_sm90.cuh), the promotion (block_promotion.cuh), for which two more warps of the producer's warpgroup load
+// block scales, and the epilogue (tile_epilogue.cuh).
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
@@ -36,7 +37,7 @@
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
 //     TILE_N        rows of b of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
-//                   with SUM_BLOCK 128. GATED: a multiple of 32, without SCALE_BLOCK
+//                   with SUM_BLOCK 128, or 192 or 256 itself. GATED: a multiple of 32, without SCALE_BLOCK
 //     PING_PONG     whether the two consumer warpgroups take alternate tiles; not with SUM_BLOCK
 //     STREAM_K      whether the last wave is divided along K; not with PING_PONG
 //     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of the columns of out that a tile has
@@ -62,16 +63,20 @@ static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER_M <= B_RUNS));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 using tma_store_t = TmaStore<out_t, STORE_COLUMNS>;
-// Columns of a tile that share a block scale of b. A tile that begins in the middle of a SCALE_BLOCK also ends in the
-// middle of one, hence half a block.
-constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK == 0 ? SCALE_BLOCK : SCALE_BLOCK / 2;
-// Promotions per k-tile, and accumulators of a thread: with promotion two, so that one is promoted while WGMMAs fill
-// the other.
-constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
-static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && PIECES <= 2);
-using mainloop_t = WgmmaMainloop<scalar_t, M_SLICES, TILE_N, PIECES, STAGES, STAGE_BYTES, CLUSTER>;
+// Promotion: columns of an accumulator, and accumulators of a thread. Two, so that one is promoted while WGMMAs fill the
+// other; more than 128 columns leave registers for one, and the other warpgroup's WGMMAs run while it is promoted.
+constexpr int SUM_COLUMNS = SUM_BLOCK > 0 && TILE_N > 192 ? TILE_N / 2 : TILE_N;
+constexpr int BUFFERS = SUM_BLOCK > 0 && TILE_N <= 128 ? 2 : 1;
+// Pieces of a k-tile that are promoted separately: along K, and along N.
+constexpr int K_PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, N_PIECES = TILE_N / SUM_COLUMNS;
+constexpr int PIECES = K_PIECES * N_PIECES;
+static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : K_PIECES * SUM_BLOCK == TILE_K && K_PIECES <= 2);
+using mainloop_t = WgmmaMainloop<scalar_t, M_SLICES, SUM_COLUMNS, K_PIECES, N_PIECES, STAGES, STAGE_BYTES, CLUSTER>;
+using accum_t = wgmma_sum_t<scalar_t>[M_SLICES][TILE_N / 2];  // a thread's accumulators of a tile
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+
+#include "block_promotion.cuh"
 
 // Rows of the box that loads the last, partial row tile of a.
 DEVICE int tail_rows(int64_t m) { return int((m % TILE_M + 7) / 8 * 8); }
@@ -115,43 +120,6 @@ struct TileLoader {
     }
 };
 
-// The threads' accumulators with SUM_BLOCK, and the block scales of the pieces in flight.
-struct Promotion {
-    float promoted[M_SLICES][TILE_N / 2];
-    float row_scales[BUFFERS][2], column_scales[BUFFERS][TILE_N / SCALE_COLUMNS];
-
-    DEVICE Promotion() {
-#pragma unroll
-        for (int i = 0; i < TILE_N / 2; ++i) promoted[0][i] = 0.0f;
-    }
-    // Loads the scales of a k-tile for two rows, and for the columns from first_column on; n is the number of columns.
-    DEVICE void
-    load(const BlockScales& scales, int buffer, int k_tile, const int64_t (&rows)[2], int64_t first_column, int64_t n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) row_scales[buffer][i] = scales.of_row(rows[i], k_tile);
-#pragma unroll
-        for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
-            column_scales[buffer][i] = scales.of_column(min(first_column + i * SCALE_COLUMNS, n - 1), k_tile);
-        }
-    }
-    // Adds the complete accumulators of a piece, times its block scales.
-    DEVICE void add(mainloop_t::accum_t& accum, int buffer) {
-        mainloop_t::fence(accum);
-#pragma unroll
-        for (int j = 0; j < TILE_N / SCALE_COLUMNS; ++j) {
-            const float scales[2] = {row_scales[buffer][0] * column_scales[buffer][j],
-                                     row_scales[buffer][1] * column_scales[buffer][j]};
-#pragma unroll
-            for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
-                const int at = j * SCALE_COLUMNS / 2 + i;
-                const float sum = float(accum[0][at]);
-                if constexpr (SCALE_BLOCK > 0) promoted[0][at] = fmaf(scales[i / 2 % 2], sum, promoted[0][at]);
-                else promoted[0][at] += sum;
-            }
-        }
-    }
-};
-
 // Named barriers: one per warpgroup for its own threads, and one per warpgroup for the ping-pong order.
 constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
 
@@ -178,8 +146,9 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * tma_store_t::BYTES;
-    Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
-    if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER);
+    float* scales = reinterpret_cast<float*>(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
+    Ring<STAGES> ring(scales + STAGES * STAGE_SCALES);
+    if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER, SCALE_BLOCK > 0 ? 1 + ScaleLoader::THREADS : 1);
     start_cluster<CLUSTER>();
     await_previous_kernel();
 
@@ -204,16 +173,24 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (warp == 0 && elect_one()) {
+        // Loads all k-tiles of all tiles, with a loader for each tile.
+        const auto produce = [&](auto loader_of) {
             for (; tile.exists(); tile.advance()) {
                 locate();
-                const TileLoader loader(a_map, a_tail_map, b_map, shared, rank, row, column, m, n);
+                auto loader = loader_of();
                 for (int k_tile = tile.first; k_tile < tile.last; ++k_tile, ring.advance()) {
                     ring.acquire();
                     loader.load(ring, k_tile);
                 }
             }
             ring.drain();
+        };
+        if (warp == 0 && elect_one()) {
+            produce([&] { return TileLoader(a_map, a_tail_map, b_map, shared, rank, row, column, m, n); });
+        } else if (SCALE_BLOCK > 0 && warp >= 2) {
+            const BlockScales blocks{a_scales,     b_scales,           a_scale_step,
+                                     b_scale_step, a_scale_block_step, b_scale_block_step};
+            produce([&] { return ScaleLoader(blocks, scales, row, column, tile.first, m, n); });
         }
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
@@ -240,7 +217,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
             mainloop_t::accum_t accums[BUFFERS];
             // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one
             // of its rows, so the barriers of the warpgroup come before.
-            const auto store_tile = [&](auto(&accum)[M_SLICES][TILE_N / 2]) {
+            const auto store_tile = [&](accum_t& accum) {
                 column_params.share(OWN_BARRIER + warpgroup);
                 if (!tile.template complete<CONSUMERS * 4>(accum, partial, arrived)) return;
                 tile_epilogue.store(accum, row_params, warp_row, first_column);
@@ -252,18 +229,29 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
                         named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
                     }
                 });
-                store_tile(accums[0]);
+                store_tile(reinterpret_cast<accum_t&>(accums[0]));  // of the same type without promotion
             } else {
                 Promotion promotion;
-                const BlockScales scales{a_scales,     b_scales,           a_scale_step,
-                                         b_scale_step, a_scale_block_step, b_scale_block_step};
-                const auto start = [&](int piece, int buffer) {
-                    if constexpr (SCALE_BLOCK > 0)
-                        promotion.load(scales, buffer, piece / PIECES, row_params.rows[0], first_column, n);
-                    mainloop.issue(accums[buffer], false, buffer % PIECES);
+                Factors factors[BUFFERS];
+                // Issues a piece of a k-tile, and loads the k-tile's scales.
+                const auto issue = [&](int piece, int buffer) {
+                    mainloop.issue(accums[buffer], false, piece);
+                    if (SCALE_BLOCK > 0 && (piece == 0 || BUFFERS > 1)) {
+                        factors[buffer].load(scales + ring.stage * STAGE_SCALES, own_row + warp * 16 + lane / 4);
+                    }
                 };
-                const auto promote = [&](int buffer) { promotion.add(accums[buffer], buffer); };
-                mainloop.run_promoted(tile.first, tile.last, start, promote);
+                const auto promote = [&](int piece, int buffer) {
+                    promotion.add(accums[buffer], piece, factors[buffer]);
+                };
+                if constexpr (BUFFERS == 1) {
+                    mainloop.run_promoted_at_once(
+                        tile.first, tile.last, [&](int, int piece) { issue(piece, 0); },
+                        [&](int piece) { promote(piece, 0); });
+                } else {
+                    mainloop.run_promoted(
+                        tile.first, tile.last, [&](int, int buffer) { issue(buffer % PIECES, buffer); },
+                        [&](int buffer) { promote(buffer % PIECES, buffer); });
+                }
                 store_tile(promotion.promoted);
             }
             if (PING_PONG) {

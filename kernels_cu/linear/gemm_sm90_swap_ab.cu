@@ -56,7 +56,7 @@ static_assert(!GATED || (SCALE_BLOCK == 0 && TILE_N % 16 == 0));
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
 static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
 
-using mainloop_t = WgmmaMainloop<scalar_t, PRODUCTS, TILE_M, PIECES, STAGES, STAGE_BYTES, 1, false, true>;
+using mainloop_t = WgmmaMainloop<scalar_t, PRODUCTS, TILE_M, PIECES, 1, STAGES, STAGE_BYTES, 1, false, true>;
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 static_assert(!IN_RING || cluster_sums_t::BYTES <= STAGES * STAGE_BYTES, "partial accumulators fit into the ring");
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;

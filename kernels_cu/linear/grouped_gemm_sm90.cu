@@ -52,7 +52,7 @@ static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
 static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<wgmma_sum_t<scalar_t>, float>));
 static_assert(!STRADDLES || GATED == 0);
 
-using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, STAGES, STAGE_BYTES, 1, true>;
+using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, 1, STAGES, STAGE_BYTES, 1, true>;
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 #include "expert_store.cuh"
 
@@ -255,11 +255,11 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                 // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {
                     Factors factors = promotion.load(false), next;
-                    const auto start = [&](int step) {
+                    const auto start = [&](int step, int) {
                         mainloop.issue(accums[0], false);
                         next = promotion.load(step + 1 < steps);
                     };
-                    mainloop.run_promoted_at_once(0, steps, start, [&] {
+                    mainloop.run_promoted_at_once(0, steps, start, [&](int) {
                         promotion.add(accums[0], factors);
                         factors = next;
                     });

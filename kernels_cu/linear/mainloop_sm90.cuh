@@ -2,7 +2,8 @@
 //
 // A k-tile is 128 bytes of each row of the operands, in TMA's 128-byte swizzle. Accumulators are M_SLICES matrices of
 // 64 x N. `run` accumulates all of K in the tensor cores; `run_promoted` accumulates a piece of a k-tile at a time, and
-// the threads add each piece to registers of their own (promotion), while WGMMAs fill a second set of accumulators.
+// the threads add each piece to registers of their own (promotion), while WGMMAs fill a second set of accumulators;
+// `run_promoted_at_once` has one set.
 //
 // Included by gemm_sm90, grouped_gemm_sm90 and, for the issue of WGMMAs, gemm_sm90_swap_ab, in which rows of b are a.
 // Each defines SCALE_BLOCK before the include.
@@ -11,15 +12,15 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-// PIECES: pieces of a k-tile that are promoted separately. CLUSTER: CTAs that a multicast into the ring reaches.
+// K_PIECES, N_PIECES: pieces of a k-tile that are promoted separately, along K and of N rows of b each. CLUSTER: CTAs that a multicast into the ring reaches.
 // A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.
 // LATE_A: the descriptor of a is made after the wait. NVRTC schedules by the order of the text, and each kernel has
 // fewer instructions with its own order.
-template <typename T, int M_SLICES, int N, int PIECES, int STAGES, int STAGE_BYTES, int CLUSTER,
+template <typename T, int M_SLICES, int N, int K_PIECES, int N_PIECES, int STAGES, int STAGE_BYTES, int CLUSTER,
           bool A_BY_THREADS = false, bool LATE_A = false>
 struct WgmmaMainloop {
     static constexpr int ROW_BYTES = 128, MMA_K_BYTES = 32;  // bytes of K of a k-tile and of one WGMMA
-    static constexpr int PIECE_MMAS = ROW_BYTES / MMA_K_BYTES / PIECES;
+    static constexpr int PIECE_MMAS = ROW_BYTES / MMA_K_BYTES / K_PIECES, PIECES = K_PIECES * N_PIECES;
     using accum_t = wgmma_sum_t<T>[M_SLICES][N / 2];
 
     Ring<STAGES>& ring;
@@ -35,7 +36,7 @@ struct WgmmaMainloop {
     DEVICE void issue(accum_t& accum, bool accumulate, int piece = 0) const {
         const uint8_t* from = stages + ring.stage * STAGE_BYTES;
         uint64_t a = LATE_A ? 0 : make_smem_desc(from + a_offset);
-        const uint64_t b = make_smem_desc(from + b_offset);
+        const uint64_t b = make_smem_desc(from + b_offset + piece % N_PIECES * N * ROW_BYTES);
         if (piece == 0) ring.wait();
         if constexpr (A_BY_THREADS) fence_proxy_async();
         fence(accum);
@@ -43,7 +44,7 @@ struct WgmmaMainloop {
         if constexpr (LATE_A) a = make_smem_desc(from + a_offset);
 #pragma unroll
         for (int i = 0; i < PIECE_MMAS; ++i) {
-            const int at = (piece * PIECE_MMAS + i) * MMA_K_BYTES;
+            const int at = (piece / N_PIECES * PIECE_MMAS + i) * MMA_K_BYTES;
 #pragma unroll
             for (int slice = 0; slice < M_SLICES; ++slice) {
                 wgmma<T, N>(accum[slice], advance_smem_desc(a, slice * 64 * ROW_BYTES + at), advance_smem_desc(b, at),
@@ -79,15 +80,18 @@ struct WgmmaMainloop {
         }
     }
 
-    // Accumulates k-tiles first ... last - 1 and promotes each before the next is issued, with one set of accumulators:
-    // start(k_tile) issues it and loads what promote() needs.
+    // Accumulates k-tiles first ... last - 1 and promotes each piece before the next is issued, with one set of
+    // accumulators: start(k_tile, piece) issues a piece of a k-tile and loads what promote(piece) needs.
     template <typename Start, typename Promote>
     DEVICE void run_promoted_at_once(int first, int last, Start start, Promote promote) {
         for (int k_tile = first; k_tile < last; ++k_tile, ring.advance()) {
-            start(k_tile);
-            warpgroup_wait<0>();
-            ring.template release<CLUSTER>(ring.stage);
-            promote();
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                start(k_tile, piece);
+                warpgroup_wait<0>();
+                if (piece == PIECES - 1) ring.template release<CLUSTER>(ring.stage);
+                promote(piece);
+            }
         }
     }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..._core.system.device import Device
-from ..._core.tensors.dtypes import FLOATS, int8
+from ..._core.tensors.dtypes import FLOATS, float16, int8
 from ...tuning import engines
 from ...tuning.engines import Choice, Engine
 from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, gemm_sm100, skinny_linear
@@ -56,8 +56,11 @@ def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
 def _gemm_configs(shape: GemmShape, device: Device) -> Iterator[GemmConfig]:
     """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
     part of the tile's time. Clusters along N only without a column tile past the end of b: TMA is slow to fill
-    rows with zeros."""
-    wide = () if shape.block_scaled else (112, 96, 32) if shape.promoted else (96, 160, 192, 224, 256, 32)
+    rows with zeros. Block scales in wide tiles only for bfloat16: float16 results are promoted twice in a k-tile."""
+    if shape.block_scaled:
+        wide: tuple[int, ...] = () if shape.out_dtype is float16 else (192, 256)
+    else:
+        wide = (112, 96, 32) if shape.promoted else (96, 160, 192, 224, 256, 32)
     ping_pong = (192, 128) if shape.dtype.itemsize == 1 and not shape.promoted else ()
     row_bytes = GemmConfig.TILE_M * shape.num_k_tiles * K_TILE_BYTES
     for cluster, along_n in (2, False), (1, False), (2, True):
@@ -78,7 +81,9 @@ def _gemm_us(config: GemmConfig, shape: GemmShape, device: Device, rates: GemmRa
     waves = config.waves(shape.m, shape.n, shape.num_k_tiles, device)
     splits, has_rest = min(config.splits, waves.max_splits), waves.rest > 0
     k_tiles = waves.full * shape.num_k_tiles + has_rest * -(-shape.num_k_tiles // splits)
-    k_tile = (rates.k_tile + rates.mma * config.tile_n) * (rates.blocked if shape.block_scaled else 1.0)
+    k_tile = rates.k_tile + rates.mma * config.tile_n
+    if shape.block_scaled:
+        k_tile *= rates.blocked if config.has_two_sets else rates.blocked_one_set
     ctas = (waves.full * waves.clusters + waves.rest) * config.cluster
     row_tiles, whole = -(-shape.m // config.TILE_M), shape.m // config.TILE_M  # only whole row tiles are shared
     a_rows = min(shape.m, config.TILE_M) * (whole / config.cluster_n + row_tiles - whole) / row_tiles

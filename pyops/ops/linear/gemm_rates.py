@@ -24,7 +24,7 @@ class GemmRates:
         launch: gemm_sm90.cu: a launch, with the first loads.
         k_tile: a k-tile.
         mma: for each row of b of the k-tile.
-        blocked: factor on a k-tile with block scales.
+        blocked, blocked_one_set: factors on a k-tile with block scales, with two sets of accumulators and with one.
         tile, epilogue: the epilogue of a tile, and for each of its columns.
         stream_k: to reduce the tiles of the last wave.
         stream_k_column, stream_k_part: for each of their columns, and for each column of each part.
@@ -55,6 +55,7 @@ class GemmRates:
     k_tile: float
     mma: float
     blocked: float
+    blocked_one_set: float
     tile: float
     epilogue: float
     stream_k: float

@@ -26,6 +26,8 @@ _MAX_STAGES = 8  # most stages
 _MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
 _MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
 _MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
+_ONE_SET_COLUMNS = 192, 256  # promotion: tile N of gemm_sm90.cu with one set of accumulators per thread
+_STAGE_SCALES = 4 * (128 + 4)  # bytes of the block scales of a stage of gemm_sm90.cu: of its rows, then its columns
 MAX_GROUP = 64  # most row tiles of a group, in clusters
 MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
 # Largest tile M of gemm_sm90_swap_ab.cu that registers allow; promotion doubles the accumulators.
@@ -107,10 +109,15 @@ class GemmConfig:
         """CTAs of a cluster along N."""
         return self.cluster if self.along_n else 1
 
+    @property
+    def has_two_sets(self) -> bool:
+        """Whether a thread has two sets of accumulators under promotion: WGMMAs fill one, the other is promoted."""
+        return self.tile_n <= _MAX_BLOCK_COLUMNS
+
     def fits(self, promoted: bool, is_gated: bool) -> bool:
         """Whether the accumulators fit into registers, and gates and ups of a tile into runs of whole swizzle atoms."""
-        fits = not promoted or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
-        return fits and not (is_gated and self.tile_n % 32)
+        registers = not self.ping_pong and (self.has_two_sets or self.tile_n in _ONE_SET_COLUMNS)
+        return (registers or not promoted) and not (is_gated and self.tile_n % 32)
 
     def launch(self, problem: GemmProblem) -> Launch:
         """A persistent grid: as many clusters as the device holds go over the tiles."""
@@ -127,6 +134,7 @@ class GemmConfig:
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
+        stage += _STAGE_SCALES if problem.epilogue.block_scaled else 0
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
         waves = self.waves(problem.m, problem.b.rows, num_k_tiles(problem.k, problem.dtype), device)
         rest, splits = waves.rest, min(self.splits, waves.max_splits)

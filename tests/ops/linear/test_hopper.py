@@ -61,7 +61,13 @@ GATED = [
     (SwapConfig(tile_m=32, tile_n=48, splits=2), 5, 136, 456),
     (SwapConfig(tile_m=96, tile_n=80, splits=2), 170, 80, 456),
 ]
-BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
+BLOCKS = [
+    (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200),
+    # One set of accumulators: pieces of 128 columns, and tiles that begin in the middle of a scale block.
+    (GemmConfig(tile_n=256, cluster=2, group=2), 300, 264, 200),
+    (GemmConfig(tile_n=192, cluster=2, group=2, along_n=True), 140, 392, 200),
+    (GemmConfig(tile_n=256, cluster=1, group=8, splits=4), 20, 264, 1160),
+]
 SWAP = [
     (SwapConfig(tile_m=16, tile_n=112, splits=1), 13, 456, 328),
     (SwapConfig(tile_m=16, tile_n=32, splits=1), 33, 72, 328),
@@ -148,7 +154,7 @@ def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype, k: int) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, GEMM[7], GEMM[8], GEMM[10], *SWAP[:4]], ids=str)
+@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], *BLOCKS, GEMM[7], GEMM[8], GEMM[10], *SWAP[:4]], ids=str)
 def test_block_scales(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
     k, dtype = 2 * k, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
@@ -173,7 +179,7 @@ CHOICES = [
     (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 16)),
     (4096, 28672, 4096, dtypes.int8, False, GemmConfig(192, 2, 16, ping_pong=True)),
     (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8)),
-    (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 16)),
+    (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(256, 2, 16)),
 ]
 
 
