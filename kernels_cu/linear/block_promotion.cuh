@@ -1,5 +1,5 @@
 // block_promotion.cuh: promotion of the accumulators of gemm_sm90 to float32 registers, times the block scales of the
-// operands, which lie in shared memory beside the stages of the ring.
+// operands, which lie in shared memory next to the stages of the ring.
 // Reads the constants of the kernel that includes it, its mainloop_t and accum_t.
 //
 // Two warps of the producer's warpgroup copy the scales of a k-tile while TMA loads the operands. Consumers that load
