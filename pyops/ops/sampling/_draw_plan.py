@@ -65,10 +65,11 @@ class DrawProblem:
     has_top_p: bool
 
     @classmethod
-    def of(cls, logits: TensorArg, **filters: bool) -> DrawProblem:
+    def of(cls, logits: TensorArg, has_top_k: bool, has_top_p: bool) -> DrawProblem:
         """The problem of these logits."""
         is_aligned = check.vector_width(_VEC_SIZE, logits) == _VEC_SIZE
-        return cls(*logits.shape, logits.dtype.itemsize, is_aligned, **filters)
+        num_rows, vocab_size = logits.shape
+        return cls(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, has_top_k, has_top_p)
 
     def bucket(self) -> str:
         rows, vocab = tuning.power_of_two(self.num_rows), f"{self.vocab_size}x{self.itemsize}"
