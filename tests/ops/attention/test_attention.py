@@ -645,7 +645,7 @@ def test_keys_and_values_have_one_fp8_type() -> None:
 
 def test_integer_fp8_conversion_gets_more_registers() -> None:
     assert V1.example is not None
-    args = V1.example(ArgMaker(device.model()), kv_cache_dtype="fp8", packed=True)
+    args = V1.example(ArgMaker(device.model()), num_tokens=200, kv_cache_dtype="fp8", packed=True)
     by_name = dict(zip([p.name for p in V1.parameters], args, strict=True))
     for kind, blocks in ((dtypes.float8_e4m3fn, 3), (dtypes.float8_e4m3fnuz, 2)):
         caches = {name: replace(by_name[name], dtype=kind) for name in ("key_cache", "value_cache")}
