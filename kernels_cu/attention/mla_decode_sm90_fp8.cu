@@ -313,9 +313,9 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             }
         }
     };
-    // Stores probabilities relative to max_logit, and adds them up. Returns the largest logit less max_logit. The four
-    // warps execute an MMA together, so all of them have read the last tile's probabilities once one has scores.
-    const auto store_probabilities = [&](const float (&s)[HEADS / 2], float (&sums)[ROWS]) {
+    // Stores probabilities of logits relative to max_logit, and adds them up. Returns the largest one less max_logit.
+    // The four warps execute an MMA together, so all of them have read the last tile's probabilities once one has scores.
+    const auto store_probabilities = [&](const float (&s)[HEADS / 2], float (&row_sums)[ROWS]) {
         float largest = minus_infinity();
         const int row =
             made_anew(warp * 16 + lane % 16);  // otherwise the addresses stay in registers, and others spill
@@ -331,7 +331,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
                     const float x = s[k * 8 + i * 2 + j] - max_logit[n];
                     largest = fmaxf(largest, x);
                     p[j] = estimate_exp2(x);
-                    sums[n] = i % 2 ? sums[n] + p[j] : p[j];
+                    row_sums[n] = i % 2 ? row_sums[n] + p[j] : p[j];
                 }
                 words[i] = pack_pair<product_t>(p[0], p[1]);
             }
@@ -367,18 +367,18 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     };
     const auto softmax = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
         scale_scores(start, bits, s);
-        float sums[ROWS];
-        const bool is_large = any_lane(store_probabilities(s, sums) > MAX_GROWTH);
+        float row_sums[ROWS];
+        const bool is_large = any_lane(store_probabilities(s, row_sums) > MAX_GROWTH);
         if (lane == 0) grows[ring.stage][warp] = is_large;
         sync_own();
         const uint4 of_warps = *reinterpret_cast<const uint4*>(grows[ring.stage]);
         if (of_warps.x | of_warps.y | of_warps.z | of_warps.w) {
             raise_maxima(s);
-            store_probabilities(s, sums);
+            store_probabilities(s, row_sums);
             sync_own();
         }
 #pragma unroll
-        for (int n = 0; n < ROWS; ++n) exp_sum[n] += sums[n];
+        for (int n = 0; n < ROWS; ++n) exp_sum[n] += row_sums[n];
     };
     // Values of a panel and 32 tokens, for pair i of MMAs: 16 elements of eight tokens to a word.
     const auto load_values = [&](const uint8_t* tile, int i) {

@@ -37,19 +37,19 @@ struct KeySearch {
     template <int CLUSTER, typename F>
     DEVICE void
     find(const uint32_t* low, const uint32_t* high, int num_groups, bool in_group, const KeyRange& range, F wanted_of) {
-        uint64_t* const sums = groups + half * COARSE_BINS;
+        uint64_t* const group_sums = groups + half * COARSE_BINS;
         __syncthreads();
         for (int group = threadIdx.x / GROUP_BINS; group < num_groups; group += NUM_THREADS / GROUP_BINS) {
             const int bin = group * GROUP_BINS + int(threadIdx.x) % GROUP_BINS;
             const uint64_t sum = lane_reduce<Sum, GROUP_BINS>(PARTS{low[bin], high[bin]}.whole());
-            if (threadIdx.x % GROUP_BINS == 0) sums[group] = sum;
+            if (threadIdx.x % GROUP_BINS == 0) group_sums[group] = sum;
         }
         sync_cluster<CLUSTER>();  // all totals are written, and no block still reads the bins of the last refinement
         if (threadIdx.x < WARP_SIZE) {
             const auto load_group = [&](int group) {
                 uint64_t sum = 0;
 #pragma unroll
-                for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(sums + group, rank);
+                for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(group_sums + group, rank);
                 return sum;
             };
             auto place = find_by_lanes<COARSE_BINS / GROUP_BINS>(
