@@ -32,7 +32,8 @@ from tests.support.calls import example
 
 # Ops that choose by the number of rows, and reduce nothing that depends on an order: they copy, compute element by
 # element, take maxima or count. In ops of GGUF weights only the bound of the registers differs, in routing and the
-# state update only the rows of a block, and in inserts with norms of heads only the heads of a group of lanes.
+# state update only the rows of a block, and in inserts with norms of heads only the heads of a group of lanes. Sampling
+# adds up weights that are integers.
 ANY_ORDER = {
     *("ggml_moe_a8", "ggml_moe_a8_vec", "ggml_mul_mat_a8", "ggml_mul_mat_vec_a8"),
     *("grouped_topk", "topk_sigmoid", "topk_softmax", "topk_softplus_sqrt", "moe_prepare_scatter"),
@@ -49,7 +50,7 @@ ANY_ORDER = {
     *("cp_gather_and_upconvert_fp8_kv_cache", "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"),
     *("gather_and_maybe_dequant_cache", "reshape_and_cache", "reshape_and_cache_flash"),
     *("apply_rotary_emb", "dual_chunk_rotary_embedding", "flashinfer_rotary_embedding", "multimodal_rotary_embedding"),
-    *("rotary_embedding", "apply_penalties_", "apply_repetition_penalties_"),
+    *("rotary_embedding", "apply_penalties_", "apply_repetition_penalties_", "top_k_top_p_sampling_from_logits"),
     *("causal_conv1d_decode", "selective_scan_fwd", "selective_state_update"),
 }
 COUNTS = 1, 2, 33, 700, 5000  # rows of a call that is only planned

@@ -188,7 +188,7 @@ def test_few_kernels_serve_a_real_model() -> None:
         "paged_attention_varlen",
         "top_k_top_p_sampling_from_logits",
     }
-    assert counts.total() <= 54, counts  # 21 are `linear` of 2 to 64 rows
+    assert counts.total() <= 59, counts  # 21 are `linear` of 2 to 64 rows, and 13 sampling, for numbers of rows
     # With a norm and an activation; with a residual, for two K; the LM head.
     assert counts["skinny_linear"] == 4, counts
 
