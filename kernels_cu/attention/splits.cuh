@@ -35,10 +35,11 @@ struct Splits {
 //
 // Sequences of equal length get the number of splits that fills one wave. They get two waves if the sequences are long,
 // or one wave would be partly empty, and if the splits of one wave are long (a second wave costs the start of a CTA, as
-// long as several steps); three waves if whole splits leave too much of two empty. Sequences of mixed lengths get splits in proportion to their length, and
-// at most whole waves of them: a last wave with few CTAs leaves memory bandwidth idle. Where whole sequences of equal
-// length would leave less than MIN_TAIL of a wave, the last ones are split so that they fill it. More than two waves of
-// sequences of mixed lengths need no whole waves. All lanes of a warp must call every function.
+// long as several steps); three waves if whole splits leave too much of two empty. Sequences of mixed lengths get splits
+// in proportion to their length, and at most whole waves of them: a last wave with few CTAs leaves memory bandwidth
+// idle. Where whole sequences of equal length would leave less than MIN_TAIL of a wave, the last ones are split so that
+// they fill it. More than two waves of sequences of mixed lengths need no whole waves. All lanes of a warp must call
+// every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster, if their splits are not short
 // By the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest; for mixed lengths, if it has
 // two splits for each sequence. Mixed lengths from LONG_SPLIT on: three waves are fastest, and also if there are more

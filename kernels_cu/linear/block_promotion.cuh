@@ -1,5 +1,5 @@
 // block_promotion.cuh: promotion of the accumulators of gemm_sm90 to float32 registers, times the block scales of the
-// operands, which lie in shared memory next to the stages of the ring.
+// operands. These scales are in shared memory.
 // Reads the constants of the kernel that includes it, its mainloop_t and accum_t.
 //
 // Two warps of the producer's warpgroup copy the scales of a k-tile while TMA loads the operands. Consumers that load
@@ -22,9 +22,9 @@ struct ScaleLoader {
     static constexpr int THREADS = 64, OWN_ROWS = TILE_M / THREADS;
 
     float* scales;                    // of all stages
-    const a_scale_t* rows[OWN_ROWS];  // the next k-tile's scales, of the thread's rows and of its column
-    const b_scale_t* column;
-    int64_t row_step, column_step;  // from each k-tile to the next
+    const a_scale_t* rows[OWN_ROWS];  // the scales of the thread's rows in the next k-tile
+    const b_scale_t* column;          // the scale of its columns in that k-tile
+    int64_t row_step, column_step;    // from each k-tile to the next
 
     // (row, column): the CTA's tile; k_tile: the first one.
     DEVICE ScaleLoader(const BlockScales& blocks, float* scales, int row, int column, int k_tile, int64_t m, int64_t n)

@@ -12,7 +12,8 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-// K_PIECES, N_PIECES: pieces of a k-tile that are promoted separately, along K and of N rows of b each. CLUSTER: CTAs that a multicast into the ring reaches.
+// K_PIECES, N_PIECES: a k-tile has so many pieces along K, and along the rows of b, N rows each; each piece is promoted
+// separately. CLUSTER: CTAs that a multicast into the ring reaches.
 // A_BY_THREADS: threads write the rows of a, by cp.async, and WGMMAs see these writes after a proxy fence.
 // LATE_A: the descriptor of a is made after the wait. NVRTC schedules by the order of the text, and each kernel has
 // fewer instructions with its own order.

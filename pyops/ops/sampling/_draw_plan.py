@@ -116,7 +116,7 @@ class WholeRows:
         return _CANDIDATE_BYTES * self.capacity(problem)
 
     def capacity(self, problem: DrawProblem) -> int:
-        """Candidates for top-k that fit in a block's shared memory, in the place of its piece."""
+        """Candidates for top-k that fit in a block's shared memory, where its piece of the row is otherwise."""
         if not problem.has_top_k:
             return 0
         capacity = _THREAD_CANDIDATES * self.num_threads
