@@ -42,8 +42,8 @@
 //     HEAD_SCALES    each KV head of an fp8 cache has its own scales; needs logits that are linear in the scores
 //     HAS_SPLITS     split-KV: an item may have several splits, which prefill_combine.cu combines
 //     HAS_STARTS     cu_seqlens_q is given; else each sequence has one query token
-//     P_HI_LO        probabilities are split into hi + lo of T, as in attention_decode.cu; needs HAS_SPLITS,
-//                    which adds up unrounded probabilities
+//     P_HI_LO        probabilities are split into hi + lo of T, as in attention_decode.cu, and added up unrounded; needs
+//                    HAS_SPLITS
 
 #include "attention.cuh"
 

@@ -22,9 +22,9 @@ constexpr float RESCALE_THRESHOLD = sizeof(product_t) == 1 ? 0.8f : 8.0f;
 // of its own, so that scores of different rows have different scales.
 constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
 constexpr int NUM_ROW_SCALES = CONVERTS_QUERIES ? 2 : 1;  // scales per thread, one per row
-// HAS_REGISTERS: the consumer has registers left for row sums by WGMMA. Values of more than 128 elements leave none:
-// docs/performance/prefill.md, "Instructions per KV tile".
-constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
+// HAS_REGISTERS: the consumer has registers left for row sums by WGMMA. Values of more than 128 elements leave none, and
+// neither does P_HI_LO: docs/performance/prefill.md, "Instructions per KV tile".
+constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !P_HI_LO;
 // ROW_SUMS_BY_WGMMA: row sums come from a WGMMA of the rounded probabilities with a matrix of ones, issued together
 // with P V. Otherwise each lane adds its own probabilities before rounding, as a log-sum-exp needs them.
 constexpr bool ROW_SUMS_BY_WGMMA = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
@@ -43,8 +43,8 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 //     flag               set by               read by                      if true
 //     HAS_SOFTCAP *      launch               here, epilogue, sm90 kernel  logits are capped; scale_log2 is scale / cap
 //     HAS_ALIBI *        launch               here, sm90 kernel            slopes are valid; scores_unscaled is false
-//     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE, no HAS_REGISTERS
-//     P_HI_LO *          launch               here, sm90 kernel            p_lo is valid
+//     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE
+//     P_HI_LO *          launch               here, sm90 kernel            p_lo is valid, no HAS_REGISTERS
 //     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
 //     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE
 //     SHORT_SERIES       score mods           here, score mods             by_short_series may be true

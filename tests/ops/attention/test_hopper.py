@@ -206,15 +206,16 @@ def test_items_of_some_heads(on: str, max_splits: int, monkeypatch: pytest.Monke
 
 # Sequences with one tile per split, one tile too few for two splits, and the maximum of splits.
 SPLITS = [
-    ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3)),
-    ([65], [520], PrefillSm90Config(64, 2, max_splits=32)),
+    ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3), False),
+    ([65], [520], PrefillSm90Config(64, 2, max_splits=32), True),
 ]
 
 
-@pytest.mark.parametrize(("counts", "lengths", "one"), SPLITS, ids=str)
-def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90Config) -> None:
+@pytest.mark.parametrize(("counts", "lengths", "one", "has_lse"), SPLITS, ids=str)
+def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90Config, has_lse: bool) -> None:
+    """Without a log-sum-exp, splits have row sums on the tensor cores and the fast path for interior tiles."""
     call = varlen_call(counts, lengths, dtype=torch.bfloat16, head_size=32, on=on)
-    _varlen(one, SCHEDULES[:2], **call)
+    _varlen(one, SCHEDULES[:2], has_lse=has_lse, **call)
 
 
 def test_splits_with_options(on: str) -> None:
