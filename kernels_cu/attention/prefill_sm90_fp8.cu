@@ -25,11 +25,12 @@
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
 //     HEAD_SCALES    each KV head has its own scales of keys and values
+//     HAS_SPLITS     as in prefill_sm90.cu
 
 #include "attention.cuh"
 
 using product_t = cache_t;  // element type of both matmuls
-constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_STARTS = true, P_HI_LO = false;
+constexpr bool HAS_SOFTCAP = false, HAS_ALIBI = false, HAS_STARTS = true, P_HI_LO = false;
 
 #include "prefill_epilogue.cuh"
 #include "prefill_softmax.cuh"
@@ -60,11 +61,14 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                  const float* sinks,                          // [num_heads]
                  const float* q_scale,                        // [1] or [num_kv_heads], stride q_scale_step; null: 1
                  const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
-                 uint32_t* items_taken,                       // [1], zero before and after
+                 float* tmp_out,                              // partial results as in prefill_sm90.cu
+                 float* max_logits, float* exp_sums, int* split_counts,
+                 uint32_t* items_taken,  // [1], zero before and after
                  int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
                  int64_t key_head_pitch, int64_t value_head_pitch, int64_t section_heads, int64_t num_items,
-                 int64_t max_tokens, int64_t sliding_window, int64_t q_scale_step, int64_t out_stride,
-                 int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale) {
+                 int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t q_scale_step,
+                 int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step,
+                 float scale) {
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
@@ -72,6 +76,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
     __shared__ PartialTile partial_tile;
+    __shared__ Division division;
     Tiles tiles(shared, works, invalid_pages, kinds, &found, &partial_tile);
     tiles.init<NUM_THREADS>();
     // An 8 x 16 core matrix of ones. It serves as both halves (along 32 keys) of a B operand of 8 columns.
@@ -90,9 +95,10 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs, num_tokens,
-                                      min_tokens,   max_tokens, num_kv_heads, section_heads, 1,        num_items,
-                                      nullptr};
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
+                                      num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
+                                      max_splits,   num_items,  &division};
+            if constexpr (HAS_SPLITS) sequences.divide(window);
             Finder finder{sequences, window, block_tables, table_stride, table_step, num_blocks, items_taken};
             Producer producer{
                 tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},
@@ -119,8 +125,8 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
-    const Results results{out,   lse,     nullptr,    nullptr, nullptr,    nullptr,
-                          sinks, v_scale, num_tokens, 1,       out_stride, num_kv_heads * GROUP};
+    const Results results{out,   lse,     tmp_out,    max_logits, exp_sums,   split_counts,
+                          sinks, v_scale, num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float o[HEAD_SIZE / 2], pieces[PIECES_IN_FLIGHT][PIECE / 2];
     float tile_sums[4], row_sums[2];  // row sums of P by WGMMA, of a tile (elements 0 and 2) and of the item
     const auto start_logits = [&] {   // S = Q K^T

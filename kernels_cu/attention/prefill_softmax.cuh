@@ -43,7 +43,7 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 //     flag               set by               read by                      if true
 //     HAS_SOFTCAP *      launch               here, epilogue, sm90 kernel  logits are capped; scale_log2 is scale / cap
 //     HAS_ALIBI *        launch               here, sm90 kernel            slopes are valid; scores_unscaled is false
-//     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE
+//     HAS_SPLITS         launch               here, loader, epilogue       no BY_MAGNITUDE
 //     P_HI_LO *          launch               here, sm90 kernel            p_lo is valid, no HAS_REGISTERS
 //     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
 //     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE

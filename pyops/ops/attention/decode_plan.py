@@ -18,8 +18,9 @@ from .arguments import PagedKV
 from .decode_blocks import CTA_US, STEP_US
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
+from .prefill_items import ItemConfig
 from .prefill_problem import PrefillProblem, shares_rows
-from .prefill_sm90 import COMBINE_US, PrefillSm90Config
+from .prefill_sm90 import COMBINE_US
 
 # Bytes per microsecond of an H200 at which the CTAs of attention_decode.cu with 16 heads read, most of them from L2,
 # and at which prefill_sm90.cu reads for few query rows: docs/performance/decode.md, "Many heads per KV head".
@@ -128,7 +129,7 @@ def _rows_us(rows: PrefillProblem, nbytes: float, device: Device) -> float:
     """The time of the prefill kernels: they read the cache once, but the keys once per slice of the values, and on
     Hopper another kernel combines the splits."""
     config = prefill_plan.choose(rows, device)
-    has_combine = isinstance(config, PrefillSm90Config) and config.max_splits > 1
+    has_combine = isinstance(config, ItemConfig) and config.max_splits > 1
     read_us = nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS
     return read_us + _ROWS_TAKE_LONGER + (COMBINE_US if has_combine else 0.0)
 

@@ -82,6 +82,12 @@ class PrefillProblem:
         return 0 if remainder or tuning.batch_invariant() else tokens
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether sequences have different numbers of query tokens, and so different lengths."""
+        num_tokens, num_seqs = self.query.shape[0], max(1, self.num_seqs)
+        return num_seqs > 1 and num_tokens != num_seqs * max(num_tokens // num_seqs, self.max_query_len)
+
+    @property
     def few_rows(self) -> int:
         """Query tokens of a sequence times the heads of a key-value head, if that is equal for all and few; else 0.
 

@@ -11,17 +11,12 @@ from ..._core.launch.scratch import Scratch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
+from . import prefill_sm90
 from .layout import absent, heads_stride
+from .prefill_items import ItemConfig
 from .prefill_panels import Panels
 from .prefill_problem import PrefillProblem
-from .prefill_sm90 import (
-    MIN_CODE_STAGES,
-    choose_splits,
-    packed_heads,
-    section_heads,
-    stages_of,
-)
-from .prefill_work import window_of
+from .prefill_sm90 import MIN_CODE_STAGES, stages_of
 
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
@@ -37,21 +32,20 @@ GEOMETRIES = {
     256: ((128, 2, False), (64, 2, True)),
 }
 _NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
+# The rate of fp8 MMAs as a multiple of that of 16 bits: 1 x 8192 takes 675 us ("Tiles and warpgroups of e4m3").
+_RATE = 1.4
+_UPCAST_US = 2.2  # microseconds of the kernel that upcasts queries
 
 
 @dataclass(frozen=True, slots=True)
-class E4m3Config:
+class E4m3Config(ItemConfig):
     """The geometry of prefill_sm90_fp8.cu.
 
     Attributes:
-        tokens: keys of a KV tile.
-        consumers: consumer warpgroups, each with 64 rows of queries.
         overlap: Q K^T of the next KV tile is computed during P V of the current one.
         ping_pong: consumer warpgroups alternate in issuing WGMMAs.
     """
 
-    tokens: int
-    consumers: int
     overlap: bool = True
     ping_pong: bool = True
 
@@ -64,58 +58,29 @@ class E4m3Config:
         found = (E4m3Config(*geometry) for geometry in GEOMETRIES[problem.query.shape[2]])
         return [one for one in found if one != self]
 
+    @property
+    def rate(self) -> float:
+        return _RATE
+
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
-        """A persistent grid: one CTA per SM takes work items from a counter."""
-        codes, layout = problem.codes, problem.layout
+        """The grid, and the combine kernel of split-KV."""
+        codes = problem.codes
         assert codes is not None
-        device, (num_tokens, num_heads, head_size) = codes.device, codes.shape
-        caches = problem.keys_and_values
-        heads = packed_heads(problem, 64 * self.consumers, self.tokens)
-        item_tokens, box_tokens = 64 * self.consumers // heads, problem.box_tokens(self.tokens)
-        panels = Panels.of(*caches)
-        row_bytes = -(-head_size // panels.row_bytes) * panels.row_bytes
+        panels, device = Panels.of(*problem.keys_and_values), codes.device
+        row_bytes = -(-codes.shape[2] // panels.row_bytes) * panels.row_bytes
         tile_bytes = self.tokens * row_bytes
-        stages, query_stages, code_stages, shared = stages_of(
-            device, 64 * self.consumers * row_bytes, 2 * tile_bytes, tile_bytes, MIN_CODE_STAGES
-        )
-        num_tiles = num_tokens // item_tokens + problem.num_seqs
-        num_items = num_tiles * (num_heads // heads)
-        kernel = _e4m3.for_arch(device.arch_feature)
-        arguments = arguments | {
-            "num_tokens": num_tokens,
-            "num_kv_heads": layout.num_kv_heads,
-            "section_heads": section_heads(problem, device, num_tiles) * problem.group // heads,
-            "sliding_window": window_of(problem),
-            **_query_scale(problem.q_scale),
-        }
         others = ("PACKED", "X", "HAS_SOFTCAP", "HAS_ALIBI")
-        return [
-            kernel(
-                **{name: value for name, value in constants.items() if name not in others},
-                TOKENS=self.tokens,
-                CONSUMERS=self.consumers,
-                OVERLAP=self.overlap,
-                PING_PONG=self.ping_pong,
-                BOX_TOKENS=box_tokens,
-                WHOLE_HEADS=panels.whole_heads,
-                PACKED_HEADS=heads,
-                STAGES=stages,
-                QUERY_STAGES=query_stages,
-                CODE_STAGES=code_stages,
-            ).launch(
-                min(num_items, device.num_sms),
-                128 * (self.consumers + 1),
-                shared,
-                **kernel.taken(arguments),
-                query_map=panels.map_of_queries(codes, heads, item_tokens),
-                key_map=panels.map_of_cache(caches[0], box_tokens),
-                value_map=panels.map_of_cache(caches[1], box_tokens),
-                key_head_pitch=panels.head_pitch(caches[0]),
-                value_head_pitch=panels.head_pitch(caches[1]),
-                num_items=num_items,
-                items_taken=Scratch(4, zeroed=True),
-            )
-        ]
+        own = {"OVERLAP": self.overlap, "PING_PONG": self.ping_pong}
+        return self.launch_items(
+            problem,
+            _e4m3.for_arch(device.arch_feature),
+            codes,
+            panels,
+            panels.map_of_cache,
+            stages_of(device, self.rows * row_bytes, 2 * tile_bytes, tile_bytes, MIN_CODE_STAGES),
+            {name: value for name, value in constants.items() if name not in others} | own,
+            arguments | _query_scale(problem.q_scale),
+        )
 
 
 def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
@@ -124,7 +89,8 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
 
 
 def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
-    """The geometry by head size; None where prefill_sm90_fp8.cu does not support the call, or split-KV is faster."""
+    """The geometry by head size, with split-KV; None where prefill_sm90_fp8.cu does not support the call, or few rows
+    take less time after upcasting."""
     codes = problem.codes
     if (
         codes is None
@@ -136,8 +102,13 @@ def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
         or heads_stride(codes) % 16
     ):
         return None
-    config = E4m3Config(*GEOMETRIES[codes.shape[2]][0])
-    return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
+    tokens, consumers, overlap = GEOMETRIES[codes.shape[2]][0]
+    one = E4m3Config(tokens, consumers, overlap)
+    one = one.split(problem, device, one.fastest_splits(problem, device))
+    if one.max_splits == 1:
+        return one
+    upcast_us = prefill_sm90.choose(problem, device).us(problem, device) + _UPCAST_US
+    return one if one.us(problem, device) <= upcast_us else None
 
 
 def upcast(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:

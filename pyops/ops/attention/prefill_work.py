@@ -25,19 +25,28 @@ class Work(NamedTuple):
         empty_items: numbers of work items without work.
         tiles: KV tiles of an item of the longest sequence.
         slots: CTAs that run at once.
+        is_mixed: lengths are mixed, so that the mean of the KV tiles is half of the most.
     """
 
     items: int
     empty_items: int
     tiles: int
     slots: int
+    is_mixed: bool = False
 
     def time(self, splits: int, tile: float = 1.0, unit: float = 1.0) -> float:
         """The time with `splits` splits of each item, if a KV tile takes `tile`, and other costs are in `unit`."""
         rounds, empty_rounds = (-(-count * splits // self.slots) for count in (self.items, self.empty_items))
         item_time = -(-self.tiles // splits) * tile + ITEM_TILES * unit
+        all_time = rounds * item_time
+        if self.is_mixed:
+            mean = self.tiles / 2
+            # The kernel rounds the splits of each item up, which adds half a split.
+            longest = self.tiles if splits == 1 else mean / (splits - 0.5)
+            mean_rounds = max(1.0, self.items * splits / self.slots)
+            all_time = max(mean_rounds * (mean / splits * tile + ITEM_TILES * unit), longest * tile + ITEM_TILES * unit)
         join_time = (_JOIN_TILES + splits * _TILES_OF_A_SPLIT) * unit if splits > 1 else 0
-        return rounds * item_time + join_time + empty_rounds * _NUMBER_TILES * unit
+        return all_time + join_time + empty_rounds * _NUMBER_TILES * unit
 
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""

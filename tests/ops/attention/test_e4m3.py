@@ -127,6 +127,20 @@ def test_other_geometries(on: str, head_size: int, one: E4m3Config, ping_pong: b
         torch.testing.assert_close(call["out"][rows].double().cpu(), right, rtol=BITS, atol=0)
 
 
+@pytest.mark.parametrize(("head_size", "has_lse"), [(128, True), *few([(64, False), (256, False)], 0)])
+def test_splits(on: str, head_size: int, has_lse: bool) -> None:
+    """Exact accumulation in items of several splits, of one, and of one where others have several; with a window, items
+    of a sequence begin in different tiles."""
+    call = _call([66, 3, 5], [1185, 1100, 40], (4, 2), head_size=head_size, on=on) | {"sliding_window": 1090}
+    call = _in_powers_of_two(call)
+    call["lse"] = torch.zeros(4, 74, device=on) if has_lse else None
+    _run(replace(_CONFIGS[head_size], max_splits=3), call, SCHEDULES[:2])
+    for rows, *_, right, log_sum in _truths(call):
+        torch.testing.assert_close(call["out"][rows].double().cpu(), right, rtol=BITS, atol=0)
+        if has_lse:
+            torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-6, atol=1e-6)
+
+
 def test_long_accumulation_is_exact(on: str) -> None:
     """Over 32 KV tiles, where a 14-bit accumulator would lose each next value; so tiles are promoted to float32."""
     call = _in_powers_of_two(_call([1], [4096], on=on, head_size=128))
@@ -261,7 +275,11 @@ def test_choice_of_kernel() -> None:
 @pytest.mark.parametrize(
     ("head_size", "has_lse", "one"),
     few(
-        [(128, False, _CONFIGS[128]), *((size, has, one) for has in (False, True) for size, one in _ALL)],
+        [
+            (128, False, replace(_CONFIGS[128], max_splits=2)),
+            *((size, has, replace(one, max_splits=1 + has)) for has in (False, True) for size, one in _ALL),
+            *((size, False, replace(one, max_splits=2)) for size, one in _CONFIGS.items()),
+        ],
         1,
     ),
 )

@@ -19,7 +19,15 @@ from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
-from pyops.ops.attention import mla_schedule, mla_sm90, mla_sm90_fp8, mla_small_h, mla_small_h_fp8, prefill_sm90
+from pyops.ops.attention import (
+    mla_schedule,
+    mla_sm90,
+    mla_sm90_fp8,
+    mla_small_h,
+    mla_small_h_fp8,
+    prefill_items,
+    prefill_sm90,
+)
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.ops.attention.prefill_plan import choose, launch
@@ -187,7 +195,7 @@ def test_panels_of_whole_heads(on: str, one: PrefillSm90Config, sizes: tuple[int
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections_of_heads(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work items of one key-value head after another; of two heads, and then of the remaining one."""
-    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
+    monkeypatch.setattr(prefill_items, "section_heads", lambda *_: section)
     _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
@@ -196,11 +204,11 @@ def test_items_of_some_heads(on: str, max_splits: int, monkeypatch: pytest.Monke
     """Work items of two of the six query heads that share a KV head, in sections of a KV head, and what depends on the
     head.
     """
-    monkeypatch.setattr(prefill_sm90, "packed_heads", lambda *_: 2)
-    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: 1)
+    monkeypatch.setattr(prefill_items, "packed_heads", lambda *_: 2)
+    monkeypatch.setattr(prefill_items, "section_heads", lambda *_: 1)
     call = varlen_call([65, 9, 129], [560, 9, 129], (12, 2), dtype=torch.bfloat16, head_size=32, on=on)
     slopes = torch.linspace(0.01, 0.2, 12, device=on)
-    config = PrefillSm90Config(64, 2, max_splits)
+    config = PrefillSm90Config(64, 2, max_splits=max_splits)
     _varlen(config, SCHEDULES[:2], slopes.double().cpu(), **call | {"alibi_slopes": slopes})
 
 
