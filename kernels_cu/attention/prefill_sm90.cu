@@ -221,15 +221,16 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
             const uint8_t* const rows = queries + (softmax.first_row + warp * 16) * ROW_BYTES;
             load_query_rows<scalar_t, QUERY_PANEL>(q, softmax.q_descale, rows);
         } else if constexpr (CONVERTS_QUERIES) {
-            const int row = softmax.first_row + warp * 16 + lane / 4;
+            // Recomputed for each item: the main loop has no registers for addresses and the number of the barrier.
+            const int thread = made_anew(threadIdx.x), row = thread / 32 * 16 + thread % 32 / 4;
             uint8_t* const first = queries + row * ROW_BYTES;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint8_t* const own = first + half * 8 * ROW_BYTES;
-                softmax.q_descale[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
+                softmax.q_descale[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, thread % 4);
             }
             fence_proxy_async();
-            named_barrier_sync(QUERIES + warpgroup, 128);
+            named_barrier_sync(QUERIES + thread / 128, 128);
         }
     };
     await_queries();

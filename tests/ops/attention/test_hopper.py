@@ -600,6 +600,7 @@ def test_choice_of_decode_attention() -> None:
             ((256, 256), True, False, True),
             ((256, 256), False, False, False),
             ((256, 256), False, True, False),
+            ((256, 256), False, True, True),
             ((128, 128), False, False, True),
             ((256, 256), False, False, True),
             ((192, 128), False, False, False),
