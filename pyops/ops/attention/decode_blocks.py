@@ -96,6 +96,12 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device, slices: int =
     return next(n for n in (*of_one_wave, *of_many_waves) if n % slices == 0)
 
 
+def block_us(num_warps: int, heads: int, work: BlockWork) -> float:
+    """Microseconds of a block that takes few steps for so many heads."""
+    batches = -(-heads // (_HEADS_OF_WARP * num_warps))
+    return CTA_US + _HEADS_US * (batches - 1) + work.steps(num_warps) * work.step_us
+
+
 def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int, work: BlockWork) -> int:
     """Warps per block with the least time where a block has few steps.
 
@@ -107,9 +113,8 @@ def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int,
 
     def time(num_warps: int) -> tuple[float, float]:
         waves = _waves(blocks, num_warps, min_blocks, device)
-        batches = -(-heads // (_HEADS_OF_WARP * num_warps))
-        block_us = CTA_US + _HEADS_US * (batches - 1) + work.steps(num_warps) * work.step_us
-        return max(max(1.0, waves) * block_us, blocks * work.nbytes / _BYTES_PER_US), waves / num_warps
+        one_us = block_us(num_warps, heads, work)
+        return max(max(1.0, waves) * one_us, blocks * work.nbytes / _BYTES_PER_US), waves / num_warps
 
     return min((n for n in _WARPS_OF_MANY_WAVES if n % work.slices == 0 and n <= max(most, work.slices)), key=time)
 

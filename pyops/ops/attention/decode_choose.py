@@ -51,7 +51,7 @@ _WAVES_WITHOUT_SPLITS = 4
 MAX_SPLITS_OF_LAST_BLOCK = 50
 # Splits that the last block combines in the time of a step: a load of four takes 0.35 us ("A chain for each head"), and
 # a step 1.1 us.
-_SPLITS_OF_A_STEP = 12
+SPLITS_OF_A_STEP = 12
 
 MIN_WHOLE_HEAD = 128  # elements; MIN_WHOLE_HEAD of splits.cuh
 
@@ -156,7 +156,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     slices, step = problem.slices, TILE_TOKENS * tiles
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
-    work = _work(problem, heads, tiles)
+    work = work_of(problem, heads, tiles)
     is_short = problem.uses_mma and not is_pinned and work.steps(NUM_WARPS) <= STEPS_OF_SPLITTING
     if problem.uses_mma:
         if is_short:
@@ -206,11 +206,11 @@ def _choose_few(problem: DecodeProblem, device: Device) -> tuple[int, int, int] 
     heads = 8 if -(-problem.columns // 8) % 2 else 16
     tiles, _ = choose_step(problem, device, heads)
     blocks = blocks_of_one_split(problem, heads) + problem.max_other_tiles * problem.kv.num_kv_heads
-    num_warps = warps_of_few(blocks, device, min(heads, problem.columns), _work(problem, heads, tiles))
+    num_warps = warps_of_few(blocks, device, min(heads, problem.columns), work_of(problem, heads, tiles))
     return (heads, tiles, num_warps) if num_warps and has_memory(problem, device, num_warps, heads, tiles) else None
 
 
-def _work(problem: DecodeProblem, heads: int, tiles: int) -> BlockWork:
+def work_of(problem: DecodeProblem, heads: int, tiles: int) -> BlockWork:
     """The work of a block with `heads` columns, and steps of `tiles` KV tiles."""
     token_bytes = 2 * problem.head_size * problem.layout.dtype.itemsize
     step_us = STEP_US if heads > 8 else STEP_US_OF_8
@@ -266,7 +266,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
     """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
     of an unsplit sequence.
 
-    Several query tokens have no combine kernel: n splits take rounds / n + n / _SPLITS_OF_A_STEP steps.
+    Several query tokens have no combine kernel: n splits take rounds / n + n / SPLITS_OF_A_STEP steps.
     """
     num_seqs = problem.num_seqs
     if tuning.batch_invariant():
@@ -280,5 +280,5 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
     most = _MAX_SPLITS
     if problem.any_tokens:
-        most = min(most, max(MAX_SPLITS_OF_LAST_BLOCK, int((rounds * _SPLITS_OF_A_STEP) ** 0.5)))
+        most = min(most, max(MAX_SPLITS_OF_LAST_BLOCK, int((rounds * SPLITS_OF_A_STEP) ** 0.5)))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

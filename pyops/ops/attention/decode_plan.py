@@ -13,27 +13,26 @@ from typing import Any
 from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
-from . import decode_blocks, decode_choose, decode_launch, prefill_mma, prefill_plan, prefill_sm90_fp8
+from . import decode_blocks, decode_choose, decode_launch, prefill_mma, prefill_plan, prefill_sm90, prefill_sm90_fp8
 from .arguments import PagedKV
-from .decode_blocks import CTA_US, STEP_US
+from .decode_blocks import CTA_US, STEP_US, STEP_US_OF_8
 from .decode_choose import DecodeConfig
 from .decode_problem import DecodeProblem
 from .prefill_items import ItemConfig
 from .prefill_problem import PrefillProblem, shares_rows
-from .prefill_sm90 import COMBINE_US
+from .prefill_sm90 import COMBINE_US, PrefillSm90Config
 
 # Bytes per microsecond of an H200 at which the CTAs of attention_decode.cu with 16 heads read, most of them from L2,
-# and at which prefill_sm90.cu reads for few query rows: docs/performance/decode.md, "Many heads per KV head".
+# and at which prefill kernels read for few query rows: docs/performance/decode.md, "Many heads per KV head".
 _READ_RATE_OF_DECODE, _READ_RATE_OF_ROWS = 2.5e6, 2.9e6
-# The rates of attention_decode.cu where it reads the cache once, with up to 8 columns and with 16: 64 x 2048 takes 125
-# us with 4 heads per KV head (docs/performance/decode.md, "Times"), and 42.5 us with 16, a quarter of the bytes ("One
-# scoreboard for all loads of the next step").
-_RATES_OF_COLUMNS = {8: 4.3e6, 16: 3.4e6}
-# Microseconds that prefill kernels take longer than attention_decode.cu, whatever the size of the cache: they find
-# work and fill stages of shared memory. An estimate: short sequences take the former 7 to 14 us
-# (docs/performance/prefill.md, "Short sequences"), and 1 x 1024 takes the latter 5.2 us.
-_ROWS_TAKE_LONGER = 4.0
+# The rate of kernels that read the cache once, and with the MMAs of 16-bit operands and probabilities: decode.md,
+# "Several query tokens".
+_READ_RATE = 4.2e6
+# Microseconds of prefill kernels for few query rows without their loads: they find work and fill stages of shared
+# memory (decode.md, "Several query tokens").
+_ROWS_US = 7.0
 _LAUNCH_US = 2.2  # us of one more kernel in a graph
+_SEARCH_US = 1.0  # us in which CTAs find tiles of query tokens that are not the first ones: prefill.md, "Few CTAs"
 _MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu
 
 
@@ -85,24 +84,44 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     """
     nbytes, others = _cache_bytes(problem), problem.other_tiles
     config = decode_choose.choose(problem, device)
-    if others and rows.codes is None and rows.uses_wgmma and prefill_mma.is_alone(rows, device):
-        return False  # finding the other tiles takes longer: prefill.md, "Few CTAs"
+    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
+    ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
+    short = prefill_mma.choose_short(rows, device) if rows.uses_wgmma and rows.codes is None else None
+    if short:
+        own_us = -(-ctas // slots) * _block_us(problem, config) + _SEARCH_US * (others > 0)
+        # Few query tokens come after cached ones. attention_decode.cu takes about as long for many of these as for few.
+        mma_us = prefill_mma.us_of_short(rows, short, device, longest=others == 0)
+        return own_us <= min(mma_us, prefill_sm90.us_of_short(rows, device))
     may_split = rows.few_rows > 0 and rows.uses_wgmma and not rows.is_fp8
     if may_split and config.max_splits > decode_choose.MAX_SPLITS_OF_LAST_BLOCK:
         return False
-    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     seq_bytes = nbytes / problem.num_seqs
-    ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
-    us = nbytes / _RATES_OF_COLUMNS[problem.cta_heads]
+    us = CTA_US + _combine_us(problem, config, rows.few_rows or problem.cta_heads)
+    us += max(nbytes / _READ_RATE, (ctas / slots - 1) * _block_us(problem, config))
     if others:
         steps = -(-problem.attended_tokens // config.round_tokens)
         share = _READ_RATE_OF_DECODE / min(ctas, slots)
         of_one_cta = max(seq_bytes / problem.layout.num_kv_heads / share, steps * STEP_US)
-        us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta)
-    us += CTA_US * max(0.0, ctas / slots - 1)
+        us = max((nbytes + others * seq_bytes) / _READ_RATE_OF_DECODE, of_one_cta) + CTA_US * max(1.0, ctas / slots)
     if prefill_sm90_fp8.choose(rows, device):
         us += _LAUNCH_US  # the prefill kernel takes e4m3 queries as they are
     return us <= _rows_us(rows, nbytes, device)
+
+
+def _combine_us(problem: DecodeProblem, config: DecodeConfig, heads: int) -> float:
+    """The time in which the last CTA of a sequence combines its splits: each warp those of one head after another.
+    Slices of a head have not been measured."""
+    splits = min(config.max_splits, -(-problem.attended_tokens // config.min_split))
+    if splits == 1 or config.combine or config.slices > 1:
+        return 0.0
+    return -(-heads // config.num_warps) * splits / decode_choose.SPLITS_OF_A_STEP * STEP_US_OF_8
+
+
+def _block_us(problem: DecodeProblem, config: DecodeConfig) -> float:
+    """The time of a CTA of attention_decode.cu that takes a whole sequence, or of a cluster of them."""
+    work = decode_choose.work_of(problem, config.heads_per_block, config.tiles_per_step)
+    work = replace(work, tokens=-(-work.tokens // config.cluster_size))
+    return decode_blocks.block_us(config.num_warps, config.heads_per_block, work)
 
 
 def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
@@ -122,16 +141,17 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
 def _is_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:
     """Whether the prefill kernels are faster, by the bytes that CTAs read."""
     nbytes, reads = _cache_bytes(problem), problem.reads
-    return reads > 1 and _rows_us(rows, nbytes, device) < reads * nbytes / _READ_RATE_OF_DECODE
+    return reads > 1 and _rows_us(rows, nbytes, device) < reads * nbytes / _READ_RATE_OF_DECODE + CTA_US
 
 
 def _rows_us(rows: PrefillProblem, nbytes: float, device: Device) -> float:
     """The time of the prefill kernels: they read the cache once, but the keys once per slice of the values, and on
     Hopper another kernel combines the splits."""
     config = prefill_plan.choose(rows, device)
-    has_combine = isinstance(config, ItemConfig) and config.max_splits > 1
-    read_us = nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS
-    return read_us + _ROWS_TAKE_LONGER + (COMBINE_US if has_combine else 0.0)
+    own_us = _ROWS_US + (COMBINE_US if isinstance(config, ItemConfig) and config.max_splits > 1 else 0.0)
+    if isinstance(config, PrefillSm90Config) and not rows.p_hi_lo and not rows.is_fp8:
+        return nbytes / _READ_RATE + own_us
+    return nbytes * (rows.slices + 1) / 2 / _READ_RATE_OF_ROWS + own_us
 
 
 def _cache_bytes(problem: DecodeProblem) -> float:

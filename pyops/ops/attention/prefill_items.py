@@ -85,10 +85,9 @@ class ItemConfig:
         kv_tiles = count_kv_tiles(problem, item_tokens, self.tokens)
         return Work(items, empty_items, kv_tiles, self.min_blocks * device.num_sms, problem.is_mixed)
 
-    def fastest_splits(self, problem: PrefillProblem, device: Device) -> int:
+    def fastest_splits(self, problem: PrefillProblem, work: Work) -> int:
         """The splits of a work item with the least time by the cost model: more than one where there are fewer items
         than CTAs, and to fill the last wave of sequences of few query rows."""
-        work = self.work(problem, device)
         is_full = self.min_blocks == 1 and work.items >= work.slots and not problem.few_rows
         return 1 if is_full or tuning.batch_invariant() else work.fastest_splits()
 

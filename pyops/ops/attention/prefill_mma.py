@@ -134,16 +134,13 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
     return _SHORT if has_registers and not run_at_once else _FEW_SHORT
 
 
-def is_alone(problem: PrefillProblem, device: Device) -> bool:
-    """Whether `choose_short` takes the call, and gives each CTA an SM of its own."""
-    short = choose_short(problem, device)
-    return short is not None and ShortItems.of(problem, short.rows).items <= device.num_sms
+def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device, longest: bool = False) -> float:
+    """The time of `choose_short`: "Short sequences" of docs/performance/prefill.md.
 
-
-def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device) -> float:
-    """The time of `choose_short`: "Short sequences" of docs/performance/prefill.md."""
+    With `longest`, sequences have as many keys as their block tables hold.
+    """
     width = (problem.query.shape[2] + problem.value_size) / 256
-    items = ShortItems.of(problem, config.rows)
+    items = ShortItems.of(problem, config.rows, longest)
     # CTAs beyond the first one of an SM, as a part of those that fit.
     crowd = min(1.0, max(0.0, items.items / device.num_sms - 1) / (config.min_blocks - 1))
     item_us = _SHORT_ITEM_US_ALONE + crowd * (_SHORT_ITEM_US - _SHORT_ITEM_US_ALONE)

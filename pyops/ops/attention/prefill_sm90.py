@@ -136,7 +136,7 @@ def panels_of(problem: PrefillProblem) -> Panels:
 def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """The largest KV tile that fits, with split-KV."""
     one = _fitting(problem, device)
-    splits = one.fastest_splits(problem, device)
+    splits = one.fastest_splits(problem, one.work(problem, device))
     if (splits > 1 or problem.p_hi_lo) and problem.value_size > 192 and not one.alone:
         # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
         has_registers = problem.has_plain_logits and problem.cu_seqlens_q is not None
@@ -205,11 +205,11 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
     # The last item of a sequence is half full on average, and so is its last tile. A window ends within two tiles.
     seen = most_keys(problem, rows // packed_heads(problem, config))
     keys, part_tiles = (seen, 1.0) if seen < keys else (keys, 0.5)
-    work = config.work(problem, device)
+    work = config.work(problem, device)._replace(is_mixed=False)
     items = problem.num_seqs * problem.layout.num_kv_heads * max(1.0, tokens * problem.group / rows + 0.5)
     if problem.tokens_of_each and not problem.single_rows:
         items = work.items
-    splits = config.fastest_splits(problem, device)
+    splits = config.fastest_splits(problem, work)
     tile_us = config.tile_us(problem)
 
     def item_us(tiles: float) -> float:

@@ -104,7 +104,7 @@ def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
         return None
     tokens, consumers, overlap = GEOMETRIES[codes.shape[2]][0]
     one = E4m3Config(tokens, consumers, overlap)
-    one = one.split(problem, device, one.fastest_splits(problem, device))
+    one = one.split(problem, device, one.fastest_splits(problem, one.work(problem, device)))
     if one.max_splits == 1:
         return one
     upcast_us = prefill_sm90.choose(problem, device).us(problem, device) + _UPCAST_US

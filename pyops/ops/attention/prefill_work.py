@@ -13,6 +13,7 @@ _MIN_SPLIT_TILES = 4  # fewest KV tiles of a split: MIN_SPLIT_TILES of tile_spli
 # costs 3.2 us" and "An empty work slot costs 1.5 us".
 ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 _TILES_OF_A_SPLIT = 0.025  # the combine of one more split: eight are loaded at once, in 0.35 us
+_LEAST_GAIN = 0.9  # the most time of splits next to that without, where lengths are a guess
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 _FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
 
@@ -42,7 +43,7 @@ class Work(NamedTuple):
         if self.is_mixed:
             mean = self.tiles / 2
             # The kernel rounds the splits of each item up, which adds half a split.
-            longest = self.tiles if splits == 1 else mean / (splits - 0.5)
+            longest = self.tiles if splits == 1 else max(mean / (splits - 0.5), _MIN_SPLIT_TILES)
             mean_rounds = max(1.0, self.items * splits / self.slots)
             all_time = max(mean_rounds * (mean / splits * tile + ITEM_TILES * unit), longest * tile + ITEM_TILES * unit)
         join_time = (_JOIN_TILES + splits * _TILES_OF_A_SPLIT) * unit if splits > 1 else 0
@@ -50,7 +51,8 @@ class Work(NamedTuple):
 
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""
-        return min(range(1, min(_MAX_SPLITS, self.most_splits) + 1), key=self.time)
+        fastest = min(range(1, min(_MAX_SPLITS, self.most_splits) + 1), key=self.time)
+        return fastest if not self.is_mixed or self.time(fastest) < _LEAST_GAIN * self.time(1) else 1
 
     @property
     def most_splits(self) -> int:
@@ -80,10 +82,11 @@ class ShortItems(NamedTuple):
     tile_factor: float
 
     @classmethod
-    def of(cls, problem: PrefillProblem, item_rows: int) -> ShortItems:
+    def of(cls, problem: PrefillProblem, item_rows: int, longest: bool = False) -> ShortItems:
         """The items of `item_rows` rows.
 
-        The plan takes the geometric mean of new tokens and slots of the block table for the keys of a sequence.
+        The plan takes the geometric mean of new tokens and slots of the block table for the keys of a sequence, or all
+        slots if `longest`.
         """
         tokens = problem.query.shape[0] / max(1, problem.num_seqs)
         new = min(tokens, problem.expected_tokens)
@@ -93,7 +96,7 @@ class ShortItems(NamedTuple):
         keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
         items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
         part_tiles = new / max(1, problem.expected_tokens) / 2 if keys <= seen else 1.0
-        return cls(items, min(keys, seen), part_tiles, _FP8_TILE if problem.is_fp8 else 1.0)
+        return cls(items, seen if longest else min(keys, seen), part_tiles, _FP8_TILE if problem.is_fp8 else 1.0)
 
     def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:
         """The time if an item takes `item_us`, and `tile_us` for each KV tile of 16 bits; so many items run at once."""

@@ -259,6 +259,8 @@ def test_choice_of_kernel() -> None:
             assert found.specialisation.constants["STAGES"] >= 2
     for problem, kind, count in (
         (_problem(64, 128), PrefillSm90Config, 3),
+        (_problem(128, 128), E4m3Config, 2),
+        (_problem(1025, 128), E4m3Config, 2),
         (_problem(4096, 192), PrefillSm90Config, 2),
         (_problem(4096, 128, logits_soft_cap=9.0), PrefillSm90Config, 2),
         (_problem(4096, 128, block=20), PrefillMmaConfig, 2),

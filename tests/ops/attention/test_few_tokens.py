@@ -136,8 +136,12 @@ def test_hostile_indices(one: DecodeConfig) -> None:
 # prefill
 CHOICES = [
     ([7] * 3, 21, (4, 4), False, (8, 8)),
-    ([5, 1], 32, (3, 1), False, (16, 5)),
-    ([10] * 80 + [11] * 3 + [7], 32, (10, 2), True, (16, 3)),
+    ([2] * 30, 96, (8, 2), False, (8, 2)),
+    ([5, 1], 32, (3, 1), False, None),
+    ([10] * 80 + [11] * 3 + [7], 32, (10, 2), True, None),
+    ([3] * 38, 16, (64, 64), False, (8, 8)),
+    ([4] * 8, 8192, (32, 8), False, None),
+    ([4] * 16, 4096, (32, 8), False, (16, 4)),
     ([2] * 14, 896, (6, 1), True, (16, 2)),
     ([1] * 32, 64, (32, 8), False, (8, 2)),
     ([4] * 64, 2048, (32, 8), False, (16, 4)),
@@ -230,9 +234,9 @@ def test_splits_of_long_sequences() -> None:
 
 def test_warps_that_have_a_step() -> None:
     """CTAs beyond one wave have no warp without keys, so that more of them run at once."""
-    _launched([10] * 80 + [11] * 3 + [7], 32, (10, 2), True)
+    _launched([10] * 80 + [11] * 3 + [7], 32, (10, 2), True, "sm_80")
     assert tuning.last[VARLEN.name].num_warps == 1
-    _launched([5, 1], 32, (3, 1), False)
+    _launched([5, 1], 32, (3, 1), False, "sm_80")
     assert tuning.last[VARLEN.name].num_warps == 4
 
 
