@@ -18,13 +18,13 @@ STORED = {9: 0, 2: 2}  # {slot: token}; token 4 has no position
 EPS = 1e-5
 
 
-def run(device: str, name: str, *args: Any) -> None:
+def run(device: str, name: str, *args: Any, **options: Any) -> None:
     op = getattr(pyops, name)
     if device == "host":
         with cpu("kernels"):
-            op(*args)
+            op(*args, **options)
     else:
-        op(*args)
+        op(*args, **options)
 
 
 def where(device: str) -> str:
@@ -133,6 +133,96 @@ def test_heads_with_or_without_norms(
     keys, values = heads[:, Q : Q + KV], heads[:, Q + KV :]
     for cache, x, scale in zip(caches, (keys, values), (0.5, 0.25), strict=True):
         assert_inserted(cache, x, 1.0 if kind == "auto" else scale, 7.0, STORED)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_steps_that_load_before_the_wait(device: str) -> None:
+    """Steps of a model with `constant_positions` and `constant_past`: lengths, positions and slots change in place
+    between them, and the kernel before each insert, and each attention, writes what these must not load early.
+
+    Keys are zeros, so that attention is the mean of the values.
+    """
+    at, size, steps, capacity, lengths = where(device), 128, 20, 192, [53, 101]
+    torch.manual_seed(7)
+    rows = torch.randn(steps, len(lengths), (Q + 2) * size, dtype=torch.bfloat16, device=at)
+    rows[..., Q * size : (Q + 1) * size] = 0
+    past = torch.randn(len(lengths), capacity, size, dtype=torch.bfloat16, device=at)
+    weight, angles = torch.ones((Q + 2) * size, dtype=torch.bfloat16, device=at), torch.randn(capacity, size, device=at)
+    table = torch.arange(len(lengths) * capacity // 16, dtype=torch.int32, device=at).view(len(lengths), -1)
+    caches = torch.zeros(2, len(lengths) * capacity // 16, 16, 1, size, dtype=torch.bfloat16, device=at)
+    qkv, out = torch.empty_like(rows[0]), rows.new_zeros(steps, len(lengths), Q, size)
+    seq_lens = torch.tensor(lengths, device=at)
+    positions, slots = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
+
+    def start() -> None:
+        seq_lens.copy_(torch.tensor(lengths))
+        positions.copy_(seq_lens - 1)
+        slots.copy_(positions + torch.arange(len(lengths), device=at) * capacity)
+        caches[1].view(past.shape).copy_(past)
+        for s, length in enumerate(lengths):
+            caches[1].view(past.shape)[s, length:] = 0
+        out.zero_()
+
+    def decode() -> None:
+        for step in range(steps):
+            for one in (seq_lens, positions, slots):
+                one.add_(1)
+            run(device, "rms_norm", qkv, rows[step], weight, EPS)
+            run(
+                device,
+                "fused_qk_rope_cache",
+                qkv,
+                Q,
+                1,
+                size,
+                angles,
+                True,
+                positions,
+                slots,
+                *caches,
+                constant_positions=True,
+            )
+            queries = qkv[:, : Q * size].unflatten(-1, (Q, size))
+            run(
+                device,
+                "paged_attention_v1",
+                out[step],
+                queries,
+                *caches,
+                1,
+                1.0,
+                table,
+                seq_lens,
+                16,
+                capacity,
+                None,
+                "auto",
+                1.0,
+                1.0,
+                constant_past=True,
+            )
+
+    def assert_means() -> None:
+        x = rows.double()
+        values = (x / (x.square().mean(-1, keepdim=True) + EPS).sqrt())[..., -size:]
+        for s, length in enumerate(lengths):
+            total = past[s, :length].double().sum(0)
+            for step in range(steps):
+                total = total + values[step, s]
+                mean = (total / (length + step + 1)).expand(Q, size)
+                torch.testing.assert_close(out[step, s].double(), mean, rtol=2**-8, atol=1e-3)
+
+    start()
+    decode()
+    assert_means()
+    if device == "cuda":  # kernels of a graph follow each other closely
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            decode()
+        for _ in range(3):
+            start()
+            graph.replay()
+            assert_means()
 
 
 @pytest.mark.parametrize("device", DEVICES)
