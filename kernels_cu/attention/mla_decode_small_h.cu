@@ -31,7 +31,7 @@
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
 //     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
-//     GROUPS         groups of warps of a CTA: 2 or 4
+//     GROUPS         groups of warps of a CTA: 1, 2 or 4; an SM has room for four groups
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
@@ -46,7 +46,9 @@
 #include "mla_tree_combine.cuh"
 #include "tma.cuh"
 
-constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
+constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2;
+// With one group, four CTAs on an SM load while others compute, and shared memory has room for half of the tiles.
+constexpr int STAGES = (IS_DS_MLA ? 4 : 2) / (GROUPS == 1 ? 2 : 1);
 constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // PANELS: panels of latent vectors in a part
 constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
 constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
@@ -57,7 +59,6 @@ static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0
 static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
 static_assert(CLUSTER == 1 || !COMBINES);
 static_assert(CTA_HEADS == HEADS || (CTA_HEADS < HEADS && CTA_HEADS % 2 == 0 && CLUSTER > 1));
-static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
@@ -95,7 +96,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
         fence_mbarrier_init();
     }
-    if (threadIdx.x < ENTRY_BYTES / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < ENTRY_BYTES / 16; i += NUM_WARPS * 32) zeros[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
@@ -134,15 +135,13 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         };
         for (int i = 0; i < STAGES; ++i) copy((stage + i) % STAGES, begin + i * TOKENS);
 
-        if (threadIdx.x < HEADS * 8) {
-            store_queries(queries, [&](int head, int element) {
-                if (head >= block_heads) return Vec<query_t, 8>::full(0.0f);
-                const int64_t of = first_head + head;
-                return Vec<query_t, 8>::load(
-                    element < LATENT_SIZE ? q_nope + seq * nope_stride + of * nope_head_stride + element
-                                          : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
-            });
-        }
+        store_queries<NUM_WARPS * 32>(queries, [&](int head, int element) {
+            if (head >= block_heads) return Vec<query_t, 8>::full(0.0f);
+            const int64_t of = first_head + head;
+            return Vec<query_t, 8>::load(element < LATENT_SIZE
+                                             ? q_nope + seq * nope_stride + of * nope_head_stride + element
+                                             : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
+        });
         __syncthreads();
         const float unit = scale * LOG2_E;
         const auto end_of = [&](int head) {

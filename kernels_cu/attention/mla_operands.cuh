@@ -40,22 +40,27 @@ DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[
 }
 
 // Stores the queries of HEADS heads as A operands, RUN bytes of shared memory for each MMA, with zeros for heads that
-// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads share a head.
-template <typename F>
+// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads share a head, or, of 64 threads, two.
+template <int NUM_THREADS, typename F>
 DEVICE void store_queries(uint8_t* operands, F load) {
-    const int head = threadIdx.x / 8, part = threadIdx.x % 8;
-    Vec<query_t, 8> x[ENTRY_SIZE / 64];
+    constexpr int PANELS = ENTRY_SIZE / 64, TURNS = ceil_div(HEADS * 8, NUM_THREADS);
+    if (threadIdx.x >= HEADS * 8) return;
+    const int part = threadIdx.x % 8;
+    Vec<query_t, 8> x[TURNS][PANELS];
 #pragma unroll
-    for (int i = 0; i < ENTRY_SIZE / 64; ++i) x[i] = load(head, (i * 8 + part) * 8);
+    for (int i = 0; i < TURNS * PANELS; ++i) {
+        x[i / PANELS][i % PANELS] = load((i / PANELS * NUM_THREADS + threadIdx.x) / 8, (i % PANELS * 8 + part) * 8);
+    }
 #pragma unroll
-    for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+    for (int i = 0; i < TURNS * PANELS; ++i) {
+        const int head = (i / PANELS * NUM_THREADS + threadIdx.x) / 8;
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
-            // Elements 16t to 16t + 15 of panel i. For each MMA a lane holds two pairs of elements for each of the
-            // heads g and g + 8.
-            const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
+            // Elements 16t to 16t + 15 of a panel. For each MMA a lane holds two pairs of elements for each of the heads
+            // g and g + 8.
+            const int t = part / 2, product = i % PANELS * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
             *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
-                x[i].template word<2>(j);
+                x[i / PANELS][i % PANELS].template word<2>(j);
         }
     }
 }

@@ -25,7 +25,7 @@ _decode = Kernel("attention/mla_decode_small_h.cu")
 
 # Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
-_GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
+_GROUPS = (4, 2, 1)  # warp groups of a block; an SM holds four groups
 # Query heads of a CTA of a cluster, for calls with at most 16: with fewer, groups of warps and CTAs exchange less, and
 # more clusters read the same tokens (docs/performance/mla.md, "Clusters for short calls").
 _CLUSTER_HEADS = (16, 8, 4)
@@ -77,7 +77,7 @@ class FewHeadsConfig:
         # The blocks of other groups of heads read the same from L2.
         num_readers = min(device.num_sms, most_blocks(problem, self)) / head_groups(problem, self)
         bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
-        # A block of two groups takes two tiles for 64 tokens, but one for a sequence that fits in it.
+        # A block of fewer than four groups takes several tiles for 64 tokens, but one for a sequence that fits in it.
         tiles = min(_GROUPS[0] // self.groups, max(1, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS))))
         return max(_UNIT_US, bytes_us) * tiles
 
@@ -103,7 +103,7 @@ class FewHeadsConfig:
 
 def shared_memory(problem: MlaProblem, groups: int) -> int:
     """Bytes of dynamic shared memory of a block, as mla_decode_small_h.cu counts them."""
-    logits, stages = 4096 * groups, 4 if problem.is_ds_mla else 2
+    logits, stages = 4096 * groups, (4 if problem.is_ds_mla else 2) // (2 if groups == 1 else 1)
     return _HEADS * ENTRY_SIZE * 2 + logits + stages * groups * _GROUP_TOKENS * _entry_bytes(problem)
 
 
@@ -121,8 +121,8 @@ def _copy_tokens(problem: MlaProblem) -> int:
 
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
-    """A block of four groups on every SM, or two blocks of two groups, which have twice the partial results, but more
-    sequences at once. Or a cluster for each sequence, whatever the other lengths."""
+    """A block of four groups on every SM, or two or four blocks of fewer groups, which have more partial results, but
+    more sequences at once. Or a cluster for each sequence, whatever the other lengths."""
     found: list[FewHeadsConfig] = []
     clusters: list[FewHeadsConfig] = []
     for groups in _GROUPS:
