@@ -108,13 +108,15 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         const int seq = item.seq, begin = item.begin, end = item.end;
         if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
-        // In the warp that copies a group's entries, lane i has the page number of entry i.
-        const auto page_at = [&](int start) {
+        // In the warp that copies a group's entries, lane i has the page number of entry i, or -1.
+        const auto page_at = [&](int start, int loaded_end) {
             const int token = start + group * GROUP + lane;
-            const bool is_token = lane < GROUP && token < end;
-            return is_token ? table.at(token) : int64_t(-1);
+            const int64_t page = lane < GROUP && token < loaded_end ? table.at(token) : int64_t(-1);
+            return token < end ? page : int64_t(-1);
         };
-        int64_t page = part == 0 ? page_at(begin) : int64_t(-1);  // page number in the next tile to be copied
+        // The page number in the next tile to be copied. The page table has max_tokens tokens: the first page numbers
+        // are loaded up to there, without a wait for the length.
+        int64_t page = part == 0 ? page_at(begin, schedule.max_tokens) : int64_t(-1);
         const auto copy = [&](int stage, int start) {
             if (part > 0 || start >= end) return;
             const uint32_t found = ballot(table.exists(page));
@@ -131,7 +133,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
                           kv_c_and_k_pe_cache + offset, count_bits(run) * ENTRY_BYTES, barrier);
             }
-            page = page_at(start + TOKENS);
+            page = page_at(start + TOKENS, end);
         };
         for (int i = 0; i < STAGES; ++i) copy((stage + i) % STAGES, begin + i * TOKENS);
 

@@ -281,6 +281,8 @@ def test_many_heads_without_wgmma(
 FEW_BLOCKS = [
     (FewHeadsConfig(4, 5, combines=True), 40, BF16, None, 1),
     (FewHeadsConfig(2, 5, combines=True), 40, BF16, None, 1),
+    (FewHeadsConfig(1, 5, combines=True), 40, BF16, None, 1),
+    (FewHeadsConfig(1, 4, combines=False), 17, BF16, torch.uint8, 1),
     (FewHeadsConfig(2, 4, combines=False), 17, BF16, torch.uint8, 1),
     (CodesConfig(5, combines=True), 20, torch.float16, FP8, 2),
     (FewHeadsConfig(4, 5, combines=False), 17, BF16, torch.uint8, 1),
