@@ -39,8 +39,12 @@ struct CodeLoader {
     chunk_t codes[AHEAD][CHUNKS];
 
 private:
-    // Addresses of the thread's fp8 values in its two rows.
-    struct Rows { const cache_t* from[2]; };
+    // Addresses of the thread's fp8 values in its two rows, and whether the rows have an entry. Copies read nothing for
+    // others: 4 us of a block without it, because all of them asked L2 for the first entry of the cache.
+    struct Rows {
+        const cache_t* from[2];
+        bool exists[2];
+    };
 
     static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
     static DEVICE int warp() { return threadIdx.x % 128 / WARP_SIZE; }
@@ -60,14 +64,18 @@ private:
     }
     // `place`: the offset of each lane's entry. For a token without an entry the address of the first entry of the
     // cache is returned: the consumer overwrites its elements with zeros.
-    DEVICE const cache_t* entry_at(int64_t place, int entry) const {
-        return cache + max(shfl<WARP_SIZE>(place, entry), int64_t(0));
+    DEVICE const cache_t* entry_at(int64_t place, int entry, bool& exists) const {
+        const int64_t offset = shfl<WARP_SIZE>(place, entry);
+        exists = offset != NOWHERE;
+        return cache + max(offset, int64_t(0));
     }
     template <int STEP>
     DEVICE Rows rows_of(int64_t place) const {
         Rows rows;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rows.from[i] = entry_at(place, entry_of(STEP, i)) + threadIdx.x % LANES * CHUNK;
+        for (int i = 0; i < 2; ++i) {
+            rows.from[i] = entry_at(place, entry_of(STEP, i), rows.exists[i]) + threadIdx.x % LANES * CHUNK;
+        }
         return rows;
     }
     // Starts a copy of the block scales of the lane's entry.
@@ -133,10 +141,11 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int entry = (stage_of(STEP) * 2 + i) * WARP_ROWS + lane() / 4;
-            const cache_t* const from = entry_at(place, entry) + ROPE_AT + lane() % 4 * 16;
+            bool exists;
+            const cache_t* const from = entry_at(place, entry, exists) + ROPE_AT + lane() % 4 * 16;
             uint8_t* const to = tiles.panel(stage_of(STEP), ROPE_PANEL) + i * (TOKENS / 2 * ROW_BYTES);
-            cp_async<16>(to + at, from);
-            cp_async<16>(to + (at ^ 4 * 16), from + 4 * 16);
+            cp_async<16>(to + at, from, exists);
+            cp_async<16>(to + (at ^ 4 * 16), from + 4 * 16, exists);
         }
         cp_async_mbarrier_arrive_noinc(tiles.full_of(stage_of(STEP), ROPE_PANEL));
     }
@@ -153,7 +162,9 @@ private:
         const int at = place_of_waiting();
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            cp_async<16>(waiting(chunk, at), rows.from[row_of(chunk)] + panel_of(HALVES - 1, chunk) * PANEL_SIZE);
+            const int row = row_of(chunk);
+            cp_async<16>(waiting(chunk, at), rows.from[row] + panel_of(HALVES - 1, chunk) * PANEL_SIZE,
+                         rows.exists[row]);
         }
         cp_async_commit();
     }
@@ -213,13 +224,16 @@ private:
 public:
     // Defined after all that it calls: NVRTC 12.4 instantiates pass<0> at the call, and needs the functions that it
     // uses in constant expressions. Returns the number after that of the last pair.
-    DEVICE int run() {
+    // The page table has `max_tokens` tokens: the page numbers of the first pair are loaded up to there, without a wait
+    // for the length.
+    DEVICE int run(int max_tokens) {
         // Each lane computes the offset of one of the warp's entries a pair ahead, and loads its page number two pairs
         // ahead.
         const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
-        const auto page_at = [&](int pair) {
+        const auto page_at = [&](int pair, int loaded_end) {
             const int token = split.token_of(pair) + own;
-            return token < split.end ? split.table.at(token) : int64_t(-1);
+            const int64_t page = token < loaded_end ? split.table.at(token) : int64_t(-1);
+            return token < split.end ? page : int64_t(-1);
         };
         const auto place_on = [&](int64_t page, int pair) {
             if (!split.table.exists(page)) return NOWHERE;
@@ -231,14 +245,14 @@ public:
             return place;
         };
         int pair = split.first_pair;
-        int64_t place = place_on(page_at(pair), pair);
-        int64_t next_page = page_at(pair + 1);
+        int64_t place = place_on(page_at(pair, max_tokens), pair);
+        int64_t next_page = page_at(pair + 1, split.end);
         load_step<0>(rows_of<0>(place));
         if constexpr (AHEAD > 1) load_step<1>(rows_of<1>(place));
         load_scales(pair, place);
         for (; split.has(pair); ++pair) {
             const int64_t next_place = place_on(next_page, pair + 1);
-            next_page = page_at(pair + 2);
+            next_page = page_at(pair + 2, split.end);
             if constexpr (IS_DS_MLA) {
                 cp_async_wait<0>();
                 sync_warp();

@@ -120,7 +120,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                             first_pair};
             if constexpr (IS_FP8) {
                 CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, scales, rank, {}};
-                first_pair = loader.run() % 2;
+                first_pair = loader.run(schedule.max_tokens) % 2;
             } else if constexpr (COPIES_ROWS) {
                 first_pair = RowLoader{tiles, own, kv_c_and_k_pe_cache}.run() % 2;
             } else {
@@ -174,11 +174,15 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             }
             if (!COPIES_ROWS) {  // zeroes values in slots after the end of the sequence, which may be NaN
                 named_barrier_sync(OWN_TILE + warpgroup, 128);
-                for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
-                    const int token = i / 8 % TOKENS;
+#pragma unroll
+                for (int i = 0; i < TOKENS; i += 16) {
+                    const int token = i + made_anew(thread) / 8;
                     if (bits >> token & 1) continue;
-                    *reinterpret_cast<uint4*>(tiles.row(warpgroup, i / (TOKENS * 8), token) + i % 8 * 16) =
-                        make_uint4(0, 0, 0, 0);
+#pragma unroll
+                    for (int panel = 0; panel < 2 * HALF_PANELS; ++panel) {
+                        *reinterpret_cast<uint4*>(tiles.row(warpgroup, panel, token) + thread % 8 * 16) =
+                            make_uint4(0, 0, 0, 0);
+                    }
                 }
                 fence_proxy_async();
                 named_barrier_sync(OWN_TILE + warpgroup, 128);
