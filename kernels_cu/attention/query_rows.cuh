@@ -14,16 +14,21 @@ template <typename Q, int PANELS, int PANEL_BYTES>
 DEVICE float convert_query_row(uint8_t* row, int number, int t) {
     const auto at = [&](int i) { return row + i / 2 * PANEL_BYTES + (t + (i + number) % 2 * 4) * 16; };
     float absmax = 0.0f, x[8];
+    Vec<Q, 8> loaded[2 * PANELS];
+#pragma unroll
+    for (int i = 0; i < 2 * PANELS; ++i) loaded[i] = Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i)));
+#pragma unroll
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
+        loaded[i].to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(x[j]));
     }
     absmax = fmaxf(absmax, shfl_xor(absmax, 1));
     absmax = fmaxf(absmax, shfl_xor(absmax, 2));
     const float factor = inverse_power_of_two(absmax);
+#pragma unroll
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
+        loaded[i].to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] *= factor;
         Vec<half_t, 8>::from_floats(x).store_shared(reinterpret_cast<half_t*>(at(i)));
