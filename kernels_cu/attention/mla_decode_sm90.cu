@@ -55,6 +55,9 @@ constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : COPIES_ROWS ? 56 : 40, REGISTERS 
 constexpr int MASKED_PAIRS = ceil_div(QUERY_TOKENS - 1, 2 * TOKENS) + 1;
 // EARLY_SCORES: warpgroup 0 starts the scores of its next tile before the MMAs with the odd tile's values end.
 constexpr bool EARLY_SCORES = COPIES_ROWS;
+// Bytes from a staged row of partial results, half of a head's, to the next one: eight rows are in different banks.
+constexpr int STAGED_PITCH = LATENT_SIZE / 2 * 4 + 32;
+static_assert(2 * HEADS * STAGED_PITCH <= STAGES * TILE_BYTES);
 static_assert(IS_FP8 || !IS_DS_MLA);
 static_assert(TOKENS % BOX_TOKENS == 0 && PAGE_SIZE % BOX_TOKENS == 0);
 static_assert(!HAS_BOXES || (!LISTS_SLOTS && BOX_TOKENS % 8 == 0));
@@ -96,6 +99,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         mbarrier_init(&queries_full, 1);
         tiles.init();
     }
+    prefetch_indices<LISTS_SLOTS ? 1 : PAGE_SIZE>(seq_lens, length_step, page_table, table_stride, table_step, num_seqs,
+                                                  max_tokens, blockIdx.y / CLUSTER);
     prefetch_tensor_maps(nope_map, pe_map, cache_map, half_map);
     start_cluster<CLUSTER>();
     await_previous_kernel();
@@ -408,6 +413,13 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         } else if (threadIdx.x == 0 && pieces && item.begin == 0 && first_head == 0) {
             pieces[item.seq] = {item.slot, item.pieces};
         }
+        // Partial results of the last item go through the tiles, which no warp needs any more: a warp has runs of 32 bytes
+        // of eight heads, and L2 takes runs of 1 KB in less time.
+        const bool staged = !COMBINES && !direct && !schedule.has_item();
+        const int first_column = warpgroup * (LATENT_SIZE / 2);
+        const auto staged_row = [&](int i) {  // of the warp's 16 heads
+            return reinterpret_cast<float*>(tiles.memory + (threadIdx.x / 32 * 16 + i) * STAGED_PITCH);
+        };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (COMBINES && !direct) continue;
@@ -426,7 +438,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                 }
             }
             if (!direct) {
-                float* const to = tmp_out + part * LATENT_SIZE + warpgroup * (LATENT_SIZE / 2) + 2 * t;
+                float* const to =
+                    (staged ? staged_row(row % 16 + 8 * half) : tmp_out + part * LATENT_SIZE + first_column) + 2 * t;
 #pragma unroll
                 for (int i = 0; i < LATENT_SIZE / 16; ++i) {
                     const float2 pair{o[4 * i + 2 * half] * factor, o[4 * i + 2 * half + 1] * factor};
@@ -450,6 +463,17 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
                     *reinterpret_cast<uint4*>(to + warpgroup * (LATENT_SIZE / 2) + (i + t) * 8) =
                         make_uint4(words[0], words[1], words[2], words[3]);
                 }
+            }
+        }
+        if (staged) {
+            fence_proxy_async();
+            sync_warp();
+            const int head = first_head + row / 16 * 16 + lane;
+            if (lane < 16 && head < num_heads) {
+                const int64_t part = int64_t(item.slot) * num_heads + head;
+                bulk_store(tmp_out + part * LATENT_SIZE + first_column, staged_row(lane), LATENT_SIZE / 2 * 4);
+                tma_store_commit();
+                tma_store_wait<0>();
             }
         }
         named_barrier_sync<EXP_SUMS>(256);  // row sums have been read
