@@ -105,8 +105,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                                                       join_units, piece_units, level_units, item_units,
                                                       gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
     int stage = 0, phase = 0;
-    for (; schedule.has_item(); schedule.next()) {
+    while (schedule.has_item()) {
         const MlaItem item = piece_of_cta<TOKENS>(schedule.item());
+        schedule.next();
         const int seq = item.seq, begin = item.begin, end = item.end;
         if (threadIdx.x == 0 && pieces && (begin | first_head) == 0) pieces[seq] = {item.slot, item.pieces};
         const TokenTable table{page_table + seq * table_stride, table_step, num_pages, page_stride, slot_stride};
@@ -146,6 +147,16 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                                              ? q_nope + seq * nope_stride + of * nope_head_stride + element
                                              : q_pe + seq * pe_stride + of * pe_head_stride + element - LATENT_SIZE);
         });
+        if (schedule.has_item()) {  // prefetches the queries and page numbers of the next item
+            const int64_t next = schedule.seq;
+            if (threadIdx.x == 0) prefetch_line(page_table + next * table_stride);
+            for (int i = threadIdx.x; i < block_heads * 9; i += NUM_WARPS * 32) {
+                const int64_t of = first_head + i / 9;
+                const int line = i % 9;
+                prefetch_line(line < 8 ? q_nope + next * nope_stride + of * nope_head_stride + line * 64
+                                       : q_pe + next * pe_stride + of * pe_head_stride);
+            }
+        }
         __syncthreads();
         const float unit = scale * LOG2_E;
         const auto end_of = [&](int head) {
