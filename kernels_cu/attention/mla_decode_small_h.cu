@@ -59,6 +59,8 @@ static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0
 static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
 static_assert(CLUSTER == 1 || !COMBINES);
 static_assert(CTA_HEADS == HEADS || (CTA_HEADS < HEADS && CTA_HEADS % 2 == 0 && CLUSTER > 1));
+// IS_ALONE: a group has all tokens of the CTA's sequence, so that its warps store results as they have them.
+constexpr bool IS_ALONE = GROUPS == 1 && CLUSTER == 1;
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
@@ -68,7 +70,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                    float* max_logits,      // [slots, num_heads], in units of log 2
                    float* exp_sums,        // [slots, num_heads]
                    MlaPieces* pieces,      // [num_seqs]
-                   uint32_t* nodes,        // [shares, head groups, HEADS / 2], if COMBINES
+                   uint32_t* nodes,        // [shares, head groups, HEADS / 2 or, with one group, PARTS], if COMBINES
                    const query_t* q_nope,  // [num_seqs, num_heads, LATENT_SIZE]
                    const query_t* q_pe,    // [num_seqs, num_heads, ROPE_SIZE]
                    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
@@ -279,123 +281,168 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             }
         }
 
-        // Combines the results of the groups, relative to the row max of all groups.
+        if constexpr (IS_ALONE) {
 #pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-            exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
-            exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
-            if (part == 0 && t == 0) {
-                group_max[group][g + 8 * upper] = max_logit[upper];
-                group_sums[group][g + 8 * upper] = exp_sum[upper];
-            }
-        }
-        __syncthreads();
-        float* const results = reinterpret_cast<float*>(memory);  // [group][head]
-#pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-            const int head = g + 8 * upper;
-            if (CTA_HEADS < HEADS && head >= CTA_HEADS) continue;
-            float larger = minus_infinity();
-#pragma unroll
-            for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
-            const float factor = relative_exp2(max_logit[upper], larger);
-            float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
-#pragma unroll
-            for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements per lane; those of four lanes are contiguous
-                const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
-                *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
-                                                           next[2 * upper] * factor, next[2 * upper + 1] * factor};
-            }
-        }
-        __syncthreads();
-        const auto element_of = [](int at) {  // of four elements of a result
-            return at / PANEL_SIZE * PANEL_SIZE + at / 4 % 4 * 16 + at / 16 % 4 * 4;
-        };
-        // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
-        // 1e-20 only guards against 0 / 0.
-        for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
-            constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
-            float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int head = 2 * pair + i;
-#pragma unroll
-                for (int j = 0; j < GROUPS; ++j) larger[i] = fmaxf(larger[i], group_max[j][head]);
-#pragma unroll
-                for (int j = 0; j < GROUPS; ++j) {
-                    sum[i] += group_sums[j][head] * relative_exp2(group_max[j][head], larger[i]);
-                    const float* const from = results + (j * HEADS + head) * RESULT_PITCH + lane * 4;
-#pragma unroll
-                    for (int k = 0; k < LANE_ELEMENTS; k += 4) {
-                        const float4 x = *reinterpret_cast<const float4*>(from + k * 32);
-                        float* const to = of_groups + i * LANE_ELEMENTS + k;
-                        to[0] += x.x;
-                        to[1] += x.y;
-                        to[2] += x.z;
-                        to[3] += x.w;
-                    }
-                }
-            }
-            if constexpr (CLUSTER > 1) {  // the sum of all groups goes to the memory of the first one
-                sync_warp();              // every lane has read the row maxima
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int head = 2 * pair + i;
-                    if (lane == 0) {
-                        group_max[0][head] = larger[i];
-                        group_sums[0][head] = sum[i];
-                    }
-#pragma unroll
-                    for (int k = 0; k < LANE_ELEMENTS; k += 4) {
-                        const float* const x = of_groups + i * LANE_ELEMENTS + k;
-                        *reinterpret_cast<float4*>(results + head * RESULT_PITCH + lane * 4 + k * 32) = {x[0], x[1],
-                                                                                                         x[2], x[3]};
-                    }
-                }
-                continue;
+            for (int upper = 0; upper < 2; ++upper) {
+                exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
+                exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
             }
             bool direct = item.is_whole();
             if constexpr (COMBINES) {
-                const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{
-                    reinterpret_cast<float4*>(tmp_out), nodes, int(gridDim.x) * HEADS / 2, first_head / 2 + pair};
-                direct = tree.combine(item, larger, sum, of_groups);
-                if (!direct) continue;
+                const TreeCombine<PANELS * 32, 2> tree{reinterpret_cast<float4*>(tmp_out), nodes,
+                                                       int(gridDim.x) * PARTS, int(blockIdx.x) * PARTS + part};
+                direct = tree.combine(item, max_logit, exp_sum, reinterpret_cast<float (&)[PANELS * 32]>(o));
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int head = first_head + 2 * pair + i;
-                if (head >= num_heads) continue;
-                const float exp_sum = sum[i] * FULL_SCALE<query_t>;
-                const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
+            for (int upper = 0; upper < 2; ++upper) {
+                const int head = first_head + g + 8 * upper;
+                if (head >= num_heads || (COMBINES && !direct)) continue;
+                const float sum = exp_sum[upper] * FULL_SCALE<query_t>;
+                const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
                 const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
-                if (lane == 0) {
+                if (part == 0 && t == 0) {
                     if (!direct) {
-                        max_logits[at] = larger[i];
-                        exp_sums[at] = exp_sum;
+                        max_logits[at] = max_logit[upper];
+                        exp_sums[at] = sum;
                     } else if (HAS_LSE) {
-                        lse[row] = log_sum_exp(larger[i], exp_sum);
+                        lse[row] = log_sum_exp(max_logit[upper], sum);
                     }
                 }
 #pragma unroll
-                for (int k = 0; k < LANE_ELEMENTS; k += 4) {
-                    const int element = element_of(lane * 4 + k * 32);
-                    float four[4];
+                for (int i = 0; i < PANELS * 2; ++i) {  // eight of the lane's 16 elements of a panel
+                    const int element = (part * PANELS + i / 2) * PANEL_SIZE + 16 * t + i % 2 * 8;
+                    float eight[8];
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) four[j] = of_groups[i * LANE_ELEMENTS + k + j] * factor;
+                    for (int j = 0; j < 8; ++j) eight[j] = o[i / 2][i % 2 * 4 + j / 2][2 * upper + j % 2] * factor;
                     if (direct) {
-                        Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
-                                                               element);
+                        Vec<out_t, 8>::from_floats(eight).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE +
+                                                                element);
                     } else {
-                        Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+                        float* const to = tmp_out + at * LATENT_SIZE + element;
+                        Vec<float, 4>::from_floats(reinterpret_cast<float (&)[4]>(eight[0])).store(to);
+                        Vec<float, 4>::from_floats(reinterpret_cast<float (&)[4]>(eight[4])).store(to + 4);
                     }
                 }
             }
-        }
-        if constexpr (CLUSTER > 1) {
-            const int64_t row = seq * num_heads + first_head;
-            combine_cluster<query_t, NUM_WARPS>(results, RESULT_PITCH, group_max[0], group_sums[0], block_heads,
-                                                out + seq * out_stride + first_head * LATENT_SIZE,
-                                                HAS_LSE ? lse + row : nullptr, element_of);
+        } else {
+            // Combines the results of the groups, relative to the row max of all groups.
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
+                exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
+                if (part == 0 && t == 0) {
+                    group_max[group][g + 8 * upper] = max_logit[upper];
+                    group_sums[group][g + 8 * upper] = exp_sum[upper];
+                }
+            }
+            __syncthreads();
+            float* const results = reinterpret_cast<float*>(memory);  // [group][head]
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                const int head = g + 8 * upper;
+                if (CTA_HEADS < HEADS && head >= CTA_HEADS) continue;
+                float larger = minus_infinity();
+#pragma unroll
+                for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
+                const float factor = relative_exp2(max_logit[upper], larger);
+                float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
+#pragma unroll
+                for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements per lane; those of four lanes are contiguous
+                    const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
+                    *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
+                                                               next[2 * upper] * factor, next[2 * upper + 1] * factor};
+                }
+            }
+            __syncthreads();
+            const auto element_of = [](int at) {  // of four elements of a result
+                return at / PANEL_SIZE * PANEL_SIZE + at / 4 % 4 * 16 + at / 16 % 4 * 4;
+            };
+            // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
+            // 1e-20 only guards against 0 / 0.
+            for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
+                constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
+                float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int head = 2 * pair + i;
+#pragma unroll
+                    for (int j = 0; j < GROUPS; ++j) larger[i] = fmaxf(larger[i], group_max[j][head]);
+#pragma unroll
+                    for (int j = 0; j < GROUPS; ++j) {
+                        sum[i] += group_sums[j][head] * relative_exp2(group_max[j][head], larger[i]);
+                        const float* const from = results + (j * HEADS + head) * RESULT_PITCH + lane * 4;
+#pragma unroll
+                        for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                            const float4 x = *reinterpret_cast<const float4*>(from + k * 32);
+                            float* const to = of_groups + i * LANE_ELEMENTS + k;
+                            to[0] += x.x;
+                            to[1] += x.y;
+                            to[2] += x.z;
+                            to[3] += x.w;
+                        }
+                    }
+                }
+                if constexpr (CLUSTER > 1) {  // the sum of all groups goes to the memory of the first one
+                    sync_warp();              // every lane has read the row maxima
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int head = 2 * pair + i;
+                        if (lane == 0) {
+                            group_max[0][head] = larger[i];
+                            group_sums[0][head] = sum[i];
+                        }
+#pragma unroll
+                        for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                            const float* const x = of_groups + i * LANE_ELEMENTS + k;
+                            *reinterpret_cast<float4*>(results + head * RESULT_PITCH + lane * 4 + k * 32) = {
+                                x[0], x[1], x[2], x[3]};
+                        }
+                    }
+                    continue;
+                }
+                bool direct = item.is_whole();
+                if constexpr (COMBINES) {
+                    const TreeCombine<2 * LANE_ELEMENTS, LANE_ELEMENTS> tree{
+                        reinterpret_cast<float4*>(tmp_out), nodes, int(gridDim.x) * HEADS / 2, first_head / 2 + pair};
+                    direct = tree.combine(item, larger, sum, of_groups);
+                    if (!direct) continue;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int head = first_head + 2 * pair + i;
+                    if (head >= num_heads) continue;
+                    const float exp_sum = sum[i] * FULL_SCALE<query_t>;
+                    const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
+                    const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
+                    if (lane == 0) {
+                        if (!direct) {
+                            max_logits[at] = larger[i];
+                            exp_sums[at] = exp_sum;
+                        } else if (HAS_LSE) {
+                            lse[row] = log_sum_exp(larger[i], exp_sum);
+                        }
+                    }
+#pragma unroll
+                    for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                        const int element = element_of(lane * 4 + k * 32);
+                        float four[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) four[j] = of_groups[i * LANE_ELEMENTS + k + j] * factor;
+                        if (direct) {
+                            Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride +
+                                                                   int64_t(head) * LATENT_SIZE + element);
+                        } else {
+                            Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+                        }
+                    }
+                }
+            }
+            if constexpr (CLUSTER > 1) {
+                const int64_t row = seq * num_heads + first_head;
+                combine_cluster<query_t, NUM_WARPS>(results, RESULT_PITCH, group_max[0], group_sums[0], block_heads,
+                                                    out + seq * out_stride + first_head * LATENT_SIZE,
+                                                    HAS_LSE ? lse + row : nullptr, element_of);
+            }
         }
         // The next item's copies overwrite the results, which threads have written, and those of a cluster have read.
         fence_proxy_async();

@@ -53,11 +53,18 @@ class FewHeadsConfig:
     HEADS: int = _HEADS
 
     UNIT = 64
-    WARPS, PARTIALS = _HEADS // 2, 2 * LATENT_SIZE // 32 + 4
 
     @property
     def BLOCKS(self) -> int:
         return _GROUPS[0] // self.groups
+
+    @property
+    def WARPS(self) -> int:
+        return 2 if self.groups == 1 else _HEADS // 2
+
+    @property
+    def PARTIALS(self) -> int:
+        return _HEADS * LATENT_SIZE // (32 * self.WARPS) + 4
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
         """Other blocks and numbers of shares."""
