@@ -64,17 +64,21 @@ private:
     }
     // `place`: the offset of each lane's entry. For a token without an entry the address of the first entry of the
     // cache is returned: the consumer overwrites its elements with zeros.
-    DEVICE const cache_t* entry_at(int64_t place, int entry, bool& exists) const {
-        const int64_t offset = shfl<WARP_SIZE>(place, entry);
-        exists = offset != NOWHERE;
-        return cache + max(offset, int64_t(0));
+    DEVICE const cache_t* entry_at(int64_t place, int entry) const {
+        return cache + max(shfl<WARP_SIZE>(place, entry), int64_t(0));
+    }
+    static DEVICE bool exists_at(int64_t place, int entry) {
+        const bool exists = place != NOWHERE;
+        if constexpr (CLUSTER > 1) return shfl<WARP_SIZE>(int(exists), entry);  // with a ballot, registers would spill
+        else return ballot(exists) >> entry & 1;                                // with a shuffle likewise
     }
     template <int STEP>
     DEVICE Rows rows_of(int64_t place) const {
         Rows rows;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            rows.from[i] = entry_at(place, entry_of(STEP, i), rows.exists[i]) + threadIdx.x % LANES * CHUNK;
+            rows.from[i] = entry_at(place, entry_of(STEP, i)) + threadIdx.x % LANES * CHUNK;
+            rows.exists[i] = exists_at(place, entry_of(STEP, i));
         }
         return rows;
     }
@@ -141,8 +145,8 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int entry = (stage_of(STEP) * 2 + i) * WARP_ROWS + lane() / 4;
-            bool exists;
-            const cache_t* const from = entry_at(place, entry, exists) + ROPE_AT + lane() % 4 * 16;
+            const cache_t* const from = entry_at(place, entry) + ROPE_AT + lane() % 4 * 16;
+            const bool exists = exists_at(place, entry);
             uint8_t* const to = tiles.panel(stage_of(STEP), ROPE_PANEL) + i * (TOKENS / 2 * ROW_BYTES);
             cp_async<16>(to + at, from, exists);
             cp_async<16>(to + (at ^ 4 * 16), from + 4 * 16, exists);
