@@ -99,8 +99,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         mbarrier_init(&queries_full, 1);
         tiles.init();
     }
-    prefetch_indices<LISTS_SLOTS ? 1 : PAGE_SIZE>(seq_lens, length_step, page_table, table_stride, table_step, num_seqs,
-                                                  max_tokens, blockIdx.y / CLUSTER);
+    prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens,
+                     LISTS_SLOTS ? 1 : PAGE_SIZE, blockIdx.y / CLUSTER);
     prefetch_tensor_maps(nope_map, pe_map, cache_map, half_map);
     start_cluster<CLUSTER>();
     await_previous_kernel();

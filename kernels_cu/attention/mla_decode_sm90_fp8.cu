@@ -184,8 +184,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     uint8_t* const tiles = memory + TILES_AT;
     Ring<STAGES> ring(barriers);
     if (threadIdx.x == 0) ring.init(4);
-    prefetch_indices<LISTS_SLOTS ? 1 : PAGE_SIZE>(seq_lens, length_step, page_table, table_stride, table_step, num_seqs,
-                                                  max_tokens, blockIdx.y);
+    prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens, PAGE_SIZE,
+                     blockIdx.y);
     prefetch_tensor_maps(cache_map);
     __syncthreads();
     await_previous_kernel();

@@ -99,8 +99,8 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
         fence_mbarrier_init();
     }
     for (int i = threadIdx.x; i < ENTRY_BYTES / 16; i += NUM_WARPS * 32) zeros[i] = make_uint4(0, 0, 0, 0);
-    prefetch_indices<LISTS_SLOTS ? 1 : PAGE_SIZE>(seq_lens, length_step, page_table, table_stride, table_step, num_seqs,
-                                                  max_tokens, blockIdx.y / CLUSTER);
+    prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens,
+                     LISTS_SLOTS ? 1 : PAGE_SIZE, blockIdx.y / CLUSTER);
     __syncthreads();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,

@@ -86,8 +86,8 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
                        int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                        int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units,
                        int64_t item_units, float scale) {
-    prefetch_indices<LISTS_SLOTS ? 1 : PAGE_SIZE>(seq_lens, length_step, page_table, table_stride, table_step, num_seqs,
-                                                  max_tokens, blockIdx.y / CLUSTER);
+    prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens,
+                     LISTS_SLOTS ? 1 : PAGE_SIZE, blockIdx.y / CLUSTER);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float units[HEADS];                // factor from a score of a head to its logit

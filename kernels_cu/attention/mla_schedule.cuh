@@ -36,16 +36,16 @@ struct alignas(8) MlaPieces {
 };
 
 // Prefetches to L2 what all shares read first, before await_previous_kernel(): the lengths, and by share `rank` the page
-// numbers of sequence `rank`. PAGE_TOKENS: tokens of an element of the page table. All threads call.
-template <int PAGE_TOKENS, typename L, typename T>
+// numbers of sequence `rank`. page_tokens: tokens of an element of the page table. All threads call.
+template <typename L, typename T>
 DEVICE void prefetch_indices(const L* seq_lens, int64_t length_step, const T* page_table, int64_t table_stride,
-                             int64_t table_step, int64_t num_seqs, int64_t max_tokens, int rank) {
+                             int64_t table_step, int64_t num_seqs, int64_t max_tokens, int page_tokens, int rank) {
     constexpr int LINE = 128 / sizeof(L), PAGES = 128 / sizeof(T);
     for (int s = threadIdx.x * LINE; seq_lens && s < num_seqs; s += blockDim.x * LINE) {
         prefetch_line(seq_lens + s * length_step);
     }
     const int64_t page = threadIdx.x * PAGES;  // by one warp: most tokens of the longest tables have no sequence
-    if (threadIdx.x < WARP_SIZE && rank < num_seqs && page * PAGE_TOKENS < max_tokens) {
+    if (threadIdx.x < WARP_SIZE && rank < num_seqs && page * page_tokens < max_tokens) {
         prefetch_line(page_table + rank * table_stride + page * table_step);
     }
 }
