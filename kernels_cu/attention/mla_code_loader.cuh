@@ -69,8 +69,9 @@ private:
     }
     static DEVICE bool exists_at(int64_t place, int entry) {
         const bool exists = place != NOWHERE;
-        if constexpr (CLUSTER > 1) return shfl<WARP_SIZE>(int(exists), entry);  // with a ballot, registers would spill
-        else return ballot(exists) >> entry & 1;                                // with a shuffle likewise
+        // Each case spills registers as the other one.
+        if constexpr (IS_DS_MLA && CLUSTER == 1) return ballot(exists) >> entry & 1;
+        else return shfl<WARP_SIZE>(int(exists), entry);
     }
     template <int STEP>
     DEVICE Rows rows_of(int64_t place) const {

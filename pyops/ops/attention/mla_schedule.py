@@ -18,9 +18,9 @@ _combine = Kernel("attention/mla_combine.cu")
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
 _NUM_THREADS, _BLOCKS = 256, 3  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
-# The cost model: us of the combine kernel, bytes per us of partial results that blocks write and it reads, and us of
-# the schedule that reads all lengths. docs/performance/mla.md, "Clusters for short calls".
-_JOIN_US, _BYTES_PER_US, _SCHEDULE_US = 3.8, 2.8e6, 0.6
+# The cost model: us of the combine kernel, bytes per us of partial results that blocks write and it reads (of most
+# kernels), and us of the schedule that reads all lengths. docs/performance/mla.md, "Clusters for short calls".
+_JOIN_US, PARTIAL_BYTES_PER_US, _SCHEDULE_US = 3.8, 2.8e6, 0.6
 # The cost model of mla_tree_combine.cuh: us of a node without its bytes (a load, a store, an exchange and a load, one
 # after another), and bytes per us between an SM and L2: 64 per cycle.
 _NODE_US, _SM_BYTES_PER_US = 1.7, 1.1e5
@@ -52,6 +52,7 @@ class SharesConfig(tuning.Config, Protocol):
         UNIT: tokens; sequences are cut at multiples of it.
         WARPS, PARTIALS: warps of a block with results, and float32 numbers of a lane's partial result, for
             mla_tree_combine.cuh: accumulators, row maxima and row sums.
+        PARTIAL_RATE: bytes per us of partial results that blocks write and mla_combine.cu reads.
     """
 
     @property
@@ -70,6 +71,8 @@ class SharesConfig(tuning.Config, Protocol):
     def WARPS(self) -> int: ...
     @property
     def PARTIALS(self) -> int: ...
+    @property
+    def PARTIAL_RATE(self) -> float: ...
 
     def block_us(self, problem: MlaProblem) -> float:
         """The time of a block without its units, in us."""
@@ -99,7 +102,7 @@ def choose_shares(problem: MlaProblem, config: SharesConfig, device: Device) -> 
         return min(num_seqs, MAX_SHARES if may_be_long(problem, config) else max(1, blocks)), False
     shares = max(1, min(blocks, num_seqs * _units(problem, config)))
     _, pieces, partials = _equal_lengths(problem, config, shares, device)
-    return shares, _tree_us(config, pieces) < kernel_us(problem, partials)
+    return shares, _tree_us(config, pieces) < kernel_us(problem, partials, config.PARTIAL_RATE)
 
 
 def or_clusters(problem: MlaProblem, config: AnyShares, clusters: Sequence[AnyShares], device: Device) -> AnyShares:
@@ -119,9 +122,10 @@ def _least_us(problem: MlaProblem, config: SharesConfig, device: Device) -> floa
     are empty: most shares are pieces of the long one, which has no more than its own cluster otherwise."""
     units, unit_us = _units(problem, config), config.unit_us(problem, device)
     if not may_cut(problem, config):
-        return config.block_us(problem) + units * unit_us
+        rounds = -(-problem.num_seqs // max(1, _blocks(problem, config, device)))
+        return rounds * (config.block_us(problem) + units * unit_us)
     pieces, share_units = min(units, config.num_shares), -(-(units + problem.num_seqs - 1) // config.num_shares)
-    combine_us = _tree_us(config, pieces) if config.combines else kernel_us(problem, pieces)
+    combine_us = _tree_us(config, pieces) if config.combines else kernel_us(problem, pieces, config.PARTIAL_RATE)
     return config.block_us(problem) + _SCHEDULE_US + share_units * unit_us + combine_us
 
 
@@ -157,7 +161,7 @@ def call_us(problem: MlaProblem, config: SharesConfig, device: Device) -> float:
         rows_us = _rows_us(problem, min(num_seqs, blocks))
         return -(-num_seqs // blocks) * (config.block_us(problem) + units * unit_us + rows_us)
     share_units, pieces, partials = _equal_lengths(problem, config, config.num_shares, device)
-    by_tree, by_kernel = _tree_us(config, pieces), kernel_us(problem, partials)
+    by_tree, by_kernel = _tree_us(config, pieces), kernel_us(problem, partials, config.PARTIAL_RATE)
     return config.block_us(problem) + _SCHEDULE_US + share_units * unit_us + (by_tree if config.combines else by_kernel)
 
 
@@ -196,7 +200,7 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     arguments: dict[str, Any] = {
         "max_splits": 1 if not is_cut else problem.num_kv_splits if problem.num_kv_splits > 0 else _ANY_SPLITS,
         "join_units": 0.0 if in_tree else _JOIN_US / unit_us,
-        "piece_units": 0.0 if in_tree else _piece_us(problem) / unit_us,
+        "piece_units": 0.0 if in_tree else _piece_us(problem, config.PARTIAL_RATE) / unit_us,
         "level_units": _level_us(config) / unit_us if in_tree else 0.0,
         "item_units": _item_units(problem, config, device),
         "nodes": 0,
@@ -254,21 +258,21 @@ def _cluster_us(problem: MlaProblem, config: SharesConfig) -> float:
     return heads * LATENT_SIZE * 4 * (size - 1) / size / _CLUSTER_BYTES_PER_US
 
 
-def _piece_us(problem: MlaProblem) -> float:
-    """The time of writing and reading a partial result, if all SMs do."""
-    return 2 * 4 * problem.num_heads * LATENT_SIZE / _BYTES_PER_US
+def _piece_us(problem: MlaProblem, rate: float) -> float:
+    """The time of writing and reading a partial result, if all SMs do, at so many bytes per us."""
+    return 2 * 4 * problem.num_heads * LATENT_SIZE / rate
 
 
-def kernel_us(problem: MlaProblem, pieces: int) -> float:
+def kernel_us(problem: MlaProblem, pieces: int, rate: float = PARTIAL_BYTES_PER_US) -> float:
     """The time of mla_combine.cu for some partial results, and of writing them."""
-    return _JOIN_US + pieces * _piece_us(problem)
+    return _JOIN_US + pieces * _piece_us(problem, rate)
 
 
 def may_be_long(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be long enough to be worth a cut: the bytes of two partial results take the time of some
     units. The latency of a combine does not count. Where sequences are many, a block goes through several of them: 195
     of 190 tokens with 128 heads took 50.3 us, and 53.1 with a block for each."""
-    two_us = min(2 * _partial_bytes(config) / _SM_BYTES_PER_US, 2 * _piece_us(problem))
+    two_us = min(2 * _partial_bytes(config) / _SM_BYTES_PER_US, 2 * _piece_us(problem, config.PARTIAL_RATE))
     return _units(problem, config) > 1 + two_us / config.unit_us(problem, problem.cache.device)
 
 

@@ -24,8 +24,8 @@ _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV ti
 # fp8 7900.
 _PAIR_US, _ROW_PAIR_US, _FP8_PAIR_US = 3.7, 4.3, 4.5
 # The cost model: us of a block without its pairs of tiles, for a 16-bit cache, and for an fp8 cache in clusters of one
-# and of two (docs/performance/mla.md, "Blocks of 16 heads for up to 128 heads").
-_BLOCK_US, _FP8_BLOCK_US = 4.8, {1: 11.0, 2: 20.0}
+# and of two; bytes per us of partial results, which leave by bulk stores (docs/performance/mla.md, "Clock stamps").
+_BLOCK_US, _FP8_BLOCK_US, _PARTIAL_RATE = 3.9, {1: 8.5, 2: 11.5}, 3.6e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class MlaSm90Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
-    WARPS, PARTIALS = 8, LATENT_SIZE // 4 + 4
+    WARPS, PARTIALS, PARTIAL_RATE = 8, LATENT_SIZE // 4 + 4, _PARTIAL_RATE
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
         """Other clusters and numbers of shares."""

@@ -11,7 +11,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import MAX_SHARES, PARTIAL_BYTES_PER_US, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90_fp8.cu")
 
@@ -39,7 +39,7 @@ class MlaSm90Fp8Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
-    WARPS, PARTIALS = 8, _HEADS * LATENT_SIZE // 256 + 2 * (_HEADS // 4)
+    WARPS, PARTIALS, PARTIAL_RATE = 8, _HEADS * LATENT_SIZE // 256 + 2 * (_HEADS // 4), PARTIAL_BYTES_PER_US
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Fp8Config]:
         """Other numbers of shares, and the other combine."""

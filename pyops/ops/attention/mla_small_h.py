@@ -13,6 +13,7 @@ from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, cons
 from .mla_schedule import (
     BLOCK_US,
     MAX_SHARES,
+    PARTIAL_BYTES_PER_US,
     call_us,
     choose_shares,
     cluster_sizes,
@@ -32,6 +33,9 @@ _CLUSTER_HEADS = (16, 8, 4)
 # The cost model: least us of an SM per 64 tokens, by the differences of clusters of two, four and eight CTAs
 # (docs/performance/mla.md, "Clusters for short calls"); bytes per us of the cache, by 64 sequences of 4096 tokens.
 _UNIT_US, _BYTES_PER_US = 1.9, 4.3e6
+# The cost model: us of a block of one warp group without its units. Its results stay in registers, which is 1.5 us less
+# than BLOCK_US by clock stamps of a block of two (docs/performance/mla.md, "Clock stamps").
+_ALONE_BLOCK_US = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class FewHeadsConfig:
     split_ctas: int = 1
     HEADS: int = _HEADS
 
-    UNIT = 64
+    UNIT, PARTIAL_RATE = 64, PARTIAL_BYTES_PER_US
 
     @property
     def BLOCKS(self) -> int:
@@ -77,7 +81,7 @@ class FewHeadsConfig:
     def block_us(self, problem: MlaProblem) -> float:
         """The time of a block without its units, in us."""
         del problem
-        return BLOCK_US
+        return _ALONE_BLOCK_US if self.groups == 1 and self.split_ctas == 1 else BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for 64 tokens, in us, if all SMs are busy."""
@@ -86,6 +90,9 @@ class FewHeadsConfig:
         bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
         # A block of fewer than four groups takes several tiles for 64 tokens, but one for a sequence that fits in it.
         tiles = min(_GROUPS[0] // self.groups, max(1, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS))))
+        if problem.num_seqs > self.BLOCKS * device.num_sms // head_groups(problem, self) and problem.max_tokens <= self.UNIT:
+            # Blocks that go through several sequences have mean lengths: any up to what the page table holds.
+            return max(_UNIT_US, bytes_us) * (1 + tiles) / 2
         return max(_UNIT_US, bytes_us) * tiles
 
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:

@@ -9,7 +9,16 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import BLOCK_US, MAX_SHARES, choose_shares, cluster_sizes, head_groups, most_blocks, or_clusters
+from .mla_schedule import (
+    BLOCK_US,
+    MAX_SHARES,
+    PARTIAL_BYTES_PER_US,
+    choose_shares,
+    cluster_sizes,
+    head_groups,
+    most_blocks,
+    or_clusters,
+)
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
@@ -36,6 +45,7 @@ class CodesConfig:
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
     WARPS, PARTIALS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS + 4
+    PARTIAL_RATE = PARTIAL_BYTES_PER_US
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
         """Other numbers of shares, and the other combine."""

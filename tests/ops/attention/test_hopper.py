@@ -1113,6 +1113,7 @@ def test_mla_fp8_compiles_without_spills(query_tokens: int, combines: bool) -> N
     few(
         [
             (mla_small_h._decode, dtypes.float8_e4m3fn, True, 1),
+            (mla_small_h._decode, dtypes.bfloat16, False, 1),
             (mla_small_h._decode, dtypes.bfloat16, False, 16),
             (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False, 16),
         ],
@@ -1122,6 +1123,7 @@ def test_mla_fp8_compiles_without_spills(query_tokens: int, combines: bool) -> N
 def test_mla_small_h_compiles_without_spills(
     kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool, split_ctas: int
 ) -> None:
+    groups = 4 if is_ds_mla or split_ctas > 1 else 1
     one = kernel(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
@@ -1136,7 +1138,7 @@ def test_mla_small_h_compiles_without_spills(
         CLUSTER=split_ctas,
         IS_DS_MLA=is_ds_mla,
         QUERY_TOKENS=1 if is_ds_mla else 4,
-        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16, "CTA_HEADS": 16}),
+        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": groups, "COPY_TOKENS": 16, "CTA_HEADS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

@@ -377,8 +377,9 @@ def test_shares() -> None:
         (66, 32, "bfloat16", 1, "small_h", (2, 66)),
         (64, 32, "float8_e4m3fn", 1, "small_h_fp8", (2, 64)),
         (67, 32, "bfloat16", 1, "small_h", (2, 67)),  # more blocks of four warp groups than run at once
-        (254, 32, "bfloat16", 1, "small_h", (2, 132)),  # a block goes through two sequences
-        (254, 128, "bfloat16", 1, "sm90", (2, 66)),
+        (254, 32, "bfloat16", 1, "small_h", (2, 254)),  # four blocks of one warp group on an SM
+        (254, 128, "bfloat16", 1, "small_h", (8, 66)),  # such a block goes through four sequences
+        (254, 128, "uint8", 1, "small_h", (8, 66)),
         (254, 128, "float8_e4m3fn", 1, "small_h_fp8", (8, 33)),
         (200, 16, "bfloat16", 1, "small_h", (1, 200)),
         (67, 64, "bfloat16", 1, "sm90", (1, 67)),  # more blocks than run at once
@@ -408,7 +409,8 @@ def test_short_sequences_choose_blocks_of_few_heads(
     assert launch.specialisation.kernel.file == f"attention/mla_decode_{kernel}.cu"
     assert launch.grid[:2] == grid
     if kernel == "small_h":
-        assert launch.specialisation.constants["GROUPS"] == (4 if math.prod(grid) <= 132 else 2)
+        num_blocks = math.prod(grid)
+        assert launch.specialisation.constants["GROUPS"] == (4 if num_blocks <= 132 else 2 if num_blocks <= 264 else 1)
 
 
 @pytest.mark.parametrize(
