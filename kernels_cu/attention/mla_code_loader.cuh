@@ -67,9 +67,9 @@ private:
     DEVICE const cache_t* entry_at(int64_t place, int entry) const {
         return cache + max(shfl<WARP_SIZE>(place, entry), int64_t(0));
     }
-    static DEVICE bool exists_at(int64_t place, int entry) {
-        const bool exists = place != NOWHERE;
-        // Each case spills registers as the other one.
+    static DEVICE bool exists_at(int64_t offset, int entry) {
+        const bool exists = offset != NOWHERE;
+        // NVRTC 13.0 spills registers if both cases have the same expression.
         if constexpr (IS_DS_MLA && CLUSTER == 1) return ballot(exists) >> entry & 1;
         else return shfl<WARP_SIZE>(int(exists), entry);
     }

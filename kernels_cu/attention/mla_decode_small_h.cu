@@ -31,7 +31,7 @@
 //     LISTS_SLOTS    page_table lists the slot of each token (mla_tokens.cuh)
 //     QUERY_TOKENS   query tokens of a sequence; its heads are those of each token (mla_tokens.cuh)
 //     HAS_LENGTHS    seq_lens is given; otherwise every sequence has max_tokens tokens
-//     GROUPS         groups of warps of a CTA: 1, 2 or 4; an SM has room for four groups
+//     GROUPS         groups of warps of a CTA: 1, 2 or 4; four groups fit on an SM
 //     COPY_TOKENS    entries of a bulk copy: contiguous in a page
 //     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
@@ -47,7 +47,7 @@
 #include "tma.cuh"
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2;
-// With one group, four CTAs on an SM load while others compute, and shared memory has room for half of the tiles.
+// With one group, four CTAs on an SM load while others compute, and half of the tiles fit in shared memory.
 constexpr int STAGES = (IS_DS_MLA ? 4 : 2) / (GROUPS == 1 ? 2 : 1);
 constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // PANELS: panels of latent vectors in a part
 constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;

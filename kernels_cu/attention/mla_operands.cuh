@@ -40,19 +40,20 @@ DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[
 }
 
 // Stores the queries of HEADS heads as A operands, RUN bytes of shared memory for each MMA, with zeros for heads that
-// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads share a head, or, of 64 threads, two.
+// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads load a head,
+// or, of 64 threads, two heads.
 template <int NUM_THREADS, typename F>
 DEVICE void store_queries(uint8_t* operands, F load) {
-    constexpr int PANELS = ENTRY_SIZE / 64, TURNS = ceil_div(HEADS * 8, NUM_THREADS);
+    constexpr int PANELS = ENTRY_SIZE / 64, ROUNDS = ceil_div(HEADS * 8, NUM_THREADS);
     if (threadIdx.x >= HEADS * 8) return;
     const int part = threadIdx.x % 8;
-    Vec<query_t, 8> x[TURNS][PANELS];
+    Vec<query_t, 8> x[ROUNDS][PANELS];
 #pragma unroll
-    for (int i = 0; i < TURNS * PANELS; ++i) {
+    for (int i = 0; i < ROUNDS * PANELS; ++i) {
         x[i / PANELS][i % PANELS] = load((i / PANELS * NUM_THREADS + threadIdx.x) / 8, (i % PANELS * 8 + part) * 8);
     }
 #pragma unroll
-    for (int i = 0; i < TURNS * PANELS; ++i) {
+    for (int i = 0; i < ROUNDS * PANELS; ++i) {
         const int head = (i / PANELS * NUM_THREADS + threadIdx.x) / 8;
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {

@@ -90,7 +90,10 @@ class FewHeadsConfig:
         bytes_us = self.UNIT * _entry_bytes(problem) * num_readers / _BYTES_PER_US
         # A block of fewer than four groups takes several tiles for 64 tokens, but one for a sequence that fits in it.
         tiles = min(_GROUPS[0] // self.groups, max(1, -(-problem.max_tokens // (self.groups * _GROUP_TOKENS))))
-        if problem.num_seqs > self.BLOCKS * device.num_sms // head_groups(problem, self) and problem.max_tokens <= self.UNIT:
+        if (
+            problem.num_seqs > self.BLOCKS * device.num_sms // head_groups(problem, self)
+            and problem.max_tokens <= self.UNIT
+        ):
             # Blocks that go through several sequences have mean lengths: any up to what the page table holds.
             return max(_UNIT_US, bytes_us) * (1 + tiles) / 2
         return max(_UNIT_US, bytes_us) * tiles
