@@ -87,16 +87,16 @@ struct Fragment {
     }
 };
 
-// Multiplies the rows of a CTA and writes them. Lane i of every warp knows row i; `rows` has the numbers of all of them
-// in out, and `x_rows` in x. The sum of row i has the factor `factor(i)`.
+// Multiplies the rows of a CTA and writes them. Lane i of every warp knows row i; `out_rows` and `x_rows` have the
+// offsets of all of them in out and x. The sum of row i has the factor `factor(i)`. The CTA takes every
+// column_blocks-th tile of columns, from `column_block` on.
 template <typename Factor>
-DEVICE void multiply_rows(const LoraRow& mine, const int64_t* rows, const int64_t* x_rows, const Slices& slices,
-                          int column_tile, out_t* out, const input_t* x, int size, int64_t out_stride,
-                          int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride, const Factor& factor) {
+DEVICE void multiply_rows(const LoraRow& mine, const int64_t* out_rows, const int64_t* x_rows, const Slices& slices,
+                          int column_block, int column_blocks, out_t* out, const input_t* x, int size,
+                          int64_t out_slice_stride, int64_t x_slice_stride, const Factor& factor) {
     __shared__ alignas(16) float partial[K_WARPS][TOKENS][COLUMNS + 8];  // padded against bank conflicts
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int k_warp = warp % K_WARPS, n_warp = warp / K_WARPS;
-    const int first_column = column_tile * COLUMNS;
 
     // The first lane with an adapter leads the others.
     const int lora = mine.weight;
@@ -112,135 +112,149 @@ DEVICE void multiply_rows(const LoraRow& mine, const int64_t* rows, const int64_
         return uint32_t(count_bits(leaders & ((lane_mask_t(1) << leader) - 1))) % gridDim.y == blockIdx.y;
     };
     const lane_mask_t computed = ballot(has_lora && is_mine(leader));
+    const lane_mask_t adapters = computed & leaders;  // the first lane of each adapter
     const lane_mask_t cleared = ballot(CLEARS && blockIdx.y == 0 && mine.exists && !has_lora);
-    if ((computed | cleared) == 0) return;
     __syncthreads();
+    if ((computed | cleared) == 0) return;
 
-    // The tile of out in vectors. What is added comes to L2 while products are computed, for which the registers are
-    // needed.
+    // A tile of out in vectors. What is added comes to L2 while the tile before, or this one, is computed, for which
+    // the registers are needed.
     using out_vec = Vec<out_t, OUT_VEC>;
     constexpr int ROW_VECS = COLUMNS / OUT_VEC, VECS = TOKENS * ROW_VECS;
-    const auto address = [&](int i) -> out_t* {
-        const int row = i / ROW_VECS;
+    const lane_mask_t written = computed | cleared;
+    // Whether vector i of a tile is written, and its address.
+    const auto find = [&](int first_column, uint32_t i, out_t*& address) {
+        const uint32_t row = min(i / ROW_VECS, uint32_t(TOKENS - 1));
         const Slices::Column at = slices.at(first_column + i % ROW_VECS * OUT_VEC);
-        if (i >= VECS || !at.exists() || !((computed | cleared) >> row & 1)) return nullptr;
-        return out + rows[row] * out_stride + at.slice * out_slice_stride + at.before + at.column;
+        address = out + out_rows[row] + at.slice * out_slice_stride + at.before + at.column;
+        return i < VECS && at.exists() && (written >> row & 1);
     };
-    if constexpr (ADDS) {
+    const auto prefetch = [&](int first_column) {
         constexpr int LINE = 128 / int(sizeof(out_vec)), LINE_VECS = LINE < ROW_VECS ? LINE : ROW_VECS;
 #pragma unroll 1
         for (int i = threadIdx.x * LINE_VECS; i < VECS; i += NUM_THREADS * LINE_VECS) {
-            const out_t* line = address(i);
-            if (line != nullptr) prefetch_line(line);
+            out_t* line;
+            if (find(first_column, i, line)) prefetch_line(line);
         }
-    }
+    };
+    if constexpr (ADDS) prefetch(column_block * COLUMNS);
 
-    x += slices.at(first_column).slice * x_slice_stride;
-    const int warp_column = first_column + n_warp * WARP_COLUMNS;
-    for (lane_mask_t left = ballot(has_lora && leader == lane && is_mine(lane)); left != 0; left &= left - 1) {
-        const int adapter = shfl<WARP_SIZE>(lora, lowest_bit(left));
-        const lane_mask_t tokens = ballot(lora == adapter);
-        float d[TILES_M][TILES_N][16 / PRODUCT_COLUMNS][PRODUCT_SUMS] = {};
-        for (int first = k_warp * STEP; first < size; first += K_WARPS * STEP * BATCH) {
-            Fragment a[BATCH][TILES_M], b[BATCH][TILES_N];
+    // Warps that split K have no registers for loops over tiles: the CTA has one.
+    const int columns = K_WARPS > 1 ? 0 : slices.tiles<COLUMNS>() * COLUMNS, step = column_blocks * COLUMNS;
+    int first_column = column_block * COLUMNS;
+    do {
+        if (ADDS && first_column + step < columns) prefetch(first_column + step);
+        const input_t* const of_slice = x + slices.at(first_column).slice * x_slice_stride;
+        const int warp_column = first_column + n_warp * WARP_COLUMNS;
+        for (lane_mask_t left = adapters; left != 0; left &= left - 1) {
+            const int adapter = shfl<WARP_SIZE>(lora, lowest_bit(left));
+            const lane_mask_t tokens = ballot(lora == adapter);
+            float d[TILES_M][TILES_N][16 / PRODUCT_COLUMNS][PRODUCT_SUMS] = {};
+            for (int first = k_warp * STEP; first < size; first += K_WARPS * STEP * BATCH) {
+                Fragment a[BATCH][TILES_M], b[BATCH][TILES_N];
 #pragma unroll
-            for (int i = 0; i < OPERAND_ROWS; ++i) {
-#pragma unroll
-                for (int n = 0; n < TILES_N; ++n) {
-                    const int here = made_anew(lane);  // otherwise the addresses of rows would take registers
-                    const Slices::Column at = slices.at(made_anew(warp_column) + n * 16);
-                    const int column = at.column + column_of(here) + i * 8;
-                    const scalar_t* row = at.weight + (int64_t(adapter) * at.columns + column) * size;
-#pragma unroll
-                    for (int s = 0; s < BATCH; ++s) {
-                        const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
-                        b[s][n].load<VEC_SIZE>(i, row, k, size, column < at.columns);
-                    }
-                }
-#pragma unroll
-                for (int m = 0; m < TILES_M; ++m) {
-                    const int here = made_anew(lane);
-                    const int number = m * 16 + token_of(here) + i * 8;
-                    const input_t* row = x + x_rows[number] * x_stride;
-#pragma unroll
-                    for (int s = 0; s < BATCH; ++s) {
-                        const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
-                        a[s][m].load<INPUT_VEC>(i, row, k, size, tokens >> number & 1);
-                    }
-                }
-            }
-#pragma unroll
-            for (int s = 0; s < BATCH; ++s) {
-#pragma unroll
-                for (int mma = 0; mma < MMAS; ++mma) {
+                for (int i = 0; i < OPERAND_ROWS; ++i) {
 #pragma unroll
                     for (int n = 0; n < TILES_N; ++n) {
-                        uint32_t b_words[SHORT_WORDS];
-                        b[s][n].operand(b_words, mma, true);
+                        const int here = made_anew(lane);  // otherwise the addresses of rows would take registers
+                        const Slices::Column at = slices.at(made_anew(warp_column) + n * 16);
+                        const int column = at.column + column_of(here) + i * 8;
+                        const scalar_t* row = at.weight + (int64_t(adapter) * at.columns + column) * size;
 #pragma unroll
-                        for (int m = 0; m < TILES_M; ++m) {
-                            uint32_t a_words[SHORT_WORDS];
-                            a[s][m].operand(a_words, mma, false);
+                        for (int s = 0; s < BATCH; ++s) {
+                            const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
+                            b[s][n].load<VEC_SIZE>(i, row, k, size, column < at.columns);
+                        }
+                    }
 #pragma unroll
-                            for (int half = 0; half < 16 / PRODUCT_COLUMNS; ++half) {
-                                product<scalar_t>(d[m][n][half], a_words, b_words, half);
+                    for (int m = 0; m < TILES_M; ++m) {
+                        const int here = made_anew(lane);
+                        const int number = m * 16 + token_of(here) + i * 8;
+                        const input_t* row = of_slice + x_rows[number];
+#pragma unroll
+                        for (int s = 0; s < BATCH; ++s) {
+                            const int k = first + s * K_WARPS * STEP + run_of(here) * RUN;
+                            a[s][m].load<INPUT_VEC>(i, row, k, size, tokens >> number & 1);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int s = 0; s < BATCH; ++s) {
+#pragma unroll
+                    for (int mma = 0; mma < MMAS; ++mma) {
+#pragma unroll
+                        for (int n = 0; n < TILES_N; ++n) {
+                            uint32_t b_words[SHORT_WORDS];
+                            b[s][n].operand(b_words, mma, true);
+#pragma unroll
+                            for (int m = 0; m < TILES_M; ++m) {
+                                uint32_t a_words[SHORT_WORDS];
+                                a[s][m].operand(a_words, mma, false);
+#pragma unroll
+                                for (int half = 0; half < 16 / PRODUCT_COLUMNS; ++half) {
+                                    product<scalar_t>(d[m][n][half], a_words, b_words, half);
+                                }
                             }
                         }
                     }
                 }
             }
-        }
 #pragma unroll
-        for (int m = 0; m < TILES_M; ++m) {
+            for (int m = 0; m < TILES_M; ++m) {
 #pragma unroll
-            for (int n = 0; n < TILES_N; ++n) {
+                for (int n = 0; n < TILES_N; ++n) {
 #pragma unroll
-                for (int i = 0; i < 16 / PRODUCT_COLUMNS * PRODUCT_SUMS; ++i) {
-                    const int half = i / PRODUCT_SUMS, sum = i % PRODUCT_SUMS;
-                    const int row = m * 16 + lane_row(lane) + sum / ROW_SUMS * ROW_STEP;
-                    const int column = n * 16 + half * PRODUCT_COLUMNS + lane_column(lane) + sum % ROW_SUMS;
-                    if (tokens >> row & 1) partial[k_warp][row][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
+                    for (int i = 0; i < 16 / PRODUCT_COLUMNS * PRODUCT_SUMS; ++i) {
+                        const int half = i / PRODUCT_SUMS, sum = i % PRODUCT_SUMS;
+                        const int row = m * 16 + lane_row(lane) + sum / ROW_SUMS * ROW_STEP;
+                        const int column = n * 16 + half * PRODUCT_COLUMNS + lane_column(lane) + sum % ROW_SUMS;
+                        if (tokens >> row & 1)
+                            partial[k_warp][row][n_warp * WARP_COLUMNS + column] = d[m][n][half][sum];
+                    }
                 }
             }
         }
-    }
-    __syncthreads();
+        __syncthreads();
 
-    // A thread loads what it adds to several vectors before it stores the first: as words, not elements, because a load
-    // would wait until the elements of the one before are unpacked.
-    using word_t = typename out_vec::template word_t<OUT_VEC>;
-    constexpr int AT_A_TIME = 4, SUM_VEC = OUT_VEC < 4 ? OUT_VEC : 4;
-    for (int first = threadIdx.x; first < VECS; first += AT_A_TIME * NUM_THREADS) {
-        out_t* addresses[AT_A_TIME];
-        word_t words[AT_A_TIME];
+        // A thread loads what it adds to several vectors before it stores the first: as words, not elements, because a
+        // load would wait until the elements of the one before are unpacked.
+        using word_t = typename out_vec::template word_t<OUT_VEC>;
+        constexpr int AT_A_TIME = 4, SUM_VEC = OUT_VEC < 4 ? OUT_VEC : 4;
+        for (int first = threadIdx.x; first < VECS; first += AT_A_TIME * NUM_THREADS) {
+            out_t* addresses[AT_A_TIME];
+            bool writes[AT_A_TIME];
+            word_t words[AT_A_TIME];
 #pragma unroll
-        for (int v = 0; v < AT_A_TIME; ++v) {
-            addresses[v] = address(first + v * NUM_THREADS);
-            words[v] = word_t{};
-            if (ADDS && addresses[v] != nullptr) words[v] = *reinterpret_cast<const word_t*>(addresses[v]);
-        }
-#pragma unroll
-        for (int v = 0; v < AT_A_TIME; ++v) {
-            if (addresses[v] == nullptr) continue;
-            const int i = first + v * NUM_THREADS, row = i / ROW_VECS;
-            float total[OUT_VEC] = {}, y[OUT_VEC];
-            if (computed >> row & 1) {
-#pragma unroll
-                for (int k = 0; k < K_WARPS; ++k) {
-                    float part[OUT_VEC];
-                    load_floats<SUM_VEC>(&partial[k][row][i % ROW_VECS * OUT_VEC], part);
-#pragma unroll
-                    for (int j = 0; j < OUT_VEC; ++j) total[j] += part[j];
-                }
+            for (int v = 0; v < AT_A_TIME; ++v) {
+                writes[v] = find(first_column, first + v * NUM_THREADS, addresses[v]);
+                words[v] = word_t{};
+                if (ADDS && writes[v]) words[v] = *reinterpret_cast<const word_t*>(addresses[v]);
             }
-            out_vec added;
-            added.template word<OUT_VEC>(0) = words[v];
-            added.to_floats(y);
 #pragma unroll
-            for (int j = 0; j < OUT_VEC; ++j) y[j] += total[j] * factor(row);
-            out_vec::from_floats(y).store(addresses[v]);
+            for (int v = 0; v < AT_A_TIME; ++v) {
+                if (!writes[v]) continue;
+                const uint32_t i = first + v * NUM_THREADS, row = i / ROW_VECS;
+                float total[OUT_VEC] = {}, y[OUT_VEC];
+                if (!CLEARS || (computed >> row & 1)) {
+#pragma unroll
+                    for (int k = 0; k < K_WARPS; ++k) {
+                        float part[OUT_VEC];
+                        load_floats<SUM_VEC>(&partial[k][row][i % ROW_VECS * OUT_VEC], part);
+#pragma unroll
+                        for (int j = 0; j < OUT_VEC; ++j) total[j] = k == 0 ? part[j] : total[j] + part[j];
+                    }
+                }
+                out_vec added;
+                added.template word<OUT_VEC>(0) = words[v];
+                added.to_floats(y);
+#pragma unroll
+                for (int j = 0; j < OUT_VEC; ++j) y[j] += total[j] * factor(row);
+                out_vec::from_floats(y).store(addresses[v]);
+            }
         }
-    }
+        if (first_column + step < columns) __syncthreads();  // `partial` has been read
+        first_column += step;
+    } while (first_column < columns);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -254,14 +268,14 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
          const index_t* order,                // [num_tokens]
          const index_t* num_tokens_per_lora,  // [num_counts]
          int64_t num_tokens, int num_loras, int num_counts, int columns, int columns1, int columns2, int columns3,
-         int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride, int64_t x_slice_stride,
-         float scale) {
+         int column_blocks, int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride,
+         int64_t x_slice_stride, float scale) {
     await_previous_kernel();
-    __shared__ int64_t rows[TOKENS];  // the tokens
+    __shared__ int64_t out_rows[TOKENS];
+    __shared__ int64_t x_rows[TOKENS];
     const int lane = threadIdx.x % WARP_SIZE;
     const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
-    const int column_tiles = slices.tiles<COLUMNS>();
-    const int64_t first_token = int64_t(blockIdx.x) / column_tiles * TOKENS;
+    const int64_t first_token = int64_t(blockIdx.x) / column_blocks * TOKENS;
 
     // Lane i of every warp has token i and its adapter.
     int64_t token = first_token + lane;
@@ -274,9 +288,13 @@ lora_mma(out_t* out,                          // [num_tokens, columns] of each s
     const bool has_token = lane < TOKENS && token >= 0 && token < num_tokens;
     const int64_t index = may_have_lora && has_token ? int64_t(indices[token]) : -1;
     const bool has_lora = index >= 0 && index < num_loras;
-    if (threadIdx.x < TOKENS) rows[lane] = token;
-    multiply_rows({token, has_lora ? int(index) : -1, has_token}, rows, rows, slices, int(blockIdx.x % column_tiles),
-                  out, x, size, out_stride, out_slice_stride, x_stride, x_slice_stride, [=](int) { return scale; });
+    if (threadIdx.x < TOKENS) {
+        out_rows[lane] = token * out_stride;
+        x_rows[lane] = token * x_stride;
+    }
+    multiply_rows({token, has_lora ? int(index) : -1, has_token}, out_rows, x_rows, slices,
+                  int(blockIdx.x) % column_blocks, column_blocks, out, x, size, out_slice_stride, x_slice_stride,
+                  [=](int) { return scale; });
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -295,11 +313,11 @@ lora_mma_experts(out_t* out,                             // [num_pairs, columns]
                  const factor_t* topk_weights,           // [num_pairs]
                  int64_t num_pairs, int top_k, int x_top_k, int max_loras, int num_experts, int num_slots,
                  int num_blocks, int block_size, int num_lora_ids, int columns, int columns1, int columns2,
-                 int columns3, int size, int64_t out_stride, int64_t out_slice_stride, int64_t x_stride,
-                 int64_t x_slice_stride) {
+                 int columns3, int column_blocks, int size, int64_t out_stride, int64_t out_slice_stride,
+                 int64_t x_stride, int64_t x_slice_stride) {
     await_previous_kernel();
-    __shared__ int64_t rows[TOKENS];    // the pairs
-    __shared__ int64_t x_rows[TOKENS];  // their rows of x
+    __shared__ int64_t out_rows[TOKENS];
+    __shared__ int64_t x_rows[TOKENS];
     __shared__ float factors[TOKENS];
     const int lane = threadIdx.x % WARP_SIZE;
     const Slices slices = {{weight, weight1, weight2, weight3}, {columns, columns1, columns2, columns3}};
@@ -317,13 +335,18 @@ lora_mma_experts(out_t* out,                             // [num_pairs, columns]
                                                 num_blocks,
                                                 block_size,
                                                 num_lora_ids};
-    const int column_tiles = slices.tiles<COLUMNS>();
-    const LoraRow mine = lists.row<TOKENS>(int(blockIdx.x) / column_tiles, lane);
-    if (threadIdx.x < TOKENS) {
-        rows[lane] = mine.row;
-        x_rows[lane] = mine.row / x_top_k;
-        factors[lane] = HAS_FACTORS && mine.weight >= 0 ? to_float(topk_weights[mine.row]) : 1.0f;
+    for (int item = blockIdx.x;; item += gridDim.x) {
+        const auto tile = lists.template tile<TOKENS>(item / column_blocks);
+        if (item / column_blocks >= tile.count) return;
+        if (item != blockIdx.x) __syncthreads();  // the rows of the tile before have been read
+        const LoraRow mine = lists.template row<TOKENS>(tile, lane);
+        if (threadIdx.x < TOKENS) {
+            out_rows[lane] = mine.row * out_stride;
+            x_rows[lane] = mine.row / x_top_k * x_stride;
+            factors[lane] = HAS_FACTORS && mine.weight >= 0 ? to_float(topk_weights[mine.row]) : 1.0f;
+        }
+        multiply_rows(mine, out_rows, x_rows, slices, item % column_blocks, column_blocks, out, x, size,
+                      out_slice_stride, x_slice_stride, [&](int row) { return factors[row]; });
+        if (K_WARPS > 1) return;
     }
-    multiply_rows(mine, rows, x_rows, slices, int(blockIdx.x) % column_tiles, out, x, size, out_stride,
-                  out_slice_stride, x_stride, x_slice_stride, [&](int row) { return factors[row]; });
 }

@@ -146,7 +146,9 @@ lora_simt_experts(out_t* out,                         // [num_pairs, columns] of
                                                 block_size,
                                                 num_lora_ids};
     const int column_tiles = slices.tiles<COLUMNS>();
-    const LoraRow mine = lists.row<1>(int(blockIdx.x) / column_tiles, 0);
+    const auto tile = lists.template tile<1>(int(blockIdx.x) / column_tiles);
+    if (int(blockIdx.x) / column_tiles >= tile.count) return;
+    const LoraRow mine = lists.template row<1>(tile, 0);
     if (mine.weight < 0) return;  // all threads of the CTA
     const float factor = HAS_FACTORS ? to_float(topk_weights[mine.row]) : 1.0f;
     const Slices::Column at = slices.at(int(blockIdx.x) % column_tiles * COLUMNS);

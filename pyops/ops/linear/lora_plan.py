@@ -130,6 +130,15 @@ class _Tiles:
     def column_tiles(self, problem: _Problem) -> int:
         return -(-problem.num_columns(self.slice_step(problem)) // self.tile_columns)
 
+    def column_blocks(self, problem: _Problem) -> int:
+        """CTAs that share the column tiles of a tile of tokens: the fewest with the least time of the busiest SM, if a
+        CTA takes as long to find its tokens as for a column tile. CTAs that split K have one."""
+        rows, tiles = problem.num_tiles(self.tokens) * self.parts(problem), self.column_tiles(problem)
+        if self.k_warps > 1:
+            return tiles
+        resident = _MIN_BLOCKS * problem.device.num_sms
+        return min(range(1, tiles + 1), key=lambda blocks: -(-rows * blocks // resident) * (1 - (-tiles // blocks)))
+
     def parts(self, problem: _Problem) -> int:
         """CTAs that share the adapters of a tile of tokens and columns while SMs would idle."""
         tiles = problem.num_tiles(self.tokens) * self.column_tiles(problem)
@@ -254,14 +263,17 @@ def launch(
         blocks = problem.grid_tiles(1) * chosen.column_tiles(problem)
         return specialised.launch(grid=blocks, block=_SIMT_THREADS, **arguments)
     num_threads = chosen.k_warps * chosen.n_warps * x.device.warp_size
-    tiles = problem.grid_tiles(chosen.tokens) * chosen.column_tiles(problem)
+    column_blocks = chosen.column_blocks(problem)
+    tiles = problem.grid_tiles(chosen.tokens) * column_blocks
+    if lists is not None and chosen.k_warps == 1:  # tiles in use follow each other, and CTAs take one after another
+        tiles = min(tiles, _MIN_BLOCKS * x.device.num_sms)
     return mma.renamed(**names)(
         **constants,
         INPUT_VEC=input_vec,
         OUT_VEC=check.vector_width(math.gcd(*columns), out),
         NUM_THREADS=num_threads,
         MIN_BLOCKS=_MIN_BLOCKS if vec_size > 1 else 1,
-    ).launch(grid=(tiles, chosen.parts(problem)), block=num_threads, **arguments)
+    ).launch(grid=(tiles, chosen.parts(problem)), block=num_threads, column_blocks=column_blocks, **arguments)
 
 
 def given(weights: Sequence[Any]) -> list[Any]:

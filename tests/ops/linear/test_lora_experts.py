@@ -50,6 +50,7 @@ def _lists(topk_ids: Tensor, mapping: Tensor, block_size: int) -> tuple[Any, ...
     for lora in range(MAX_LORAS):
         if ENABLED[lora] and lora in NAMED:
             ids[lora, counts[lora] :] = 0
+            experts[lora, counts[lora] // block_size :] = 0
     return experts, enabled, None, ids, counts, named, block_size
 
 
