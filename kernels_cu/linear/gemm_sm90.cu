@@ -63,8 +63,8 @@ static_assert(!GATED || (SCALE_BLOCK == 0 && CLUSTER_M <= B_RUNS));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 using tma_store_t = TmaStore<out_t, STORE_COLUMNS>;
-// Promotion: columns of an accumulator, and accumulators of a thread. Two, so that one is promoted while WGMMAs fill the
-// other; more than 128 columns leave registers for one, and the other warpgroup's WGMMAs run while it is promoted.
+// Promotion: columns of an accumulator, and accumulators of a thread. Two, so that one is promoted while WGMMAs fill
+// the other; more than 128 columns leave registers for one, and the other warpgroup's WGMMAs run while it is promoted.
 constexpr int SUM_COLUMNS = SUM_BLOCK > 0 && TILE_N > 192 ? TILE_N / 2 : TILE_N;
 constexpr int BUFFERS = SUM_BLOCK > 0 && TILE_N <= 128 ? 2 : 1;
 // Pieces of a k-tile that are promoted separately: along K, and along N.
@@ -76,7 +76,9 @@ using accum_t = wgmma_sum_t<scalar_t>[M_SLICES][TILE_N / 2];  // a thread's accu
 // Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
+constexpr int PARTS = 1, PART_N = TILE_N, SCALE_RUN = TILE_N;
 #include "block_promotion.cuh"
+constexpr int SCALE_THREADS = 64;  // two warps of the producer's warpgroup
 
 // Rows of the box that loads the last, partial row tile of a.
 DEVICE int tail_rows(int64_t m) { return int((m % TILE_M + 7) / 8 * 8); }
@@ -148,7 +150,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * tma_store_t::BYTES;
     float* scales = reinterpret_cast<float*>(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
     Ring<STAGES> ring(scales + STAGES * STAGE_SCALES);
-    if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER, SCALE_BLOCK > 0 ? 1 + ScaleLoader::THREADS : 1);
+    if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER, SCALE_BLOCK > 0 ? 1 + SCALE_THREADS : 1);
     start_cluster<CLUSTER>();
     await_previous_kernel();
 
@@ -190,7 +192,11 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
         } else if (SCALE_BLOCK > 0 && warp >= 2) {
             const BlockScales blocks{a_scales,     b_scales,           a_scale_step,
                                      b_scale_step, a_scale_block_step, b_scale_block_step};
-            produce([&] { return ScaleLoader(blocks, scales, row, column, tile.first, m, n); });
+            produce([&] {
+                return ScaleLoader<SCALE_THREADS>(
+                    blocks, scales, tile.first, [&](int i) { return min(row * TILE_M + i, int(m) - 1); },
+                    [&](int i) { return min(column * TILE_N + i * SCALE_COLUMNS, int(n) - 1); });
+            });
         }
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
@@ -214,7 +220,6 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
             if (PING_PONG && tile.number != blockIdx.x)
                 named_barrier_sync(PING_PONG_BARRIER + ping_pong_index, 128 * CONSUMERS);
 
-            mainloop_t::accum_t accums[BUFFERS];
             // Stores the tile, or with STREAM_K a part of it. Each warp finds out by itself whether it is the last one
             // of its rows, so the barriers of the warpgroup come before.
             const auto store_tile = [&](accum_t& accum) {
@@ -224,34 +229,16 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
             };
 
             if constexpr (SUM_BLOCK == 0) {
-                mainloop.run(accums[0], tile.first, tile.last, [&] {
+                mainloop_t::accum_t accum;
+                mainloop.run(accum, tile.first, tile.last, [&] {
                     if (PING_PONG && !tile.is_last()) {
                         named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
                     }
                 });
-                store_tile(reinterpret_cast<accum_t&>(accums[0]));  // of the same type without promotion
+                store_tile(reinterpret_cast<accum_t&>(accum));  // of the same type without promotion
             } else {
                 Promotion promotion;
-                Factors factors[BUFFERS];
-                // Issues a piece of a k-tile, and loads the k-tile's scales.
-                const auto issue = [&](int piece, int buffer) {
-                    mainloop.issue(accums[buffer], false, piece);
-                    if (SCALE_BLOCK > 0 && (piece == 0 || BUFFERS > 1)) {
-                        factors[buffer].load(scales + ring.stage * STAGE_SCALES, own_row + warp * 16 + lane / 4);
-                    }
-                };
-                const auto promote = [&](int piece, int buffer) {
-                    promotion.add(accums[buffer], piece, factors[buffer]);
-                };
-                if constexpr (BUFFERS == 1) {
-                    mainloop.run_promoted_at_once(
-                        tile.first, tile.last, [&](int, int piece) { issue(piece, 0); },
-                        [&](int piece) { promote(piece, 0); });
-                } else {
-                    mainloop.run_promoted(
-                        tile.first, tile.last, [&](int, int buffer) { issue(buffer % PIECES, buffer); },
-                        [&](int buffer) { promote(buffer % PIECES, buffer); });
-                }
+                promotion.run(mainloop, scales, own_row + warp * 16 + lane / 4, 0, tile.first, tile.last);
                 store_tile(promotion.promoted);
             }
             if (PING_PONG) {

@@ -23,10 +23,8 @@
 //     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     TILE_M        rows of a tile: 64, 128 or 192
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
-//                   warpgroup. With SCALE_BLOCK a warpgroup's gates share one block scale, and so do its ups; without
-//                   GATED its columns have at most two
+//                   warpgroup
 //     STAGES        k-tiles of the ring in shared memory
-//     BUFFERS       accumulators of a thread, one per k-tile: 2 with SCALE_BLOCK if registers suffice, otherwise 1
 //     GROUP         row tiles of one expert that the tile order takes before the next column
 //     ALIGNED_OUT   whether rows of out are 16-byte aligned
 
@@ -41,22 +39,27 @@ constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_
 // columns of out per part.
 constexpr int PARTS = TILE_M == 64 ? 2 : 1, PART_N = TILE_N / PARTS;
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATED ? PART_N / 2 : PART_N;
-// Whether the columns of a warpgroup may have two block scales; the boundary is at a multiple of 8 columns.
-constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
-constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // block scales of the columns of a warpgroup
+// Promotion: columns of an accumulator, pieces of a k-tile, and accumulators of a thread: two, if registers suffice, so
+// that one is promoted while WGMMAs fill the other.
+constexpr int SUM_COLUMNS = SCALE_BLOCK > 0 && PART_N > 192 ? PART_N / 2 : PART_N, PIECES = PART_N / SUM_COLUMNS;
+constexpr int BUFFERS = SCALE_BLOCK > 0 && CONSUMERS == 2 && PART_N <= 128 ? 2 : 1;
+constexpr int N_PIECES = PIECES, SCALE_RUN = BOX_N;
 // Registers per thread: the consumers take what the producers give up.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 80 : 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 144 : 224;
 
 static_assert(TILE_M == 64 || TILE_M == 128 || TILE_M == 192);
 static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
-static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<wgmma_sum_t<scalar_t>, float>));
-static_assert(!STRADDLES || GATED == 0);
+static_assert(SCALE_BLOCK == 0 || is_same<wgmma_sum_t<scalar_t>, float>);
 
-using mainloop_t = WgmmaMainloop<scalar_t, 1, PART_N, 1, 1, STAGES, STAGE_BYTES, 1, true>;
+using mainloop_t = WgmmaMainloop<scalar_t, 1, SUM_COLUMNS, 1, N_PIECES, STAGES, STAGE_BYTES, 1, true>;
+using accum_t = wgmma_sum_t<scalar_t>[1][PART_N / 2];  // a thread's accumulators of a tile
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
+#include "block_promotion.cuh"
 #include "expert_store.cuh"
+using scale_loader_t = ScaleLoader<128>;
 
-// The producer of a tile, a warpgroup: one thread loads b by TMA, and all threads gather the rows of a by cp.async.
+// The producer of a tile, a warpgroup: one thread loads b by TMA, and all threads gather the rows of a by cp.async, and
+// the block scales.
 struct GatherLoader {
     // Elements of 16 bytes, 16-byte chunks of a row, rows that all threads load at a time, and rows that a thread
     // loads.
@@ -86,7 +89,7 @@ struct GatherLoader {
             if (any_lane(row >= 0)) count = i + 1;
         }
     }
-    DEVICE void load(const Ring<STAGES>& ring, int step) {
+    DEVICE void load(const Ring<STAGES>& ring, int step, scale_loader_t& block_scales) {
         uint8_t* to = shared + ring.stage * STAGE_BYTES;
         if (warp == 0 && elect_one()) {
             mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
@@ -106,66 +109,7 @@ struct GatherLoader {
             if (i < copied) cp_async<16>(own, from[i], valid >> i & 1);
             from[i] += TILE_K;
         }
-        cp_async_mbarrier_arrive_noinc(ring.full());
-    }
-};
-
-// The block scales of a k-tile, for a thread's rows and a warpgroup's columns.
-struct Factors { float rows[2], columns[FACTORS]; };
-
-// The threads' accumulators with SCALE_BLOCK, and the block scales of the k-tiles in flight.
-struct Promotion {
-    float promoted[PART_N / 2];
-    // Addresses of the next k-tile's block scales: for the thread's rows, and for the warpgroup's columns.
-    const float *row_scales[2], *column_scales[FACTORS];
-    int64_t row_step, column_step;  // from each k-tile to the next
-    int own_columns;                // STRADDLES: columns under the first of two scales
-
-    DEVICE
-    Promotion(const BlockScales& scales, const int (&own_rows)[2], int top_k, int first_column, int64_t n, int b_rows)
-        : row_step(scales.a_block_step), column_step(scales.b_block_step) {
-#pragma unroll
-        for (int i = 0; i < PART_N / 2; ++i) promoted[i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) row_scales[i] = scales.a_scales + max(own_rows[i], 0) / top_k * scales.a_step;
-#pragma unroll
-        for (int i = 0; i < FACTORS; ++i) {
-            const int64_t other = STRADDLES ? BOX_N - 1 : n;
-            const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
-            const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-            column_scales[i] = scales.b_scales + block * scales.b_step;
-        }
-        own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);
-    }
-    // The block scales of the current k-tile, or with `advance` of the next one.
-    DEVICE Factors load(bool advance) {
-        Factors factors;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (advance) row_scales[i] += row_step;
-            factors.rows[i] = *row_scales[i];
-        }
-#pragma unroll
-        for (int i = 0; i < FACTORS; ++i) {
-            if (advance) column_scales[i] += column_step;
-            factors.columns[i] = *column_scales[i];
-        }
-        return factors;
-    }
-    // Adds the complete accumulators of a k-tile, times its block scales.
-    DEVICE void add(mainloop_t::accum_t& accum, const Factors& factors) {
-        mainloop_t::fence(accum);
-        float scales[FACTORS][2];
-#pragma unroll
-        for (int i = 0; i < FACTORS * 2; ++i) {
-            scales[i / 2][i % 2] = factors.rows[i % 2] * factors.columns[i / 2];
-        }
-#pragma unroll
-        for (int i = 0; i < PART_N / 2; ++i) {
-            float scale = scales[i / (BOX_N / 2)][i / 2 % 2];
-            if constexpr (STRADDLES) scale = i / 4 * 8 < own_columns ? scale : scales[1][i / 2 % 2];
-            promoted[i] = fmaf(scale, accum[0][i], promoted[i]);
-        }
+        block_scales.load(ring, step);
     }
 };
 
@@ -187,7 +131,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
-    Ring<STAGES> ring(stores + 4 * CONSUMERS * ExpertStore::BYTES);
+    float* scales = reinterpret_cast<float*>(stores + 4 * CONSUMERS * ExpertStore::BYTES);
+    Ring<STAGES> ring(scales + STAGES * STAGE_SCALES);
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
     // Padding rows are never loaded. Rows that are padding now, but were valid in the previous tile, are zeroed again:
     // MMAs on stale data would cost power, which limits the clock of a busy GPU.
@@ -217,9 +162,20 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             if (expert < 0) continue;
             GatherLoader loader{b_map, shared, n, k, warp, own_row, chunk, expert, b_rows, tile_column};
             loader.begin(rows, tile_row, a, a_stride, int(top_k));
+            const BlockScales blocks{a_scales,           b_scales + expert * b_scale_expert_step,
+                                     a_scale_step,       b_scale_step,
+                                     a_scale_block_step, b_scale_block_step};
+            scale_loader_t block_scales(
+                blocks, scales, 0, [&](int i) { return max(rows.row(tile_row * TILE_M + i), 0) / int(top_k); },
+                [&](int i) {
+                    const int of_part = i % PART_SCALES * SCALE_COLUMNS;
+                    const int column = (tile_column * PARTS + i / PART_SCALES) * OUT_N;
+                    const int b_row = GATED == 2 ? 2 * column : column + of_part / BOX_N * int(n);
+                    return min(b_row + of_part % BOX_N, b_rows - 1);
+                });
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.acquire();
-                loader.load(ring, step);
+                loader.load(ring, step, block_scales);
             }
         }
         ring.drain();
@@ -243,35 +199,15 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
                                       int(top_k),   a_scale_step, b_scale_step};
 
-            mainloop_t::accum_t accums[BUFFERS];
             const ExpertStore store{out, out_stride, n, own_store, lane};
             if constexpr (SCALE_BLOCK == 0) {
-                mainloop.run(accums[0], 0, steps, [] {});
-                store.store(accums[0][0], own_rows, epilogue, first_column);
+                mainloop_t::accum_t accum;
+                mainloop.run(accum, 0, steps, [] {});
+                store.store(reinterpret_cast<accum_t&>(accum)[0], own_rows, epilogue, first_column);
             } else {
-                const BlockScales scales{a_scales,     expert_scales,      a_scale_step,
-                                         b_scale_step, a_scale_block_step, b_scale_block_step};
-                Promotion promotion(scales, own_rows, int(top_k), first_column, n, b_rows);
-                // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
-                if constexpr (BUFFERS == 1) {
-                    Factors factors = promotion.load(false), next;
-                    const auto start = [&](int step, int) {
-                        mainloop.issue(accums[0], false);
-                        next = promotion.load(step + 1 < steps);
-                    };
-                    mainloop.run_promoted_at_once(0, steps, start, [&](int) {
-                        promotion.add(accums[0], factors);
-                        factors = next;
-                    });
-                } else {
-                    Factors factors[2];
-                    const auto start = [&](int step, int now) {
-                        mainloop.issue(accums[now], false);
-                        factors[now] = promotion.load(step > 0);
-                    };
-                    mainloop.run_promoted(0, steps, start, [&](int now) { promotion.add(accums[now], factors[now]); });
-                }
-                store.store(promotion.promoted, own_rows, epilogue, first_column);
+                Promotion promotion;
+                promotion.run(mainloop, scales, first_row + warp * 16 + lane / 4, part, 0, steps);
+                store.store(promotion.promoted[0], own_rows, epilogue, first_column);
             }
         }
     }

@@ -66,11 +66,12 @@ def _hopper_us(config: GroupedConfig, shape: GroupedShape, device: Device, rates
     full_waves = -(-round(filled) * columns // device.num_sms)
     rows = shape.rows / max(1.0, filled)
     multiplied = config.tile_n * shape.row_tiles(_PART_ROWS) * _PART_ROWS / max(1.0, filled) / _ROWS
-    mma = rates.mma
+    mma, least = rates.mma, rates.k_tile
     if shape.scales == "block":
-        mma += rates.promoted + (rates.straddling if config.straddles(shape) else 0.0)
+        mma += rates.promoted
+        least += rates.at_once if config.promotes_at_once else 0.0
     loads = rates.l2 * config.tile_n
-    k_tile = rates.k_tile + overlapped(mma * multiplied, loads + (rates.l2 + rates.gather) * rows)
+    k_tile = least + overlapped(mma * multiplied, loads + (rates.l2 + rates.gather) * rows)
     loop = shape.num_k_tiles * (full_waves * k_tile + (waves - full_waves) * (rates.k_tile + loads))
     ends = waves * rates.tile + full_waves * rates.epilogue * multiplied
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + ends

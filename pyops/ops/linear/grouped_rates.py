@@ -18,9 +18,9 @@ class GroupedRates:
         launch: a launch, with the first loads.
         bytes_per_us: bytes from device memory.
         k_tile: grouped_gemm_sm90.cu: a k-tile.
+        at_once: likewise, further with block scales and one set of accumulators of two warpgroups.
         mma: for each row of b of the k-tile, and 128 rows of a: the tensor cores.
-        promoted, straddling: block scales, for each row of b of the k-tile, and 128 rows of a: to promote accumulators;
-            to choose between two scales.
+        promoted: block scales, for each row of b of the k-tile, and 128 rows of a: to promote accumulators.
         l2: for each operand row of the k-tile that comes from the L2 cache.
         gather: for each row of a of the k-tile, further: to copy it alone.
         tile: a tile: to find its expert and its rows.
@@ -40,9 +40,9 @@ class GroupedRates:
     launch: float
     bytes_per_us: float
     k_tile: float
+    at_once: float
     mma: float
     promoted: float
-    straddling: float
     l2: float
     gather: float
     tile: float

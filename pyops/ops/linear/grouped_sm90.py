@@ -21,8 +21,10 @@ _STORE_BYTES = 64 * 128  # bytes of a warpgroup's staging buffer in the epilogue
 _BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
 _MAX_STAGES = 16  # most stages
 _BYTES_IN_FLIGHT = 160 * 1024  # bytes of weights in flight per SM; more are slower (docs/performance/products.md)
-_MAX_BLOCKED_PART = 128  # block scales: most weight rows of a warpgroup, because a thread holds its accumulators twice
-_MAX_PART_OF_THREE = 192  # most weight rows of each of three warpgroups, which have fewer registers
+_MAX_TWO_SETS = 128  # block scales: most weight rows of each of two warpgroups with a second set of accumulators
+# Most weight rows of each of three warpgroups, which have fewer registers: with block scales a thread holds its
+# accumulators twice.
+_MAX_PART_OF_THREE, _MAX_BLOCKED_PART_OF_THREE = 192, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,12 @@ class GroupedConfig:
         """Consumer warpgroups."""
         return max(2, self.tile_m // 64)
 
+    @property
+    def promotes_at_once(self) -> bool:
+        """Whether two warpgroups have one set of accumulators under block scales: only the other one's WGMMAs run while
+        a warpgroup promotes."""
+        return self.consumers == 2 and self.part_n > _MAX_TWO_SETS
+
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedConfig]:
         """Other tiles and orders of tiles."""
         shape, groups = GroupedShape.of(problem), tuning.beside(self.group, 4, 32)
@@ -60,19 +68,20 @@ class GroupedConfig:
         return [one for one in found if one.fits(shape)]
 
     def fits(self, shape: GroupedShape) -> bool:
-        """Whether the tile divides the blocks of the sorted lists, accumulators fit into registers, and columns of a
-        warpgroup have block scales between which the kernel can choose."""
+        """Whether the tile divides the blocks of the sorted lists, accumulators fit into registers, and ups have block
+        scales of their own."""
         if shape.block_size % self.tile_m:
             return False
-        if shape.scales != "block":
-            few = shape.scales == "none" and self.part_n <= _MAX_PART_OF_THREE  # with scales of rows registers spill
-            return self.consumers == 2 or (few and shape.dtype.itemsize == 2)
-        whole = shape.gated != 1 or shape.columns % SCALE_BLOCK == 0
-        return self.part_n <= _MAX_BLOCKED_PART and whole and not (shape.gated and self.straddles(shape))
+        if shape.scales == "block":
+            whole = shape.gated != 1 or shape.columns % SCALE_BLOCK == 0
+            return whole and (self.consumers == 2 or self.part_n <= _MAX_BLOCKED_PART_OF_THREE)
+        few = shape.scales == "none" and self.part_n <= _MAX_PART_OF_THREE  # with scales of rows registers spill
+        return self.consumers == 2 or (few and shape.dtype.itemsize == 2)
 
-    def straddles(self, shape: GroupedShape) -> bool:
-        """Whether the columns of a warpgroup may lie under two block scales."""
-        return shape.scales == "block" and SCALE_BLOCK % (self.part_n // (2 if shape.gated == 1 else 1)) != 0
+    def stage_scales(self, is_gated: bool) -> int:
+        """Block scales of a stage: of the rows, and of the weight rows, up to a multiple of four."""
+        run = self.part_n // (2 if is_gated else 1) | SCALE_BLOCK  # weight rows that follow each other
+        return self.tile_m + -(-self.tile_n // (run & -run) // 4) * 4
 
     def launch(self, problem: GroupedProblem) -> Launch:
         """A persistent grid: at most as many blocks as SMs, or as possible tiles."""
@@ -80,6 +89,7 @@ class GroupedConfig:
         halves = 2 if problem.gated == 1 else 1
         columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
         stage = (self.tile_m + self.tile_n) * K_TILE_BYTES + _BARRIER_BYTES
+        stage += 4 * self.stage_scales(problem.gated == 1) if problem.block_scaled else 0
         most = _BYTES_IN_FLIGHT // (self.tile_n * K_TILE_BYTES)
         stores = self.consumers * _STORE_BYTES
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - stores) // stage, most))
@@ -91,7 +101,6 @@ class GroupedConfig:
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             STAGES=stages,
-            BUFFERS=2 if problem.block_scaled and self.consumers == 2 else 1,
             GROUP=self.group,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(

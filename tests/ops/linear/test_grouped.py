@@ -153,6 +153,8 @@ HOPPER_CASES = [
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
     (GroupedConfig(64, 96), (20, 66, 200, "none", torch.float16)),
+    (GroupedConfig(128, 256), (90, 128, 656, "silu", FP8, "block", 128)),  # one set of accumulators
+    (GroupedConfig(128, 224), (90, 300, 272, "none", FP8, "block", 128)),  # 112 columns per piece
     (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # 80 columns per part, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
