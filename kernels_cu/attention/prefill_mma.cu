@@ -57,6 +57,10 @@
 #include "ragged.cuh"
 #include "sequence_search.cuh"
 
+// RESCALE_THRESHOLD, in units of log 2: the row max is updated only where a logit exceeds it by more, so probabilities
+// reach 2^RESCALE_THRESHOLD.
+constexpr float RESCALE_THRESHOLD = 8.0f;
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, SLICES * VALUE_SIZE]
             float* lse,                                  // [num_heads, num_tokens]
@@ -196,6 +200,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const float unit =
         logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
 
+    bool scale_first = false;  // |row max| exceeds 2^24
     int stage = 0;
     if (start <= last) {
 #pragma unroll
@@ -273,6 +278,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         }
         uint32_t probabilities[ROW_TILES][WARP_TOKENS / 16][SHORT_WORDS];
         uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
+        // Lazy rescaling: each lane compares its own scores. Warps that share rows need the row max of all of them.
+        bool exceeds = COLUMN_WARPS > 1;
         float row_max[ROW_TILES][LANE_ROWS];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
@@ -282,43 +289,51 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             for (int j = 1; j < LOGITS / LANE_ROWS; ++j) {
                 larger = fmaxf(larger, s[r][j / ROW_SUMS][ROW_SUMS * half + j % ROW_SUMS]);
             }
-#pragma unroll
-            for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
-                larger = fmaxf(larger, shfl_xor(larger, mask));
-            }
             row_max[r][half] = larger * factor;
+            exceeds |= row_max[r][half] > max_logit[r][half] + RESCALE_THRESHOLD;
         }
-        exchange.reduce<Max>(row_max, t);
+        if (any_lane(exceeds)) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-            float base[LANE_ROWS], correction[LANE_ROWS];
-            bool shrinks = false;
-            float largest_base = 0.0f;
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+                float& larger = row_max[i / LANE_ROWS][i % LANE_ROWS];
 #pragma unroll
-            for (int half = 0; half < LANE_ROWS; ++half) {
-                const float larger = fmaxf(max_logit[r][half], row_max[r][half]);
-                base[half] = probability_base<scalar_t>(larger);
-                correction[half] = relative_exp2(max_logit[r][half], larger);
-                exp_sum[r][half] *= correction[half];
-                max_logit[r][half] = larger;
-                shrinks |= correction[half] != 1.0f;
-                largest_base = half == 0 ? fabsf(base[half]) : fmaxf(largest_base, fabsf(base[half]));
-            }
-            if (any_lane(shrinks)) {
-#pragma unroll
-                for (int i = 0; i < OUT_SUMS; ++i) {
-                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= correction[i / ROW_SUMS % LANE_ROWS];
+                for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
+                    larger = fmaxf(larger, shfl_xor(larger, mask));
                 }
             }
-            // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor
-            // of all probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are
-            // scaled, and rounded, first.
-            float exact_factor = factor;
-            if (any_lane(largest_base > 0x1p24f)) {
+            exchange.reduce<Max>(row_max, t);
+            float largest_base = 0.0f;
 #pragma unroll
-                for (int i = 0; i < LOGITS; ++i) s[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= factor;
-                exact_factor = 1.0f;
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+                const int r = i / LANE_ROWS, half = i % LANE_ROWS;
+                const float larger = fmaxf(max_logit[r][half], row_max[r][half]);
+                const float correction = relative_exp2(max_logit[r][half], larger);
+                exp_sum[r][half] *= correction;
+                max_logit[r][half] = larger;
+                largest_base = fmaxf(largest_base, fabsf(probability_base<scalar_t>(larger)));
+#pragma unroll
+                for (int j = 0; j < OUT_SUMS / LANE_ROWS; ++j) {
+                    o[r][j / ROW_SUMS][ROW_SUMS * half + j % ROW_SUMS] *= correction;
+                }
             }
+            scale_first = any_lane(largest_base > 0x1p24f);
+        }
+        // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor of all
+        // probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are scaled, and
+        // rounded, first.
+        float exact_factor = factor;
+        if (scale_first) {
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
+                s[i / LOGITS][i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] *= factor;
+            }
+            exact_factor = 1.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            float base[LANE_ROWS];
+#pragma unroll
+            for (int half = 0; half < LANE_ROWS; ++half) base[half] = probability_base<scalar_t>(max_logit[r][half]);
 #pragma unroll
             for (int i = 0; i < LOGITS / 2; ++i) {
                 const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
