@@ -175,7 +175,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const auto place_of = [&](int start, auto find_block) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
-        if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
+        if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return UNSEEN;
         const int64_t block = find_block(token);
         if (block < 0 || block >= num_blocks) return NOWHERE;
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
@@ -247,35 +247,42 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             }
         }
 
-        // Whether every row sees every token.
-        const bool in_view = start + TOKENS - 1 <= oldest_limit && start > before_window(newest);
-        const bool whole = in_view & tiles.is_whole(stage);
         // If plain, s keeps scores instead of logits; the exponential multiplies by `unit`.
-        const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
+        const bool plain = unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
-        if (!plain) {
-            int limits[ROW_TILES][LANE_ROWS], before[ROW_TILES][LANE_ROWS];
-            float slopes[ROW_TILES][LANE_ROWS];
-#pragma unroll
-            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-                const int row = warp_row + i * ROW_STEP + g, r = i / LANE_ROWS, half = i % LANE_ROWS;
-                limits[r][half] = limit_of(row);
-                before[r][half] = before_window(limits[r][half]);
-                slopes[r][half] = HAS_ALIBI ? alibi_slopes[head_of(row)] * LOG2_E : 0.0f;
-            }
+        // Calls f(logit, row tile, half, column) for the lane's elements of s.
+        const auto each_score = [&](auto f) {
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
-                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS),
-                          half = i / ROW_SUMS % LANE_ROWS;
-                const int column = part * WARP_TOKENS + n * PRODUCT_COLUMNS + t + i % ROW_SUMS, token = start + column,
-                          limit = limits[r][half];
-                float& logit = s[r][n][i % PRODUCT_SUMS];
-                logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
-                if (HAS_ALIBI) logit = fmaf(slopes[r][half], float(token - limit), logit);
-                const bool seen = (token <= limit) & (token > before[r][half]) & (places[stage][column] >= 0);
-                if (!seen) logit = minus_infinity();
+                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS);
+                f(s[r][n][i % PRODUCT_SUMS], r, i / ROW_SUMS % LANE_ROWS,
+                  part * WARP_TOKENS + n * PRODUCT_COLUMNS + t + i % ROW_SUMS);
             }
+        };
+        const auto row_of = [&](int r, int half) { return warp_row + (r * LANE_ROWS + half) * ROW_STEP + g; };
+        if (!plain) {
+            each_score([&](float& logit, int r, int half, int column) {
+                logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
+                if constexpr (!HAS_ALIBI) return;
+                const int row = row_of(r, half);
+                const float distance = float(start + column - limit_of(row));
+                logit = fmaf(alibi_slopes[head_of(row)] * LOG2_E, distance, logit);
+            });
         }
+        const auto hide = [&](auto is_hidden) {
+            each_score([&](float& logit, int r, int half, int column) {
+                if (is_hidden(r, half, column)) logit = minus_infinity();
+            });
+        };
+        if (start + TOKENS - 1 > oldest_limit) {
+            hide([&](int r, int half, int column) { return start + column > limit_of(row_of(r, half)); });
+        }
+        if (start <= before_window(newest)) {
+            hide([&](int r, int half, int column) {
+                return start + column <= before_window(limit_of(row_of(r, half)));
+            });
+        }
+        if (!tiles.is_whole(stage)) hide([&](int, int, int column) { return places[stage][column] < 0; });
         uint32_t probabilities[ROW_TILES][WARP_TOKENS / 16][SHORT_WORDS];
         uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
         // Lazy rescaling: each lane compares its own scores. Warps that share rows need the row max of all of them.
@@ -363,7 +370,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, held_values);
         else tiles.load_keys(stage ^ 1, held_keys);
         const bool two_more = start + 2 * TOKENS <= last;
-        const int64_t place = two_more ? place_at(start + 2 * TOKENS) : NOWHERE;
+        const int64_t place = two_more ? place_at(start + 2 * TOKENS) : UNSEEN;
 
         // O += P V.
         scalar_t* const values = tiles.values_at(stage);

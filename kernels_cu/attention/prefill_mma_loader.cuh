@@ -26,7 +26,9 @@ static_assert(STAGES == 1 || (STAGES == 2 && !IN_REGISTERS));
 // With one stage and direct copies, the values of a tile are copied while its scores are computed, and the next keys
 // after that. Otherwise keys and values are copied one tile ahead.
 constexpr bool IS_AHEAD = STAGES == 2 || IN_REGISTERS;
-constexpr int64_t NOWHERE = int64_t(1) << 63;  // invalid offset: negative, and aligned for any access
+// Invalid offsets, negative and aligned for any access: of a token with an invalid block number, and of one that no row
+// of the CTA sees.
+constexpr int64_t NOWHERE = int64_t(1) << 63, UNSEEN = NOWHERE / 2;
 
 using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries and keys: a row for each token
 using values_tile = SwizzledTile<scalar_t, VALUE_CHUNKS>;
@@ -96,8 +98,8 @@ DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, 
 // The tiles of a CTA, and the caches of its KV head.
 struct Tiles {
     unsigned char* shared;  // the queries, then STAGES tiles of keys, then STAGES tiles of values
-    // places: for two tiles, the cache offset of each token's key and then of each token's value, or NOWHERE. holes:
-    // the warps that have met a NOWHERE.
+    // places: for two tiles, the cache offset of each token's key and then of each token's value, or NOWHERE, or
+    // UNSEEN. holes: the warps that have met a NOWHERE.
     int64_t (*places)[2 * TOKENS];
     bool (*holes)[NUM_WARPS];
     const cache_t *key_cache, *value_cache;
@@ -111,11 +113,11 @@ struct Tiles {
 
     // Stores the offset of the key of token i of a tile (thread i < TOKENS), or of its value (thread TOKENS + i).
     DEVICE void note_place(int stage, int64_t place) const {
-        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place < 0);
+        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place == NOWHERE);
         if (threadIdx.x < 2 * TOKENS) places[stage][threadIdx.x] = place;
         if (threadIdx.x % WARP_SIZE == 0) holes[stage][threadIdx.x / WARP_SIZE] = is_hole;
     }
-    // Whether every token of a tile has a valid offset.
+    // Whether every token of a tile that a row sees has a valid offset.
     DEVICE bool is_whole(int stage) const {
         bool whole = true;
 #pragma unroll
@@ -126,9 +128,12 @@ struct Tiles {
     // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
     DEVICE void load_keys(int stage, held_t& held) const {
         const rows_tile keys = keys_at(stage);
+        // No load of a place moves above a copy, so all are loaded before the first copy.
+        int64_t found[ceil_div(TOKENS * CHUNKS, NUM_THREADS)];
+        each_item<TOKENS, CHUNKS>([&](int row, int, int n) { found[n] = places[stage][row]; });
         each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
             const int dim = chunk * 8;
-            const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? places[stage][row] : NOWHERE;
+            const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? found[n] : NOWHERE;
             const cache_t* const from = key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim) + place;
             if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
             else cp_async<16>(item_at<CHUNKS>(keys, row, chunk, n), from, place >= 0);
@@ -179,8 +184,10 @@ struct Tiles {
                 }
             });
         } else {
+            int64_t found[ceil_div(TOKENS * VALUE_CHUNKS, NUM_THREADS)];
+            each_value([&](int row, int, int n) { found[n] = value_places[row]; });
             each_value([&](int row, int chunk, int n) {
-                const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? value_places[row] : NOWHERE;
+                const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? found[n] : NOWHERE;
                 const cache_t* const from = value_cache + chunk * 8 + place;
                 if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
                 else cp_async<16>(item_at<VALUE_CHUNKS>(values_tile{to}, row, chunk, n), from, place >= 0);
