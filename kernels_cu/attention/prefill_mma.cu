@@ -178,8 +178,10 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return UNSEEN;
         const int64_t block = find_block(token);
         if (block < 0 || block >= num_blocks) return NOWHERE;
-        if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
-        return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
+        const int slot = token % BLOCK_SIZE;
+        const int64_t place = is_key ? block * key_block_stride + slot * (PACKED ? X : key_token_stride)
+                                     : block * value_block_stride + slot * (PACKED ? 1 : value_token_stride);
+        return place * int64_t(sizeof(cache_t));
     };
     const auto place_at = [&](int start) { return place_of(start, block_of); };
     held_t held_keys, held_values;
@@ -206,7 +208,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const auto early = [&](int token) { return IS_EARLY && start == 0 ? early_blocks[i] : block_of(token); };
-            if (start + i * TOKENS <= last) tiles.note_place(i, place_of(start + i * TOKENS, early));
+            tiles.note_place(i, place_of(start + i * TOKENS, early));
         }
         __syncthreads();
         tiles.load_keys(0, held_keys);
@@ -369,8 +371,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (!more) cp_async_commit();
         else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, held_values);
         else tiles.load_keys(stage ^ 1, held_keys);
-        const bool two_more = start + 2 * TOKENS <= last;
-        const int64_t place = two_more ? place_at(start + 2 * TOKENS) : UNSEEN;
+        const int64_t place = place_at(start + 2 * TOKENS);
 
         // O += P V.
         scalar_t* const values = tiles.values_at(stage);
@@ -394,7 +395,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
             }
         }
-        if (two_more) tiles.note_place(stage, place);
+        tiles.note_place(stage, place);
     }
     cp_async_wait<0>();
 

@@ -98,7 +98,7 @@ DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, 
 // The tiles of a CTA, and the caches of its KV head.
 struct Tiles {
     unsigned char* shared;  // the queries, then STAGES tiles of keys, then STAGES tiles of values
-    // places: for two tiles, the cache offset of each token's key and then of each token's value, or NOWHERE, or
+    // places: for two tiles, the offset in bytes, in a head of the cache, of each token's key and then of each token's value, or NOWHERE, or
     // UNSEEN. holes: the warps that have met a NOWHERE.
     int64_t (*places)[2 * TOKENS];
     bool (*holes)[NUM_WARPS];
@@ -125,6 +125,11 @@ struct Tiles {
         return whole;
     }
 
+    // The elements of a token at `place`, from those of the first token.
+    static DEVICE const cache_t* elements_at(const cache_t* first, int64_t place) {
+        return reinterpret_cast<const cache_t*>(reinterpret_cast<const char*>(first) + place);
+    }
+
     // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
     DEVICE void load_keys(int stage, held_t& held) const {
         const rows_tile keys = keys_at(stage);
@@ -134,7 +139,8 @@ struct Tiles {
         each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
             const int dim = chunk * 8;
             const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? found[n] : NOWHERE;
-            const cache_t* const from = key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim) + place;
+            const cache_t* const from =
+                elements_at(key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), place);
             if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
             else cp_async<16>(item_at<CHUNKS>(keys, row, chunk, n), from, place >= 0);
         });
@@ -165,14 +171,14 @@ struct Tiles {
                 scalar_t* const run = item_at<TOKENS / 8>(dims_tile{to}, dim, chunk, n);
                 const int64_t place = value_places[chunk * 8];
                 if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
-                    const cache_t* const from = value_cache + dim * BLOCK_SIZE + place;
+                    const cache_t* const from = elements_at(value_cache + dim * BLOCK_SIZE, place);
                     if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, true);
                     else cp_async<16>(run, from);
                 } else {  // a value that no row sees may be NaN, and 0 * NaN is NaN
                     Vec<cache_t, 8> run_of = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];
-                        if (at >= 0) run_of.data[k] = value_cache[at + dim * BLOCK_SIZE];
+                        if (at >= 0) run_of.data[k] = *elements_at(value_cache + dim * BLOCK_SIZE, at);
                     }
                     if constexpr (IN_REGISTERS) {
 #pragma unroll
@@ -188,7 +194,7 @@ struct Tiles {
             each_value([&](int row, int, int n) { found[n] = value_places[row]; });
             each_value([&](int row, int chunk, int n) {
                 const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? found[n] : NOWHERE;
-                const cache_t* const from = value_cache + chunk * 8 + place;
+                const cache_t* const from = elements_at(value_cache + chunk * 8, place);
                 if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
                 else cp_async<16>(item_at<VALUE_CHUNKS>(values_tile{to}, row, chunk, n), from, place >= 0);
             });
