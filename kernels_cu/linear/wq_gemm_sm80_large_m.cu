@@ -9,7 +9,8 @@
 //
 // Warps: WARPS_M x WARPS_N warps share a tile of BLOCK_M rows and BLOCK_N columns of out; a warp has TILE_M rows and
 // TILE_N columns of it. A CTA takes a tile of each wave, down the rows of the same columns first. CUT: the last,
-// partial wave is scheduled by stream-K (stream_k.cuh).
+// partial wave is scheduled by stream-K (stream_k.cuh). WARPS_K teams of such warps take every WARPS_K-th k-tile, and
+// add up their accumulators in shared memory.
 //
 // GROUPED: rows of out belong to experts, each with its own weight. Rows of a tile are slots of the lists that
 // moe_align_block_size has written (grouped.cuh): row t of out is row t / top_k of a times the weight of its block's
@@ -39,7 +40,8 @@
 //     TILE_M        rows of a warp: a multiple of 16
 //     TILE_N        columns of a warp: 64
 //     WARPS_M, WARPS_N    warps along both: WARPS_M is 1 or 2
-//     STAGES        k-tiles in shared memory: 2 or more
+//     WARPS_K       teams of these warps, which split K: 1 with experts
+//     STAGES        k-tiles of a team in shared memory: 2 or more
 //     CUT           whether the last wave is scheduled by stream-K: not with experts
 //     MIN_BLOCKS    CTAs per SM that the registers must allow
 //     GROUPED, ROUTED    whether rows belong to experts, and have routing weights; BLOCK_M divides block_size
@@ -51,10 +53,12 @@ constexpr bool SHORT_STEPS = true;
 #include "stream_k.cuh"
 #include "wq_fragment.cuh"
 
-constexpr int NUM_WARPS = WARPS_M * WARPS_N, NUM_THREADS = NUM_WARPS * 32;
+// Warps with the same rows of w.
+constexpr int TEAM_WARPS = WARPS_M * WARPS_N, TEAM_THREADS = TEAM_WARPS * 32;
+constexpr int NUM_THREADS = WARPS_K * TEAM_THREADS;
 constexpr int BLOCK_M = WARPS_M * TILE_M, BLOCK_N = WARPS_N * TILE_N;
 // A thread copies its chunk, 16 bytes of K, of rows of a with this stride.
-constexpr int ROWS_APART = NUM_THREADS / A_CHUNKS;
+constexpr int ROWS_APART = TEAM_THREADS / A_CHUNKS;
 #include "operand_rows.cuh"
 
 // A stage in shared memory: rows of a, quants, scales of the groups, zero points.
@@ -80,9 +84,9 @@ constexpr bool IS_SIGNED = K_MAJOR && BITS == 8 && !HAS_SCALES;
 static_assert(TILE_N == 64 && TILE_M % 16 == 0 && A_CHUNKS == 8 && sizeof(out_t) == 2);
 static_assert(PARTS % GROUPS == 0 && (PARTS % 2 == 0 || !AHEAD));
 static_assert(Unit::COPIES % WARPS_M == 0 && STAGES >= 2 &&
-              NUM_WARPS * STORE_ROWS * STORE_PITCH * 2 <= BLOCK_STAGE_BYTES * STAGES);
+              TEAM_WARPS * STORE_ROWS * STORE_PITCH * 2 <= BLOCK_STAGE_BYTES * STAGES);
 static_assert(!IS_SPARSE && BITS != 3 && !HELD && (K_MAJOR || !GATED) && BIAS <= 1 && AZP == 0);
-static_assert(GROUPED ? !CUT : !ROUTED && !K_MAJOR);
+static_assert(GROUPED ? !CUT && WARPS_K == 1 : !ROUTED && !K_MAJOR);
 
 // Without experts, too: rows then have no routing weight, and are those of a.
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
@@ -227,8 +231,8 @@ struct StageOffsets {
     int a_to, own_quants, own_rows, quants_to[Unit::COPIES / WARPS_M], words_at[Unit::READS];
 
     DEVICE StageOffsets() {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        a_to = Rows::place(threadIdx.x / A_CHUNKS, threadIdx.x % A_CHUNKS);
+        const int thread = threadIdx.x % TEAM_THREADS, warp = thread / 32, lane = thread % 32;
+        a_to = Rows::place(thread / A_CHUNKS, thread % A_CHUNKS);
         own_rows = warp / WARPS_N * (TILE_M * ROW_BYTES);
         own_quants = BLOCK_QUANTS_AT + warp % WARPS_N * (UNITS * UNIT_BYTES);
 #pragma unroll
@@ -254,7 +258,7 @@ struct TileCopies {
         for (int i = 0; i < BLOCK_M / ROWS_APART; ++i) {
             cp_async<16>(stage + at.a_to + i * (ROWS_APART * ROW_BYTES), rows.row(i), rows.exists(i));
         }
-        rows.advance(STEP_K);
+        rows.advance(WARPS_K * STEP_K);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
 #pragma unroll
@@ -263,13 +267,14 @@ struct TileCopies {
             }
             quants += Unit::unit_words(pitch);
         }
+        quants += (WARPS_K - 1) * UNITS * Unit::unit_words(pitch);
         const int first_group = GROUP_SIZE > 0 ? int(int64_t(step) * STEP_K / max(1, GROUP_SIZE)) : 0;
         // `bytes` of each block, for each group.
         const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
             const int group_pieces = max(1, WARPS_N * bytes / 16), blocks = int(n / TILE_N);
 #pragma unroll
-            for (int first = 0; first < GROUPS * group_pieces; first += NUM_THREADS) {
-                const int i = first + threadIdx.x, group = i / group_pieces, piece = i % group_pieces;
+            for (int first = 0; first < GROUPS * group_pieces; first += TEAM_THREADS) {
+                const int i = first + threadIdx.x % TEAM_THREADS, group = i / group_pieces, piece = i % group_pieces;
                 if (i >= GROUPS * group_pieces) continue;
                 const int64_t block = int64_t(first_group + group) * blocks + first_block;
                 cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + block * bytes + piece * 16,
@@ -286,9 +291,10 @@ struct TileCopies {
 template <typename Copies, typename Terms>
 DEVICE void multiply_tile(accum_t& accum, Copies& copies, Terms& terms, uint8_t* shared, const StageOffsets& at,
                           const quants_t& decode, int first, int steps) {
-    const auto stage_of = [&](int step) { return shared + step % STAGES * BLOCK_STAGE_BYTES; };
+    const int team = threadIdx.x / TEAM_THREADS;
+    const auto stage_of = [&](int step) { return shared + (step % STAGES * WARPS_K + team) * BLOCK_STAGE_BYTES; };
     const auto copy = [&](int step) {
-        if (step < steps) copies.load(stage_of(step), at, first + step);
+        if (step < steps) copies.load(stage_of(step), at, (first + step) * WARPS_K + team);
         cp_async_commit();
     };
     // Afterwards the warp can read the next stage, and the stage before the present one can be filled.
@@ -325,6 +331,34 @@ DEVICE void multiply_tile(accum_t& accum, Copies& copies, Terms& terms, uint8_t*
     }
     cp_async_wait<0>();
     __syncthreads();
+}
+
+// Adds the accumulators of the other teams to those of the first.
+DEVICE void add_teams(accum_t& accum, uint8_t* shared) {
+    static_assert(WARPS_K == 1 || FRAGMENTS * TEAM_THREADS * 16 <= WARPS_K * STAGES * BLOCK_STAGE_BYTES);
+    if constexpr (WARPS_K == 1) return;
+    using four_t = Vec<float, 4>;
+    const int team = threadIdx.x / TEAM_THREADS;
+    four_t* const fours = reinterpret_cast<four_t*>(shared) + threadIdx.x % TEAM_THREADS;
+#pragma unroll 1
+    for (int other = 1; other < WARPS_K; ++other) {
+        if (team == other) {
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) {
+                fours[i * TEAM_THREADS] = four_t{{accum[i][0], accum[i][1], accum[i][2], accum[i][3]}};
+            }
+        }
+        __syncthreads();
+        if (team == 0) {
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) {
+                const four_t four = fours[i * TEAM_THREADS];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) accum[i][j] += four.data[j];
+            }
+        }
+        __syncthreads();
+    }
 }
 
 // Applies the epilogue to the accumulators of a warp and stores them, from column `own_column` of out on. row_of(i) is
@@ -391,22 +425,24 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
     extern __shared__ uint4 memory[];
     __shared__ int row_ids[BLOCK_M];  // GROUPED: rows of out; -1: padding
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
-    const int warp_m = threadIdx.x / 32 / WARPS_N, warp_n = threadIdx.x / 32 % WARPS_N;
-    const int row = threadIdx.x / A_CHUNKS, chunk = threadIdx.x % A_CHUNKS;
+    const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS;
+    const int warp_m = thread / 32 / WARPS_N, warp_n = thread / 32 % WARPS_N;
+    const int row = thread / A_CHUNKS, chunk = thread % A_CHUNKS;
     const int64_t pitch = Unit::pitch(n, k);
     const int64_t in_use = GROUPED ? min(m, int64_t(max(*num_tokens_post_pad, 0))) : m;
     const int row_tiles = int((in_use + BLOCK_M - 1) / BLOCK_M), column_tiles = int((n + BLOCK_N - 1) / BLOCK_N);
     const StageOffsets at;
     const quants_t decode;
 
-    CutTile<CUT> tile(row_tiles * column_tiles, 0, int(k / STEP_K), int(sharers));
+    CutTile<CUT> tile(row_tiles * column_tiles, 0, int(k / (WARPS_K * STEP_K)), int(sharers));
     for (; tile.exists(); tile.advance()) {
         const int row_tile = tile.number % row_tiles;
         const int64_t first_row = int64_t(row_tile) * BLOCK_M;
         const int64_t first_column = int64_t(tile.number / row_tiles) * BLOCK_N;
         // Warps without columns multiply the last ones, and store nothing.
         const int64_t own_column = first_column + warp_n * TILE_N;
-        const int64_t unit = int64_t(tile.first) * UNITS, first_k = int64_t(tile.first) * STEP_K + chunk * 8;
+        const int64_t step = int64_t(tile.first) * WARPS_K + team;
+        const int64_t unit = step * UNITS, first_k = step * STEP_K + chunk * 8;
         __syncthreads();  // the previous tile is stored from shared memory
         int64_t expert = 0;
         if constexpr (GROUPED) {
@@ -435,7 +471,8 @@ wq_gemm_sm80_large_m(out_t* out,                 // [M, N]
         accum_t accum = {};
         StagedTerms terms;
         multiply_tile(accum, copies, terms, shared, at, decode, tile.first, tile.last - tile.first);
-        if (!tile.template complete<NUM_WARPS>(accum, partial, arrived)) continue;
+        add_teams(accum, shared);
+        if (team > 0 || !tile.template complete<TEAM_WARPS>(accum, partial, arrived)) continue;
         if (own_column >= n) continue;
         // Per expert: one scale of the whole weight (as a_scales), a scale of each column, and a bias.
         const epilogue_t epilogue{topk_weights,

@@ -117,24 +117,26 @@ def large_refusal(shape: PackedShape, device: Device) -> str | None:
 def large_k_tile_us(
     config: LargeGeometry, of_column: float, rows: float, ctas: int, rates: PackedRates, code: float = 1.0
 ) -> float:
-    """The time of a k-tile of each of the `ctas` CTAs of an SM; a tile has `rows` rows of a.
+    """The time of a k-tile of each team of the `ctas` CTAs of an SM; a tile has `rows` rows of a.
 
     `of_column`: bytes of a column of the weight for each row of it. `code`: factor on its dequantization.
     """
-    of_weight = of_column * config.columns * packed_large.STEP  # bytes of a k-tile
+    teams = config.warps_k
+    of_weight = of_column * config.columns * packed_large.STEP * teams  # bytes of a k-tile
     idle = 1 + rates.mma_idle / (ctas * config.warps)
-    mma = rates.large_mma * config.rows * config.columns * idle
+    mma = rates.large_mma * config.rows * config.columns * teams * idle
     # Each warp reads its rows of a and its quants.
     reads = config.warps * config.tile_m * K_TILE_BYTES + config.warps_m * of_weight
-    shared = rates.large_shared * (config.rows * K_TILE_BYTES + of_weight + reads)
+    shared = rates.large_shared * (config.rows * teams * K_TILE_BYTES + of_weight + reads)
     code *= rates.large_code * config.warps * packed_large.COLUMNS * idle
-    loads = rates.l2 * (rows + of_weight / K_TILE_BYTES)
+    loads = rates.l2 * (rows * teams + of_weight / K_TILE_BYTES)
     return rates.large_k_tile + ctas * overlapped(mma, shared, code, loads)
 
 
 def large_end_us(config: LargeGeometry, rows: float, ctas: int, rates: PackedRates) -> float:
-    """What it takes to begin and store these tiles."""
-    return rates.tile + rates.epilogue * rows * ctas * config.columns / 128
+    """What it takes to begin and store these tiles, and to add up the accumulators of their teams."""
+    added = 8 * rates.large_shared * config.rows * config.columns * (config.warps_k - 1)  # bytes written and read
+    return rates.tile + ctas * (rates.epilogue * rows * config.columns / 128 + added)
 
 
 def large_experts_us(
@@ -150,7 +152,8 @@ def large_experts_us(
 
 
 def _large_us(config: PackedLargeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    k_tiles, ctas, rows = shape.k // packed_large.STEP, config.min_blocks, min(shape.m, config.rows)
+    k_tiles, ctas = shape.k // (packed_large.STEP * config.warps_k), config.min_blocks
+    rows = min(shape.m, config.rows)
     full, rest = config.waves(shape.m, shape.n, device)
     sharers = config.num_sharers(rest, k_tiles, device)
     k_tile = large_k_tile_us(config, shape.weight_bytes / (shape.n * shape.k), rows, ctas, rates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
@@ -23,6 +23,7 @@ _MAX_ROWS_OF_2_BITS, _MAX_ROWS_OF_WORDS = 32, 48
 _MIN_WARP_ROWS = 32  # fewest rows of a warp: for fewer, dequantization takes longer than MMAs
 _MAX_STAGES = 4  # most k-tiles in shared memory
 _MAX_PARTS = 8  # stream-K: most CTAs for a tile of the last wave
+_WARPS = (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 4, 2)  # warps of a CTA along M and N, and teams of them along K
 _MORE_ROW_TILES = 2  # numbers of row tiles that come into question, from the fewest on
 _EXPERT_WARP_ROWS = 16, 32, 48, 64  # experts: rows of a warp
 EXPERT_WARPS_N = 4  # experts: warps of a CTA along N; with two, tiles of 64 rows would spill
@@ -38,22 +39,25 @@ class LargeGeometry:
         tile_m: rows of a warp.
         warps_m, warps_n: warps of a CTA along M and N; each has 64 columns.
         min_blocks: CTAs per SM; bounds the registers.
+        warps_k: teams of these warps, which split K; 1 with experts.
     """
 
     tile_m: int
     warps_m: int
     warps_n: int
     min_blocks: int
+    warps_k: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         rows = self.tile_m % 16 == 0 and 16 <= self.tile_m <= _MAX_WARP_ROWS
-        warps = self.warps_m in (1, 2) and self.warps_n in (2, 4) and self.warps * self.min_blocks <= 8
+        warps = self.warps_m in (1, 2) and self.warps_n in (2, 4) and self.warps_k in (1, 2, 4)
+        warps = warps and self.warps * self.min_blocks <= 8
         if not (rows and warps and self.min_blocks > 0):
             raise ValueError(f"no geometry of wq_gemm_sm80_large_m.cu: {self}")
 
     @property
     def warps(self) -> int:
-        return self.warps_m * self.warps_n
+        return self.warps_m * self.warps_n * self.warps_k
 
     @property
     def rows(self) -> int:
@@ -66,8 +70,8 @@ class LargeGeometry:
         return self.warps_n * COLUMNS
 
     def stage_bytes(self, column_bits: int) -> int:
-        """Bytes of a k-tile in shared memory: rows of a, and `column_bits` of each column of the weight."""
-        return self.rows * STEP * 2 + column_bits * self.columns // 8
+        """Bytes of a k-tile of each team in shared memory: rows of a, and `column_bits` of each column of the weight."""
+        return self.warps_k * (self.rows * STEP * 2 + column_bits * self.columns // 8)
 
     def stages_of(self, column_bits: int, device: Device, *, of_experts: bool) -> int:
         """k-tiles in shared memory, with experts next to the rows of the tile."""
@@ -81,6 +85,7 @@ class LargeGeometry:
             "TILE_N": COLUMNS,
             "WARPS_M": self.warps_m,
             "WARPS_N": self.warps_n,
+            "WARPS_K": self.warps_k,
             "HELD": False,
             "MIN_BLOCKS": self.min_blocks,
         }
@@ -112,6 +117,7 @@ class PackedLargeConfig(LargeGeometry):
             warps_n=(2, 4),
             min_blocks=(1, 2),
             sharers=(1, 2, 4, 8) if experts is None else (1,),
+            warps_k=(1, 2) if experts is None else (1,),
         )
         fitting = (one for one in found if one.fits(shape, device, of_experts=experts is not None))
         return [one for one in fitting if experts is None or experts.lists.block_size % one.rows == 0]
@@ -128,7 +134,12 @@ class PackedLargeConfig(LargeGeometry):
     def fits(self, shape: PackedShape, device: Device, *, of_experts: bool = False) -> bool:
         """Whether registers and shared memory suffice."""
         stages = self.stages_of(_column_bits(shape), device, of_experts=of_experts)
-        return stages >= 2 and self.tile_m <= max_warp_rows(shape)
+        # The accumulators of a team pass through the memory of the stages.
+        adds = self.warps_k == 1 or (
+            shape.k % (self.warps_k * STEP) == 0
+            and self.rows * self.columns * 4 <= stages * self.stage_bytes(_column_bits(shape))
+        )
+        return stages >= 2 and adds and self.tile_m <= max_warp_rows(shape)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A persistent grid."""
@@ -136,7 +147,7 @@ class PackedLargeConfig(LargeGeometry):
         column_bits = _column_bits(shape)
         stages = self.stages_of(column_bits, device, of_experts=problem.experts is not None)
         full, rest = self.waves(problem.places, weight.n, device)
-        sharers = self.num_sharers(rest, weight.k // STEP, device)
+        sharers = self.num_sharers(rest, weight.k // (self.warps_k * STEP), device)
         parts = rest + sharers - 1 if sharers > rest else 0  # parts of all stream-K tiles
         kernel = problem.kernel(_wq_gemm_sm80_large_m)
         launch = kernel(
@@ -149,7 +160,7 @@ class PackedLargeConfig(LargeGeometry):
             self.warps * 32,
             stages * self.stage_bytes(column_bits),
             partial=Scratch(parts * self.rows * self.columns * 4) if parts else 0,
-            arrived=Scratch(rest * self.warps * 4, zeroed=True) if parts else 0,
+            arrived=Scratch(rest * self.warps // self.warps_k * 4, zeroed=True) if parts else 0,
             sharers=max(1, sharers),
             **problem.arguments(kernel),
         )
@@ -157,19 +168,20 @@ class PackedLargeConfig(LargeGeometry):
 
 
 def configs(shape: PackedShape, device: Device) -> Iterator[PackedLargeConfig]:
-    """Tiles of equal rows, of the fewest row tiles or of one more; the last wave whole, or by stream-K."""
-    for warps_m, warps_n in (2, 4), (1, 4), (1, 2):
+    """Tiles of equal rows, of the fewest row tiles or of one more; K split over teams; the last wave whole, or by
+    stream-K."""
+    for warps_m, warps_n, warps_k in _WARPS:
         fewest = -(-shape.m // (warps_m * max_warp_rows(shape)))
         counts = range(fewest, fewest + _MORE_ROW_TILES)
         rows = {max(_MIN_WARP_ROWS, -(-shape.m // (16 * warps_m * count)) * 16) for count in counts}
         for tile_m in sorted(rows):
-            one = _filling(tile_m, warps_m, warps_n)
+            one = _filling(tile_m, warps_m, warps_n, warps_k)
             if not one.fits(shape, device):
                 continue
             rest = one.waves(shape.m, shape.n, device)[1]
             for sharers in (1, 2, 4, 8):
                 cut = replace(one, sharers=sharers)
-                if sharers == 1 or cut.num_sharers(rest, shape.k // STEP, device) > rest:
+                if sharers == 1 or cut.num_sharers(rest, shape.k // (STEP * warps_k), device) > rest:
                     yield cut
 
 
@@ -194,9 +206,9 @@ def blocks_of(warps: int) -> int:
     return _THREADS // (32 * warps)
 
 
-def _filling(tile_m: int, warps_m: int, warps_n: int) -> PackedLargeConfig:
+def _filling(tile_m: int, warps_m: int, warps_n: int, warps_k: int = 1) -> PackedLargeConfig:
     """The config with as many CTAs as an SM takes."""
-    return PackedLargeConfig(tile_m, warps_m, warps_n, blocks_of(warps_m * warps_n))
+    return PackedLargeConfig(tile_m, warps_m, warps_n, blocks_of(warps_m * warps_n * warps_k), warps_k=warps_k)
 
 
 def _column_bits(shape: PackedShape) -> int:

@@ -70,6 +70,7 @@ CHOICES = [
     ("sm_90", 8192, 4992, 4096, replace(_WAVE, sharers=2)),  # an odd number of tiles side by side
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(8, 64, 8, 1, 2)),
     ("sm_80", 64, 28672, 4096, PackedLargeConfig(64, 1, 4, 2, 2)),
+    ("sm_80", 64, 24576, 4096, PackedLargeConfig(64, 1, 4, 1, warps_k=2)),
     ("sm_86", 256, 28672, 4096, PackedLargeConfig(64, 2, 4, 1, 8)),
     ("sm_80", 1000, 4096, 4096, PackedLargeConfig(64, 2, 4, 1, 4)),
     ("sm_75", 256, 28672, 4096, DequantizeConfig),

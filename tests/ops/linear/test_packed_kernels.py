@@ -110,6 +110,8 @@ LARGE = [
     (marlin, 4, PackedLargeConfig(16, 1, 2, 2, 4), 13, 192, 448, 28),  # four groups in a k-tile; stream-K
     (marlin, 8, PackedLargeConfig(48, 1, 2, 4, 2), 40, 64, 320, 5),
     (allspark, 8, PackedLargeConfig(32, 1, 2, 1), 20, 192, 128, 1),
+    (marlin, 4, PackedLargeConfig(32, 1, 2, 1, 2, warps_k=2), 30, 192, 384, 6),  # two teams; stream-K
+    (exllama, 4, PackedLargeConfig(16, 1, 2, 1, warps_k=4), 13, 128, 512, 4),
     (gptq, 4, PackedLargeConfig(64, 1, 2, 1), 64, 128, 192, 6),  # two groups in a k-tile
     (exllama, 8, PackedLargeConfig(16, 2, 2, 1), 30, 128, 128, 1),
     (gptq, 2, PackedLargeConfig(16, 2, 2, 1, 3), 70, 64, 320, 5),
