@@ -21,6 +21,7 @@
 // TOKENS keys. It computes the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it
 // computes the current one.
 // With one stage, it copies the values of a tile during Q K^T, and the next keys during P V, as FlashAttention-2 does.
+// Copies stand after the operands of the first MMAs. Tiles past the last one are zeros.
 // Where copies are held (async.cuh), and to convert an fp8 cache, it copies the next tile to registers, stores keys
 // after the scores are computed, and values after P V of the previous tile. MMAs are those of product.cuh;
 // probabilities are rounded to T, which represents every fp8 value.
@@ -57,9 +58,9 @@
 #include "ragged.cuh"
 #include "sequence_search.cuh"
 
-// RESCALE_THRESHOLD, in units of log 2: the row max is updated only where a logit exceeds it by more, so probabilities
-// reach 2^RESCALE_THRESHOLD.
-constexpr float RESCALE_THRESHOLD = 8.0f;
+// MAX_TILE_SUM: largest sum of a lane's probabilities of a row and KV tile; where it is larger, the row max is updated.
+// So probabilities reach 2^8. In bfloat16, accumulators of the largest values stay finite up to 2^24 tokens.
+constexpr float MAX_TILE_SUM = 256.0f / FULL_SCALE<scalar_t>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, SLICES * VALUE_SIZE]
@@ -211,18 +212,23 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             tiles.note_place(i, place_of(start + i * TOKENS, early));
         }
         __syncthreads();
-        tiles.load_keys(0, held_keys);
+        Tiles::places_t found;
+        tiles.find_keys(0, found);
+        tiles.load_keys(0, found, held_keys);
         tiles.store_keys(held_keys);
-        if constexpr (IS_AHEAD) tiles.load_values(0, held_values);
+        if constexpr (IS_AHEAD) {
+            tiles.find_values(0, found);
+            tiles.load_values(0, found, held_values);
+        }
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         tiles.store_values(held_values);
-        if constexpr (!IS_AHEAD) tiles.load_values(stage, held_values);
-        else if (more) tiles.load_keys(stage ^ 1, held_keys);
-        else cp_async_commit();
+        Tiles::places_t found;
+        if constexpr (IS_AHEAD) tiles.find_keys(stage ^ 1, found);
+        else tiles.find_values(stage, found);
 
         // S = Q K^T: ROW_TILES tiles of 16 rows, WARP_TOKENS columns.
         const rows_tile keys = tiles.keys_at(stage);
@@ -241,6 +247,10 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             for (int n = 0; n < WARP_TOKENS / 16; ++n) {
                 uint32_t b[SHORT_WORDS];
                 load_columns(b, keys, part * WARP_TOKENS + n * 16, step, lane);
+                if (step == 0 && n == WARP_TOKENS / 16 - 1) {
+                    if constexpr (IS_AHEAD) tiles.load_keys(stage ^ 1, found, held_keys);
+                    else tiles.load_values(stage, found, held_values);
+                }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     product<scalar_t>(s[r][COLUMN_TILES * n], a[r], b, 0);
@@ -287,21 +297,58 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (!tiles.is_whole(stage)) hide([&](int, int, int column) { return places[stage][column] < 0; });
         uint32_t probabilities[ROW_TILES][WARP_TOKENS / 16][SHORT_WORDS];
         uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
-        // Lazy rescaling: each lane compares its own scores. Warps that share rows need the row max of all of them.
-        bool exceeds = COLUMN_WARPS > 1;
-        float row_max[ROW_TILES][LANE_ROWS];
+        // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor of
+        // all probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are scaled,
+        // and rounded, first.
+        float exact_factor = factor;
+        const auto scale_scores = [&] {
+            each_score([&](float& score, int, int, int) { score *= exact_factor; });
+            exact_factor = 1.0f;
+        };
+        if (scale_first) scale_scores();
+        // Computes the probabilities relative to the row max, and the lane's row sums of them.
+        float sums[ROW_TILES][LANE_ROWS];
+        const auto exponentials = [&] {
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-            const int r = i / LANE_ROWS, half = i % LANE_ROWS;
-            float larger = s[r][0][ROW_SUMS * half];
+            for (int r = 0; r < ROW_TILES; ++r) {
+                float base[LANE_ROWS];
 #pragma unroll
-            for (int j = 1; j < LOGITS / LANE_ROWS; ++j) {
-                larger = fmaxf(larger, s[r][j / ROW_SUMS][ROW_SUMS * half + j % ROW_SUMS]);
+                for (int half = 0; half < LANE_ROWS; ++half) {
+                    // Next to a row max of -inf, any logit gives infinity.
+                    base[half] = probability_base<scalar_t>(fmaxf(max_logit[r][half], -FLOAT_MAX));
+                    sums[r][half] = 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < LOGITS / 2; ++i) {
+                    const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
+                    const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
+                    const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
+                    sums[r][half] += low + high;
+                    const int k = n / COLUMN_TILES, word = n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair;
+                    probabilities[r][k][word] = pack_pair<scalar_t>(low, high);
+                    if constexpr (P_HI_LO) {
+                        float low_hi, high_hi;
+                        unpack_pair<scalar_t>(probabilities[r][k][word], low_hi, high_hi);
+                        p_lo[r][k][word] = pack_pair<scalar_t>(low - low_hi, high - high_hi);
+                    }
+                }
             }
-            row_max[r][half] = larger * factor;
-            exceeds |= row_max[r][half] > max_logit[r][half] + RESCALE_THRESHOLD;
+        };
+        // Lazy rescaling: a row sum shows whether a logit exceeds the row max by far. Then the row max is updated, and
+        // the probabilities are computed again. Warps that share rows update it always, because they need the same one.
+        bool exceeds = COLUMN_WARPS > 1;
+        if constexpr (COLUMN_WARPS == 1) {
+            exponentials();
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+                exceeds |= !(sums[i / LANE_ROWS][i % LANE_ROWS] <= MAX_TILE_SUM);
+            }
         }
         if (any_lane(exceeds)) {
+            float row_max[ROW_TILES][LANE_ROWS];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) row_max[i / LANE_ROWS][i % LANE_ROWS] = minus_infinity();
+            each_score([&](float score, int r, int half, int) { row_max[r][half] = fmaxf(row_max[r][half], score); });
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
                 float& larger = row_max[i / LANE_ROWS][i % LANE_ROWS];
@@ -309,6 +356,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
                     larger = fmaxf(larger, shfl_xor(larger, mask));
                 }
+                larger *= exact_factor;
             }
             exchange.reduce<Max>(row_max, t);
             float largest_base = 0.0f;
@@ -325,52 +373,30 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                     o[r][j / ROW_SUMS][ROW_SUMS * half + j % ROW_SUMS] *= correction;
                 }
             }
-            scale_first = any_lane(largest_base > 0x1p24f);
-        }
-        // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor of all
-        // probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are scaled, and
-        // rounded, first.
-        float exact_factor = factor;
-        if (scale_first) {
-#pragma unroll
-            for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
-                s[i / LOGITS][i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] *= factor;
+            if (!scale_first && any_lane(largest_base > 0x1p24f)) {
+                scale_first = true;
+                scale_scores();
             }
-            exact_factor = 1.0f;
+            exponentials();
         }
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-            float base[LANE_ROWS];
+        for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+            const int r = i / LANE_ROWS, half = i % LANE_ROWS;
+            exp_sum[r][half] += sums[r][half];
+        }
 #pragma unroll
-            for (int half = 0; half < LANE_ROWS; ++half) base[half] = probability_base<scalar_t>(max_logit[r][half]);
-#pragma unroll
-            for (int i = 0; i < LOGITS / 2; ++i) {
-                const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
-                const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
-                const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
-                exp_sum[r][half] += low + high;
-                const int k = n / COLUMN_TILES, word = n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair;
-                probabilities[r][k][word] = pack_pair<scalar_t>(low, high);
-                if constexpr (P_HI_LO) {
-                    float low_hi, high_hi;
-                    unpack_pair<scalar_t>(probabilities[r][k][word], low_hi, high_hi);
-                    p_lo[r][k][word] = pack_pair<scalar_t>(low - low_hi, high - high_hi);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < WARP_TOKENS / 16; ++k) {
-                finish_operand(probabilities[r][k]);
-                if constexpr (P_HI_LO) finish_operand(p_lo[r][k]);
-            }
+        for (int i = 0; i < ROW_TILES * (WARP_TOKENS / 16); ++i) {
+            const int r = i / (WARP_TOKENS / 16), k = i % (WARP_TOKENS / 16);
+            finish_operand(probabilities[r][k]);
+            if constexpr (P_HI_LO) finish_operand(p_lo[r][k]);
         }
         exchange.store(probabilities, t);
 
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         if (more) tiles.store_keys(held_keys);
-        if (!more) cp_async_commit();
-        else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, held_values);
-        else tiles.load_keys(stage ^ 1, held_keys);
+        if constexpr (IS_AHEAD) tiles.find_values(stage ^ 1, found);
+        else tiles.find_keys(stage ^ 1, found);
         const int64_t place = place_at(start + 2 * TOKENS);
 
         // O += P V.
@@ -384,6 +410,11 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             for (int step = 0; step < WARP_STEPS; ++step) {
                 uint32_t b[SHORT_WORDS];
                 load_values_of<VALUES_BY_DIM>(b, values, k, part * WARP_STEPS + step, lane);
+                if (k == 0 && step == min(2, WARP_STEPS - 1)) {
+                    if (PACKED && !more) cp_async_commit();  // without values, element by element
+                    else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, found, held_values);
+                    else tiles.load_keys(stage ^ 1, found, held_keys);
+                }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     const auto multiply = [&](const uint32_t (&a)[SHORT_WORDS]) {

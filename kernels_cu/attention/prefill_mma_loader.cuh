@@ -18,6 +18,8 @@ constexpr int STEPS = ceil_div(HEAD_SIZE, 16);
 constexpr int WARP_STEPS = ceil_div(VALUE_SIZE, 16 * COLUMN_WARPS), VALUE_STEPS = WARP_STEPS * COLUMN_WARPS;
 constexpr int WARP_TOKENS = TOKENS / COLUMN_WARPS;                 // keys of a KV tile with scores of one warp
 constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // chunks of 8 elements
+// Most items of a thread of a tile of keys or values.
+constexpr int THREAD_ITEMS = ceil_div(TOKENS * (VALUE_CHUNKS > CHUNKS ? VALUE_CHUNKS : CHUNKS), NUM_THREADS);
 constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE == 16 * VALUE_STEPS;
 constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
 // Whether tiles pass through registers: where copies are held (async.cuh), and to convert an fp8 cache.
@@ -73,7 +75,7 @@ DEVICE scalar_t* item_at(const Tile& tile, int row, int column, int n) {
 
 // Copies in registers: 8 elements of the cache each, not converted.
 constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
-using held_t = uint32_t[IN_REGISTERS ? ceil_div(TOKENS * CHUNKS, NUM_THREADS) : 1][CODE_WORDS];
+using held_t = uint32_t[IN_REGISTERS ? THREAD_ITEMS : 1][CODE_WORDS];
 DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
     Vec<scalar_t, 8> elements;
 #pragma unroll
@@ -98,8 +100,8 @@ DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, 
 // The tiles of a CTA, and the caches of its KV head.
 struct Tiles {
     unsigned char* shared;  // the queries, then STAGES tiles of keys, then STAGES tiles of values
-    // places: for two tiles, the offset in bytes, in a head of the cache, of each token's key and then of each token's value, or NOWHERE, or
-    // UNSEEN. holes: the warps that have met a NOWHERE.
+    // places: for two tiles, the offset in bytes, in a head of the cache, of each token's key and then of each token's
+    // value, or NOWHERE, or UNSEEN. holes: the warps that have met a NOWHERE.
     int64_t (*places)[2 * TOKENS];
     bool (*holes)[NUM_WARPS];
     const cache_t *key_cache, *value_cache;
@@ -130,12 +132,18 @@ struct Tiles {
         return reinterpret_cast<const cache_t*>(reinterpret_cast<const char*>(first) + place);
     }
 
-    // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
-    DEVICE void load_keys(int stage, held_t& held) const {
-        const rows_tile keys = keys_at(stage);
-        // No load of a place moves above a copy, so all are loaded before the first copy.
-        int64_t found[ceil_div(TOKENS * CHUNKS, NUM_THREADS)];
+    // The places of a thread's items of a tile. No load moves above a copy, so all are loaded before the first copy.
+    using places_t = int64_t[THREAD_ITEMS];
+    DEVICE void find_keys(int stage, places_t& found) const {
         each_item<TOKENS, CHUNKS>([&](int row, int, int n) { found[n] = places[stage][row]; });
+    }
+    DEVICE void find_values(int stage, places_t& found) const {
+        if constexpr (!PACKED) each_value([&](int row, int, int n) { found[n] = places[stage][TOKENS + row]; });
+    }
+
+    // Copies a tile of keys, at the places of `stage`, to shared memory or `held`.
+    DEVICE void load_keys(int stage, const places_t& found, held_t& held) const {
+        const rows_tile keys = keys_at(stage);
         each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
             const int dim = chunk * 8;
             const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? found[n] : NOWHERE;
@@ -163,7 +171,7 @@ struct Tiles {
             each_item<TOKENS, VALUE_CHUNKS>(f);
         }
     }
-    DEVICE void load_values(int stage, held_t& held) const {
+    DEVICE void load_values(int stage, const places_t& found, held_t& held) const {
         scalar_t* const to = values_at(stage);
         const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
@@ -190,8 +198,6 @@ struct Tiles {
                 }
             });
         } else {
-            int64_t found[ceil_div(TOKENS * VALUE_CHUNKS, NUM_THREADS)];
-            each_value([&](int row, int, int n) { found[n] = value_places[row]; });
             each_value([&](int row, int chunk, int n) {
                 const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? found[n] : NOWHERE;
                 const cache_t* const from = elements_at(value_cache + chunk * 8, place);

@@ -70,7 +70,7 @@ class LargeGeometry:
         return self.warps_n * COLUMNS
 
     def stage_bytes(self, column_bits: int) -> int:
-        """Bytes of a k-tile of each team in shared memory: rows of a, and `column_bits` of each column of the weight."""
+        """Bytes of the teams' k-tiles in shared memory: rows of a, and `column_bits` of each column of the weight."""
         return self.warps_k * (self.rows * STEP * 2 + column_bits * self.columns // 8)
 
     def stages_of(self, column_bits: int, device: Device, *, of_experts: bool) -> int:
