@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Name of a mutant -> why no test can notice it.
 EQUIVALENT: dict[str, str] = {
-    "attention/prefill_mma.cu:predicate:f9c38b89": "without ALiBi the slopes are 0, which add nothing",
     "attention/mla_decode.cu:comparison:05e105a3": "a head behind the tiles is none of the block's, and is left out",
     "cache/gather_cache.cu:arithmetic:4b48e09d": "what is asked of a cache ahead of its use changes no result",
     "mamba/chunk_scan.cuh:bound:5c7a8024": "where part_tokens are left, both ends are the same",
