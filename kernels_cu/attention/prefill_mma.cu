@@ -180,9 +180,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         const int64_t block = find_block(token);
         if (block < 0 || block >= num_blocks) return NOWHERE;
         const int slot = token % BLOCK_SIZE;
-        const int64_t place = is_key ? block * key_block_stride + slot * (PACKED ? X : key_token_stride)
-                                     : block * value_block_stride + slot * (PACKED ? 1 : value_token_stride);
-        return place * int64_t(sizeof(cache_t));
+        const int64_t offset = is_key ? block * key_block_stride + slot * (PACKED ? X : key_token_stride)
+                                      : block * value_block_stride + slot * (PACKED ? 1 : value_token_stride);
+        return offset * int64_t(sizeof(cache_t));
     };
     const auto place_at = [&](int start) { return place_of(start, block_of); };
     held_t held_keys, held_values;
@@ -212,7 +212,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             tiles.note_place(i, place_of(start + i * TOKENS, early));
         }
         __syncthreads();
-        Tiles::places_t found;
+        Tiles::offsets_t found;
         tiles.find_keys(0, found);
         tiles.load_keys(0, found, held_keys);
         tiles.store_keys(held_keys);
@@ -226,7 +226,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         tiles.store_values(held_values);
-        Tiles::places_t found;
+        Tiles::offsets_t found;
         if constexpr (IS_AHEAD) tiles.find_keys(stage ^ 1, found);
         else tiles.find_values(stage, found);
 
@@ -307,7 +307,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         };
         if (scale_first) scale_scores();
         // Computes the probabilities relative to the row max, and the lane's row sums of them.
-        float sums[ROW_TILES][LANE_ROWS];
+        float tile_sum[ROW_TILES][LANE_ROWS];
         const auto exponentials = [&] {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
@@ -316,14 +316,14 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 for (int half = 0; half < LANE_ROWS; ++half) {
                     // Next to a row max of -inf, any logit gives infinity.
                     base[half] = probability_base<scalar_t>(fmaxf(max_logit[r][half], -FLOAT_MAX));
-                    sums[r][half] = 0.0f;
+                    tile_sum[r][half] = 0.0f;
                 }
 #pragma unroll
                 for (int i = 0; i < LOGITS / 2; ++i) {
                     const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
                     const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
                     const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
-                    sums[r][half] += low + high;
+                    tile_sum[r][half] += low + high;
                     const int k = n / COLUMN_TILES, word = n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair;
                     probabilities[r][k][word] = pack_pair<scalar_t>(low, high);
                     if constexpr (P_HI_LO) {
@@ -341,7 +341,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             exponentials();
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-                exceeds |= !(sums[i / LANE_ROWS][i % LANE_ROWS] <= MAX_TILE_SUM);
+                exceeds |= !(tile_sum[i / LANE_ROWS][i % LANE_ROWS] <= MAX_TILE_SUM);
             }
         }
         if (any_lane(exceeds)) {
@@ -382,7 +382,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
             const int r = i / LANE_ROWS, half = i % LANE_ROWS;
-            exp_sum[r][half] += sums[r][half];
+            exp_sum[r][half] += tile_sum[r][half];
         }
 #pragma unroll
         for (int i = 0; i < ROW_TILES * (WARP_TOKENS / 16); ++i) {
@@ -397,7 +397,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (more) tiles.store_keys(held_keys);
         if constexpr (IS_AHEAD) tiles.find_values(stage ^ 1, found);
         else tiles.find_keys(stage ^ 1, found);
-        const int64_t place = place_at(start + 2 * TOKENS);
+        const int64_t offset = place_at(start + 2 * TOKENS);
 
         // O += P V.
         scalar_t* const values = tiles.values_at(stage);
@@ -426,7 +426,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
             }
         }
-        tiles.note_place(stage, place);
+        tiles.note_place(stage, offset);
     }
     cp_async_wait<0>();
 

@@ -127,22 +127,22 @@ struct Tiles {
         return whole;
     }
 
-    // The elements of a token at `place`, from those of the first token.
-    static DEVICE const cache_t* elements_at(const cache_t* first, int64_t place) {
-        return reinterpret_cast<const cache_t*>(reinterpret_cast<const char*>(first) + place);
+    // The elements of a token at `offset`, from those of the first token.
+    static DEVICE const cache_t* elements_at(const cache_t* first, int64_t offset) {
+        return reinterpret_cast<const cache_t*>(reinterpret_cast<const char*>(first) + offset);
     }
 
-    // The places of a thread's items of a tile. No load moves above a copy, so all are loaded before the first copy.
-    using places_t = int64_t[THREAD_ITEMS];
-    DEVICE void find_keys(int stage, places_t& found) const {
+    // The offsets of a thread's items of a tile. No load moves above a copy, so all are loaded before the first copy.
+    using offsets_t = int64_t[THREAD_ITEMS];
+    DEVICE void find_keys(int stage, offsets_t& found) const {
         each_item<TOKENS, CHUNKS>([&](int row, int, int n) { found[n] = places[stage][row]; });
     }
-    DEVICE void find_values(int stage, places_t& found) const {
+    DEVICE void find_values(int stage, offsets_t& found) const {
         if constexpr (!PACKED) each_value([&](int row, int, int n) { found[n] = places[stage][TOKENS + row]; });
     }
 
-    // Copies a tile of keys, at the places of `stage`, to shared memory or `held`.
-    DEVICE void load_keys(int stage, const places_t& found, held_t& held) const {
+    // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
+    DEVICE void load_keys(int stage, const offsets_t& found, held_t& held) const {
         const rows_tile keys = keys_at(stage);
         each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
             const int dim = chunk * 8;
@@ -171,7 +171,7 @@ struct Tiles {
             each_item<TOKENS, VALUE_CHUNKS>(f);
         }
     }
-    DEVICE void load_values(int stage, const places_t& found, held_t& held) const {
+    DEVICE void load_values(int stage, const offsets_t& found, held_t& held) const {
         scalar_t* const to = values_at(stage);
         const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
