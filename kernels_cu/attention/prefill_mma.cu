@@ -62,6 +62,9 @@
 // So probabilities reach 2^8. In bfloat16, accumulators of the largest values stay finite up to 2^24 tokens.
 constexpr float MAX_TILE_SUM = 256.0f / FULL_SCALE<scalar_t>;
 
+// COPY_STEP: the step of P V with the copies, after its operands. More than two CTAs of an SM leave few registers.
+constexpr int COPY_STEP = NUM_THREADS * MIN_BLOCKS > 256 || WARP_STEPS < 3 ? 0 : 2;
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, SLICES * VALUE_SIZE]
             float* lse,                                  // [num_heads, num_tokens]
@@ -306,7 +309,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             exact_factor = 1.0f;
         };
         if (scale_first) scale_scores();
-        // Computes the probabilities relative to the row max, and the lane's row sums of them.
+        // Computes the probabilities relative to the row max, and for each row the lane's sum of them.
         float tile_sum[ROW_TILES][LANE_ROWS];
         const auto exponentials = [&] {
 #pragma unroll
@@ -410,7 +413,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             for (int step = 0; step < WARP_STEPS; ++step) {
                 uint32_t b[SHORT_WORDS];
                 load_values_of<VALUES_BY_DIM>(b, values, k, part * WARP_STEPS + step, lane);
-                if (k == 0 && step == min(2, WARP_STEPS - 1)) {
+                if (k == 0 && step == COPY_STEP) {
                     if (PACKED && !more) cp_async_commit();  // without values, element by element
                     else if constexpr (IS_AHEAD) tiles.load_values(stage ^ 1, found, held_values);
                     else tiles.load_keys(stage ^ 1, found, held_keys);
