@@ -5764,7 +5764,8 @@ class _linear(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
                 constant row stride.
-            bias: of the same dtype, contiguous, an element for each row of weight; or None.
+            bias: of the same dtype, contiguous: an element for each row of weight, or for each element of
+                ``input @ weight.T``; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
             constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
         """
@@ -5785,7 +5786,8 @@ class _linear(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
                 constant row stride.
-            bias: of the same dtype, contiguous, an element for each row of weight; or None.
+            bias: of the same dtype, contiguous: an element for each row of weight, or for each element of
+                ``input @ weight.T``; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
             constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
 

@@ -162,9 +162,9 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
                   const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
                   const int32_t* azp_adj,     // [N]
                   const int32_t* azp,         // [M]
-                  const out_t* bias,          // [N]
-                  int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
-                  int64_t a_scale_block_step, int64_t b_scale_block_step) {
+                  const out_t* bias,          // [N], or [M, N]
+                  int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t bias_stride, int64_t a_scale_step,
+                  int64_t b_scale_step, int64_t a_scale_block_step, int64_t b_scale_block_step) {
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
     if constexpr (B_SCALES || BIAS > 0 || AZP > 0) {
         // The first tile's operands of the epilogue are in the L2 cache when the main loop ends. Not those of the ups.
@@ -226,7 +226,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,       // [M, K], boxe
     const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
     if (turn > 0) ring.advance();
     const mainloop_t mainloop{ring, shared, A_BYTES + row_warp / 4 * PRODUCTS * 64 * ROW_BYTES, 0};
-    const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
+    const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
         mainloop_t::accum_t accum;

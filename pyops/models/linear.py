@@ -61,9 +61,12 @@ class Linear(NamedTuple):
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """``total + x @ weight.T``, in the memory of `total` or in new memory. In the epilogue of the GEMM, which is
-        cuBLAS for several rows and thus not batch-invariant."""
-        if x.shape[0] == 1 and gpu_of(x) is not None:
-            return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+        cuBLAS for many rows and thus not batch-invariant."""
+        if (gpu := gpu_of(x)) is not None:
+            if x.shape[0] == 1:
+                return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+            if self._are_few(x, gpu):
+                return linear.new(x, self.weight, total, constant_weight=True)
         return total.addmm_(x, self.weight.t())
 
     @staticmethod

@@ -35,13 +35,14 @@ def linear(
         input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
             constant row stride.
-        bias: of the same dtype, contiguous, an element for each row of weight; or None.
+        bias: of the same dtype, contiguous: an element for each row of weight, or for each element of
+            ``input @ weight.T``; or None.
         activation: "none"; "gelu", by the error function; or "silu_and_mul".
         constant_weight: the promise of `skinny_linear`. A kernel for few rows then loads `weight` early.
     """
     x = input.double() @ weight.double().T
     if bias is not None:
-        x = x + bias.reshape(-1).double()
+        x = x + (bias.reshape(-1) if bias.numel() == x.shape[-1] else bias.reshape(x.shape)).double()
     out.copy_(activated(x, activation))
 
 
@@ -57,7 +58,7 @@ def plan_linear(
     activation: str,
     constant_weight: bool,
 ) -> Launch:
-    return plan(check_linear(out, input, weight, bias, activation, constant_weight))
+    return plan(check_linear(out, input, weight, bias, activation, constant_weight, takes_matrix=True))
 
 
 @linear.example

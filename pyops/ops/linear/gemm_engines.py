@@ -40,14 +40,14 @@ def _no_wgmma(shape: GemmShape, device: Device) -> str | None:
         return "an empty operand"
     if shape.vec_size * shape.dtype.itemsize != 16:
         return "TMA loads rows that begin at multiples of 16 bytes"
-    if shape.has_matrix_bias:
-        return "a bias for each element"
     if shape.block_scaled and (shape.dtype is int8 or shape.is_gated or not eight_bits):
         return "block scales are for fp8 operands without a gated activation"
     return None
 
 
 def _gemm_refusal(shape: GemmShape, device: Device) -> str | None:
+    if shape.has_matrix_bias:
+        return "a bias for each element"
     return _no_wgmma(shape, device) or (
         None if shape.out_is_aligned else "TMA stores rows of out at multiples of 16 bytes"
     )

@@ -331,8 +331,13 @@ def check_linear(
     activation: str = "none",
     constant_weight: bool = False,
     norm_weight: TensorArg | None = None,
+    takes_matrix: bool = False,
 ) -> GemmProblem:
-    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
+    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports.
+
+    Args:
+        takes_matrix: whether `bias` may have a row for each row of `input`.
+    """
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
@@ -344,7 +349,13 @@ def check_linear(
     check.sizes(weight, output_size=output_size, hidden_size=hidden_size)
     check.dtype(weight, input.dtype)
     check.row_stride(out)
-    epilogue = Epilogue(out, bias=column_bias(bias, input.dtype, output_size), activation=activation)
+    rows = check.num_rows(input)
+    if takes_matrix and bias is not None and rows > 1 and bias.numel == rows * output_size:
+        check.elements(bias, input.dtype, rows * output_size)
+        bias = replace(bias, shape=(rows, output_size), strides=(output_size, 1))
+    else:
+        bias = column_bias(bias, input.dtype, output_size)
+    epilogue = Epilogue(out, bias=bias, activation=activation)
     check.elements(norm_weight, input.dtype, hidden_size)
     operands = Operand.of_rows(input), Operand.of_rows(weight)
     return GemmProblem(*operands, hidden_size, epilogue, constant_weight, norm_weight)

@@ -115,6 +115,19 @@ def test_constant_weight(one: SwapConfig, m: int, n: int, k: int, activation: st
 
 
 @needs_compiler
+@pytest.mark.parametrize(("one", "m", "n", "k"), [SWAP[1], (SWAP[3][0], 16, 200, 3000)], ids=str)
+def test_a_bias_for_each_element(one: SwapConfig, m: int, n: int, k: int) -> None:
+    """As many elements as the result has, in any shape; not as many as some of its rows have."""
+    x, weight = draw(m, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1)
+    bias = draw(m, n, dtype=torch.bfloat16, seed=2)
+    with forced("linear", one):
+        for given in (bias, bias.view(-1)):
+            assert_rounded_once(pyops.linear.new(x, weight, given), x.double() @ weight.double().T + bias.double())
+    with pytest.raises(pyops.OpError, match=f"bias: expected {n} elements, got shape"):
+        pyops.linear.new(x, weight, bias[1:])
+
+
+@needs_compiler
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("one", "m", "n", "k"), GATED, ids=str)
 def test_gated_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int, with_bias: bool) -> None:
