@@ -55,7 +55,7 @@
 //                    of each sequence: a step without that token is loaded while it runs, past the L1 cache
 
 #include "attention.cuh"
-#include "cluster_results.cuh"
+#include "cluster.cuh"
 #include "decode_combine.cuh"
 #include "decode_logits.cuh"
 #include "decode_tile.cuh"
@@ -85,16 +85,6 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  int64_t key_token_stride, int64_t key_head_stride, int64_t value_block_stride,
                  int64_t value_token_stride, int64_t value_head_stride, float wave_splits, float scale,
                  float logits_soft_cap) {
-    extern __shared__ uint4 memory[];
-    __shared__ uint64_t all_received;
-    constexpr int QUADS = ceil_div(LANE_ELEMENTS, 4);
-    using cluster_t = ClusterResults<MAX_HEADS, QUADS>;
-    Quad* const states = reinterpret_cast<Quad*>(memory) + cluster_t::SLOTS * QUADS * 32;
-    const cluster_t cluster{reinterpret_cast<Quad(*)[QUADS][32]>(memory), states, &all_received};
-    if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) cluster.init();
-        start_cluster<CLUSTER>();
-    }
     prefetch_first(MAY_BALANCE && wave_splits > 0.0f, query, block_tables, seq_lens, num_seqs, num_rows, max_tokens,
                    query_stride, table_stride, table_step, length_step);
     if (HAS_TOKENS && int(threadIdx.x) <= num_seqs) prefetch_line(query_start_loc + threadIdx.x * STARTS_STEP);
@@ -242,10 +232,10 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     // The scores of slices, later the results of steps. The scores have two buffers: a warp that has passed the barrier
     // leaves those of its next step while others still read.
-    uint4* const workspace = memory + cluster_t::SLOTS * (QUADS * 32 + 1);
+    extern __shared__ uint4 memory[];
     int buffer = 0;
     const auto scores_of = [&](int of_slice) {
-        return reinterpret_cast<float4*>(workspace) + ((buffer * num_steps + step) * SLICES + of_slice) * SLICE_SCORES;
+        return reinterpret_cast<float4*>(memory) + ((buffer * num_steps + step) * SLICES + of_slice) * SLICE_SCORES;
     };
 
     for (; takes(start); start += round) {
@@ -361,13 +351,14 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     // Every warp writes its results to shared memory: [num_steps, MAX_HEADS, OUTPUT_STRIDE] floats.
     if constexpr (HAS_SLICES) __syncthreads();
     const auto output_of = [&](int of_step, int head) {
-        return reinterpret_cast<float*>(workspace) + (of_step * MAX_HEADS + head) * OUTPUT_STRIDE;
+        return reinterpret_cast<float*>(memory) + (of_step * MAX_HEADS + head) * OUTPUT_STRIDE;
     };
     store_results(max_logit, exp_sum, o, num_heads, step, slice, lane, step_max, step_sum, output_of);
     __syncthreads();
 
-    // A warp combines the results of a head and writes them. In a cluster, it sends them to the CTA that combines and
-    // writes the results of all CTAs for the head. A CTA combines its heads at the same time, as far as it has warps.
+    // A warp combines the results of a head and writes them. In a cluster, it leaves them in shared memory, and one CTA
+    // of the cluster combines and writes the results of all CTAs for a head. A CTA combines its heads at the same time,
+    // as far as it has warps for them: a head takes as long as three loads from other CTAs one after the other.
     constexpr int HEADS_OF_BLOCK = ceil_div(MAX_HEADS, CLUSTER);  // heads that a CTA of a cluster combines
     constexpr int WARPS_EACH = MIN_CLUSTER_WARPS / HEADS_OF_BLOCK, MOST_WARPS = ceil_div(HEAD_SIZE, 32);
     constexpr int HEAD_WARPS = WARPS_EACH < 1 ? 1 : WARPS_EACH < MOST_WARPS ? WARPS_EACH : MOST_WARPS;
@@ -424,6 +415,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);
         }
     };
+    __shared__ float block_max[HEADS];
+    __shared__ float block_sum[HEADS];
     constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;  // heads that a CTA of a cluster writes at the same time
     const int writer = threadIdx.x / WRITERS;
     // If the first step has had all tokens, there is nothing to combine.
@@ -464,27 +457,36 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         for (int k = 0; k < BATCH; ++k) {
             const int head = first + k * num_warps;
             if (head >= num_heads) continue;
-            cluster.send(head, rows[k].max_logit, rows[k].exp_sum, [&](int q) {
-                Quad quad;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) quad.x[i] = q * 4 + i < LANE_ELEMENTS ? totals[k][q * 4 + i] : 0.0f;
-                return quad;
-            });
+            for (int e = 0; e < LANE_ELEMENTS; ++e) {
+                if (lane + e * WARP_SIZE < HEAD_SIZE) output_of(0, head)[lane + e * WARP_SIZE] = totals[k][e];
+            }
+            if (lane == 0) {
+                block_max[head] = rows[k].max_logit;
+                block_sum[head] = rows[k].exp_sum;
+            }
         }
     }
     if constexpr (CLUSTER > 1) {
-        if (int(blockIdx.y) >= num_heads) return;
-        if (threadIdx.x == 0) cluster.expect(num_heads);
-        if (writer >= AT_ONCE) return;
-        cluster.wait();
-        for (int head = writer * CLUSTER + blockIdx.y; head < num_heads; head += AT_ONCE * CLUSTER) {
-            const Combine<CLUSTER> combine([&](int rank) { return cluster.max_logit(head, rank); },
-                                           [&](int rank) { return cluster.exp_sum(head, rank); });
+        sync_cluster<CLUSTER>();
+        const int first = writer < AT_ONCE ? writer * CLUSTER + blockIdx.y : num_heads;
+        for (int head = first; head < num_heads; head += AT_ONCE * CLUSTER) {
+            // The loads from all CTAs are in flight together.
+            constexpr int ELEMENTS = ceil_div(HEAD_SIZE, WRITERS);
+            float outputs[ELEMENTS][CLUSTER];
+            const auto of_block = [&](const float* word) {
+                return [=](int rank) { return load_of_block<CLUSTER>(word, rank); };
+            };
+#pragma unroll
+            for (int k = 0; k < ELEMENTS * CLUSTER; ++k) {
+                const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) % WRITERS + e * WRITERS;
+                if (i < HEAD_SIZE) outputs[e][rank] = load_of_block<CLUSTER>(output_of(0, head) + i, rank);
+            }
+            const Combine<CLUSTER> combine(of_block(block_max + head), of_block(block_sum + head));
             const RowState row[1] = {{combine.max_logit, combine.exp_sum}};
-            write(head, row, [&](int, int i, int) {
-                return combine.weighted_sum(
-                    [&](int rank) { return cluster.quad(head, rank, i / 128, i % 32).x[i / 32 % 4]; });
-            });
+            write(head, row,
+                  [&](int, int, int e) { return combine.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
+        leave_cluster<CLUSTER>();
     }
 }

@@ -26,21 +26,23 @@ DEVICE MlaItem piece_of_cta(MlaItem item) {
     return item;
 }
 
-constexpr int RUN_ELEMENTS = 32 * 4, HEAD_RUNS = LATENT_SIZE / RUN_ELEMENTS;  // a run: elements of a warp
-
-// Writes a CTA's heads of a sequence. pieces.max_logit(run, i), pieces.exp_sum(run, i) and pieces.quad(run, i): row max, row
-// sum and the lane's four results of piece i for run number `run` of the heads; CTA r has every CLUSTER-th run from r on.
-// element_of(i): the element of a head that results have at i, for four adjacent ones. Some warps of the CTA call.
-template <typename P, int NUM_WARPS, typename S, typename T, typename F>
-DEVICE void combine_pieces(const S& pieces, int num_heads, T* out, float* lse, F element_of) {
+// Writes a CTA's heads of a sequence. The pieces are in shared memory, at the same addresses in each CTA: results, with
+// `pitch` floats for each head, m_p and z_p. element_of(i): the element of a head that results have at i,
+// for four adjacent ones. All threads of the cluster call; what is in shared memory may change after start_cluster().
+template <typename P, int NUM_WARPS, typename T, typename F>
+DEVICE void combine_cluster(const float* results, int pitch, const float* row_max, const float* exp_sums, int num_heads,
+                            T* out, float* lse, F element_of) {
+    constexpr int RUN = 32 * 4, RUNS = LATENT_SIZE / RUN;  // RUN: elements of a warp
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int run = warp * CLUSTER + blockIdx.y % CLUSTER; run < num_heads * HEAD_RUNS; run += NUM_WARPS * CLUSTER) {
-        const int head = run / HEAD_RUNS, at = run % HEAD_RUNS * RUN_ELEMENTS + lane * 4;
+    sync_cluster<CLUSTER>();
+    for (int task = warp * CLUSTER + blockIdx.y % CLUSTER; task < num_heads * RUNS; task += NUM_WARPS * CLUSTER) {
+        const int head = task / RUNS, at = task % RUNS * RUN + lane * 4;
+        const float4* const from = reinterpret_cast<const float4*>(results + head * pitch + at);
         float4 x[CLUSTER];
-        const float of_piece = pieces.max_logit(run, lane % CLUSTER),
-                    exp_of_piece = pieces.exp_sum(run, lane % CLUSTER);
+        const float of_piece = load_of_block<CLUSTER>(row_max + head, lane % CLUSTER);
+        const float exp_of_piece = load_of_block<CLUSTER>(exp_sums + head, lane % CLUSTER);
 #pragma unroll
-        for (int i = 0; i < CLUSTER; ++i) x[i] = pieces.quad(run, i);
+        for (int i = 0; i < CLUSTER; ++i) x[i] = load_of_block<CLUSTER>(from, i);
         const float max_logit = lane_reduce<Max, CLUSTER>(of_piece), factor = relative_exp2(of_piece, max_logit);
         const float total = lane_reduce<Sum, CLUSTER>(exp_of_piece * factor);
         float four[4] = {};
@@ -53,30 +55,7 @@ DEVICE void combine_pieces(const S& pieces, int num_heads, T* out, float* lse, F
         const float exp_sum = total * FULL_SCALE<P>, inverse = 1.0f / (exp_sum + 1e-6f) * FULL_SCALE<P>;
 #pragma unroll
         for (int j = 0; j < 4; ++j) four[j] *= inverse;
-        if (HAS_LSE && run % HEAD_RUNS == 0 && lane == 0) lse[head] = log_sum_exp(max_logit, exp_sum);
+        if (HAS_LSE && at == 0) lse[head] = log_sum_exp(max_logit, exp_sum);
         Vec<T, 4>::from_floats(four).store(out + head * LATENT_SIZE + element_of(at));
     }
-}
-
-// The pieces are in shared memory, at the same addresses in each CTA: results, with `pitch` floats for each head, m_p and
-// z_p.
-struct LoadedPieces {
-    const float *results, *row_max, *exp_sums;
-    int pitch;
-
-    DEVICE float max_logit(int run, int i) const { return load_of_block<CLUSTER>(row_max + run / HEAD_RUNS, i); }
-    DEVICE float exp_sum(int run, int i) const { return load_of_block<CLUSTER>(exp_sums + run / HEAD_RUNS, i); }
-    DEVICE float4 quad(int run, int i) const {
-        const int at = run % HEAD_RUNS * RUN_ELEMENTS + int(threadIdx.x) % 32 * 4;
-        return load_of_block<CLUSTER>(reinterpret_cast<const float4*>(results + run / HEAD_RUNS * pitch + at), i);
-    }
-};
-
-// combine_pieces of such pieces. All threads of the cluster call; what is in shared memory may change after
-// start_cluster().
-template <typename P, int NUM_WARPS, typename T, typename F>
-DEVICE void combine_cluster(const float* results, int pitch, const float* row_max, const float* exp_sums, int num_heads,
-                            T* out, float* lse, F element_of) {
-    sync_cluster<CLUSTER>();
-    combine_pieces<P, NUM_WARPS>(LoadedPieces{results, row_max, exp_sums, pitch}, num_heads, out, lse, element_of);
 }

@@ -40,7 +40,6 @@
 
 #include "attention.cuh"
 #include "barrier.cuh"
-#include "cluster_results.cuh"
 #include "mla_cluster_combine.cuh"
 #include "mla_operands.cuh"
 #include "mla_tokens.cuh"
@@ -55,20 +54,14 @@ constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYT
 constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
 constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), ROPE_BYTES = ENTRY_BYTES - ROPE_PLACE;
 constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats
-constexpr int RESULT_BYTES = GROUPS * HEADS * RESULT_PITCH * 4;
-// The results that a CTA of a cluster receives follow those of its own groups.
-using cluster_t = ClusterResults<CTA_HEADS * HEAD_RUNS, 1>;
-constexpr int BEFORE_RECEIVED =
-    QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES - cluster_t::SLOTS * 32 * int(sizeof(Quad));
-constexpr int RECEIVED_AT = BEFORE_RECEIVED > RESULT_BYTES ? BEFORE_RECEIVED : RESULT_BYTES;
-constexpr int UNIT = 64;  // tokens; shares are cut at multiples of it
+constexpr int UNIT = 64;                        // tokens; shares are cut at multiples of it
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
 static_assert(!LISTS_SLOTS || COPY_TOKENS == 1);
 static_assert(CLUSTER == 1 || !COMBINES);
 static_assert(CTA_HEADS == HEADS || (CTA_HEADS < HEADS && CTA_HEADS % 2 == 0 && CLUSTER > 1));
 // IS_ALONE: a group has all tokens of the CTA's sequence, so that its warps store results as they have them.
 constexpr bool IS_ALONE = GROUPS == 1 && CLUSTER == 1;
-static_assert(CLUSTER > 1 || RESULT_BYTES <= BEFORE_RECEIVED);
+static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
 mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
@@ -101,24 +94,20 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
     // Groups and parts are spread so that the two warps on one SM sub-partition differ in both.
     const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
     const int first_head = blockIdx.x * CTA_HEADS, block_heads = min(CTA_HEADS, int(num_heads) - first_head);
-    __shared__ uint64_t all_received;
-    __shared__ Quad states[cluster_t::SLOTS + 1];
-    const cluster_t cluster{reinterpret_cast<Quad(*)[1][32]>(memory + RECEIVED_AT), states, &all_received};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
-        cluster.init();
+        fence_mbarrier_init();
     }
     for (int i = threadIdx.x; i < ENTRY_BYTES / 16; i += NUM_WARPS * 32) zeros[i] = make_uint4(0, 0, 0, 0);
     prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens,
                      LISTS_SLOTS ? 1 : PAGE_SIZE, blockIdx.y / CLUSTER);
     __syncthreads();
-    if constexpr (CLUSTER > 1) start_cluster<CLUSTER>();
     await_previous_kernel();
     MlaSchedule<UNIT, length_t, HAS_LENGTHS> schedule(seq_lens, length_step, num_seqs, max_tokens, max_splits,
                                                       join_units, piece_units, level_units, item_units,
                                                       gridDim.y / CLUSTER, blockIdx.y / CLUSTER);
     int stage = 0, phase = 0;
-    for (uint32_t parity = 0; schedule.has_item(); parity ^= 1) {
+    while (schedule.has_item()) {
         const MlaItem item = piece_of_cta<TOKENS>(schedule.item());
         schedule.next();
         const int seq = item.seq, begin = item.begin, end = item.end;
@@ -368,7 +357,6 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             const auto element_of = [](int at) {  // of four elements of a result
                 return at / PANEL_SIZE * PANEL_SIZE + at / 4 % 4 * 16 + at / 16 % 4 * 4;
             };
-            if constexpr (CLUSTER > 1) start_cluster<CLUSTER>();  // no CTA needs its tiles any more
             // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
             // 1e-20 only guards against 0 / 0.
             for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
@@ -394,13 +382,21 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                         }
                     }
                 }
-                if constexpr (CLUSTER > 1) {
+                if constexpr (CLUSTER > 1) {  // the sum of all groups goes to the memory of the first one
+                    sync_warp();              // every lane has read the row maxima
 #pragma unroll
-                    for (int i = 0; i < 2 * HEAD_RUNS; ++i) {
-                        if (2 * pair + i / HEAD_RUNS >= block_heads) continue;
-                        const float* const x = of_groups + i * 4;
-                        cluster.send(2 * pair * HEAD_RUNS + i, larger[i / HEAD_RUNS], sum[i / HEAD_RUNS],
-                                     [&](int) { return Quad{x[0], x[1], x[2], x[3]}; });
+                    for (int i = 0; i < 2; ++i) {
+                        const int head = 2 * pair + i;
+                        if (lane == 0) {
+                            group_max[0][head] = larger[i];
+                            group_sums[0][head] = sum[i];
+                        }
+#pragma unroll
+                        for (int k = 0; k < LANE_ELEMENTS; k += 4) {
+                            const float* const x = of_groups + i * LANE_ELEMENTS + k;
+                            *reinterpret_cast<float4*>(results + head * RESULT_PITCH + lane * 4 + k * 32) = {
+                                x[0], x[1], x[2], x[3]};
+                        }
                     }
                     continue;
                 }
@@ -442,15 +438,12 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 }
             }
             if constexpr (CLUSTER > 1) {
-                if (threadIdx.x == 0) cluster.expect(block_heads * HEAD_RUNS);
-                cluster.wait(parity);
                 const int64_t row = seq * num_heads + first_head;
-                combine_pieces<query_t, NUM_WARPS>(cluster, block_heads,
-                                                   out + seq * out_stride + first_head * LATENT_SIZE,
-                                                   HAS_LSE ? lse + row : nullptr, element_of);
+                combine_cluster<query_t, NUM_WARPS>(results, RESULT_PITCH, group_max[0], group_sums[0], block_heads,
+                                                    out + seq * out_stride + first_head * LATENT_SIZE,
+                                                    HAS_LSE ? lse + row : nullptr, element_of);
             }
         }
-        if (!schedule.has_item()) return;
         // The next item's copies overwrite the results, which threads have written, and those of a cluster have read.
         fence_proxy_async();
         start_cluster<CLUSTER>();

@@ -5,8 +5,6 @@
 #pragma once
 #include "platform.cuh"
 
-#define PYOPS_CLUSTERS (PYOPS_HOST || (PYOPS_CUDA && __CUDA_ARCH__ >= 900))  // whether there are clusters
-
 // This macro precedes the name of a kernel: every BLOCKS consecutive CTAs of blockIdx.y form a cluster. The host
 // emulation reads BLOCKS from the source text.
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900

@@ -13,7 +13,7 @@ from .arguments import Options, PagedKV, RaggedKV
 from .combine import TILE_TOKENS, launch_combine
 from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, wave_splits
 from .decode_problem import DecodeProblem
-from .decode_step import cluster_memory, shared_memory
+from .decode_step import shared_memory
 from .layout import CacheLayout, absent, heads_stride
 
 _decode = Kernel("attention/attention_decode.cu")
@@ -120,8 +120,7 @@ def _launch_mma(
     return kernel.launch(
         grid,
         config.num_warps * problem.query.device.warp_size,
-        shared_memory(problem, config.num_warps, config.heads_per_block, config.tiles_per_step)
-        + cluster_memory(problem, config.heads_per_block, config.cluster_size),
+        shared_memory(problem, config.num_warps, config.heads_per_block, config.tiles_per_step),
         **arguments,
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         wave_splits=wave,

@@ -101,11 +101,3 @@ def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int, 
     row_bytes = min(heads_per_block, problem.columns) * (problem.head_size + padding) * 4
     scores = 2 * 512 * tiles_per_step * heads_per_block // 8 if problem.slices > 1 else 0
     return num_warps * max(row_bytes // problem.slices, scores)
-
-
-def cluster_memory(problem: DecodeProblem, heads_per_block: int, cluster_size: int) -> int:
-    """Bytes of the results that a CTA of a cluster receives, as cluster_results.cuh counts them."""
-    if cluster_size == 1:
-        return 0
-    own_heads = -(-min(heads_per_block, problem.columns) // cluster_size)
-    return own_heads * cluster_size * (-(-problem.head_size // 128) * 32 + 1) * 16

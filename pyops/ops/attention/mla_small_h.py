@@ -98,12 +98,6 @@ class FewHeadsConfig:
             return max(_UNIT_US, bytes_us) * (1 + tiles) / 2
         return max(_UNIT_US, bytes_us) * tiles
 
-    @property
-    def _result_bytes(self) -> int:
-        """Bytes of the results of a block's groups, and of those that a CTA of a cluster receives."""
-        runs = -(-self.HEADS * LATENT_SIZE // (128 * self.split_ctas)) * self.split_ctas
-        return self.groups * _HEADS * (LATENT_SIZE + 16) * 4 + (runs * 512 if self.split_ctas > 1 else 0)
-
     def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each share and each 16 heads."""
         kernel = _decode(
@@ -117,7 +111,7 @@ class FewHeadsConfig:
         return kernel.launch(
             (head_groups(problem, self), self.num_shares * self.split_ctas),
             self.groups * _GROUP_THREADS,
-            max(shared_memory(problem, self.groups), self._result_bytes),
+            shared_memory(problem, self.groups),
             **arguments_of(problem),
             **query_strides(problem),
             **arguments,
