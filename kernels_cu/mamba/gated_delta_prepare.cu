@@ -211,20 +211,6 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
         add_product<INVERSE_PITCH>(y[below], sum, lower.inverses[row]);
         store(row, y[below]);
     }
-    fence_proxy_async();
-    __syncthreads();
-
-    // u is the inverse times r, so the weights of r in o are those of u times the inverse.
-    float of_errors[TOKENS / 2];
-    warpgroup_fence_operand(of_errors);
-    warpgroup_arrive();
-#pragma unroll
-    for (int step = 0; step < TOKENS / 16; ++step) {
-        const uint64_t rows = advance_smem_desc(make_smem_desc(tile.weights), step * 32);
-        const uint64_t columns = advance_smem_desc(make_smem_desc(tile.inverse), step * 16 * TOKENS * 2);
-        wgmma<scalar_t, TOKENS, false, true>(of_errors, rows, columns, step > 0);
-    }
-    warpgroup_commit_batch();
     if (thread < TOKENS) {
         const int l = thread;
         const float log = logs_of[l], total = logs_of[TOKENS - 1], norm = shared.norms[0][l];
@@ -235,18 +221,6 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
             tile.kept[l] = estimate_exp2(total);
             tile.large_rows[l] = shared.large_rows[l];
         }
-    }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(of_errors);
-    __syncthreads();
-#pragma unroll
-    for (int chunk = 0; chunk < TOKENS / 8; chunk += 2) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            words[i] = pack_pair<scalar_t>(of_errors[chunk * 4 + i * 2], of_errors[chunk * 4 + i * 2 + 1]);
-        }
-        stmatrix<4>(weights.at(warp * 16 + lane % 16, chunk + lane / 16), words);
     }
     fence_proxy_async();
     __syncthreads();

@@ -1,6 +1,6 @@
 // gated_delta_sm90: the gated delta rule for prefill on Hopper, by WGMMA on tiles of 64 tokens.
 //
-// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of r in o, and
+// Formula: that of gated_delta_chunk.cu. gated_delta_prepare.cu has written (I + L)^-1 b, the weights of u in o, and
 // the factors of tokens: all that a tile needs and that does not depend on the state. What is left is the chain of three
 // dependent products from the state before a tile to the state after it.
 //
@@ -26,8 +26,6 @@
 //     QK_NORM        q and k are divided by their norms
 //     ROWS           rows of the state of a block: 64 or 128; divides VALUE_SIZE and, without OUTPUTS, KEY_SIZE
 //     OUTPUTS        whether the launch writes o and final_state, or what segments do to the state
-//     DEFERS         outputs of a tile are stored while the state is multiplied by the next one; then the stage of a tile
-//                    is free sooner
 //     STAGES         tiles in shared memory
 //     STATE_V_FIRST  states are [VALUE_SIZE, KEY_SIZE], else the other order
 //     STATE_ACCESS   elements of a state in one memory access: 1, or 2 where keys are adjacent
@@ -46,7 +44,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int ROW_STRIDE = STATE_V_FIRST ? KEY_SIZE : 1, COLUMN_STRIDE = STATE_V_FIRST ? 1 : VALUE_SIZE;  // of a state
 constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTES);  // without OUTPUTS, no weights
 static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
-static_assert(OUTPUTS || !DEFERS);
 static_assert(STATE_ACCESS == 1 || STATE_V_FIRST);
 
 struct alignas(1024) Stage {
@@ -222,26 +219,6 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         if (WARPGROUPS > 1 && (warpgroup == 0 || more)) named_barrier_arrive(2 - warpgroup, 256);
     };
     if (warpgroup == 1) let_other(first_tile < end_tile);
-    // Outputs of a warp leave as whole vectors, through the values of their tile or, with DEFERS, a tile of their own.
-    uint32_t words[TOKEN_STEPS][4];
-    const auto store_outputs = [&](int tile, const tile_t& through) {
-#pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step) {
-            stmatrix<4, true>(through.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2),
-                              words[step]);
-        }
-        sync_warp();
-        const int count = tiles.tokens(tile);
-        scalar_t* to = own_outputs + tiles.token(tile) * o_stride;
-        const scalar_t* const from_own = through.at(lane / 2, quarter * 2 + lane % 2);
-#pragma unroll
-        for (int i = 0; i < TOKENS; i += 16, to += 16 * o_stride) {
-            const auto eight = Vec<scalar_t, 8>::load(from_own + i * WIDE);
-            if (i + lane / 2 < count) eight.store(to);
-        }
-        sync_warp();  // all lanes have read the outputs
-    };
-    const tile_t deferred = tile_at(memory + STAGES * sizeof(Stage) + warpgroup * TILE_BYTES);
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
         uint32_t state[STEPS][4];
 #pragma unroll
@@ -274,7 +251,6 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         multiply_state(of_keys, 0);
         if constexpr (OUTPUTS) multiply_state(outputs, TILE_BYTES);
         let_other(tile + 1 < end_tile);
-        if (DEFERS && tile > first_tile) store_outputs(tile - 1, deferred);
 
         // Calls visit(i, first, second) for each pair of adjacent tokens of the lane: i is that of the first in an
         // accumulator, and first and second are their elements of `factors`.
@@ -286,7 +262,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                 visit(i + 2, two[0], two[1]);
             }
         };
-        uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r; u times its factor
+        uint32_t errors[TOKEN_STEPS][4], changes[TOKEN_STEPS][4];  // r, then u; u times its factor
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) load_block(errors[step], values, step * 16, quarter, lane);
         constexpr int OTHERS = OUTPUTS ? 1 : 0;  // products in flight that the chain does not wait for
@@ -300,17 +276,19 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         });
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(errors[step]);
-        const auto multiply_errors = [&](float (&d)[TOKENS / 2], const uint8_t* square, bool adds) {
-            warpgroup_fence_operand(d);
-            warpgroup_arrive();
+        // d = rows m^T of a matrix that relates tokens to each other, or d += it.
+        const auto multiply_tokens = [&](float (&d)[TOKENS / 2], const uint32_t (&rows)[TOKEN_STEPS][4],
+                                         const uint8_t* square, bool adds) {
             const uint64_t columns = make_smem_desc(square);
 #pragma unroll
             for (int step = 0; step < TOKEN_STEPS; ++step) {
-                wgmma<scalar_t, TOKENS>(d, errors[step], advance_smem_desc(columns, step * 32), adds || step > 0);
+                wgmma<scalar_t, TOKENS>(d, rows[step], advance_smem_desc(columns, step * 32), adds || step > 0);
             }
             warpgroup_commit_batch();
         };
-        multiply_errors(u, prepared_tile.inverse, false);
+        warpgroup_fence_operand(u);
+        warpgroup_arrive();
+        multiply_tokens(u, errors, prepared_tile.inverse, false);
         if constexpr (OUTPUTS) {
             warpgroup_wait<1>();
             warpgroup_fence_operand(outputs);
@@ -318,21 +296,26 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                 outputs[i] *= first;
                 outputs[i + 1] *= second;
             });
-            multiply_errors(outputs, prepared_tile.weights, true);
         }
         // Before the wait for S k, ptxas would insert another wait before this.
         const float kept = prepared_tile.kept[0];
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
-        warpgroup_wait<OTHERS>();
+        warpgroup_wait<0>();
         warpgroup_fence_operand(u);
         each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
+            errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
             changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
         });
 #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(changes[step]);
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+            warpgroup_fence_operand(errors[step]);
+            warpgroup_fence_operand(changes[step]);
+        }
+        if constexpr (OUTPUTS) warpgroup_fence_operand(outputs);
         warpgroup_fence_operand(s);
         warpgroup_arrive();
+        if constexpr (OUTPUTS) multiply_tokens(outputs, errors, prepared_tile.weights, true);
         const uint64_t summed = make_smem_desc(from.rows, 1024, 2 * TILE_BYTES);
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) {
@@ -342,18 +325,31 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         if constexpr (OUTPUTS) {
             warpgroup_wait<1>();
             warpgroup_fence_operand(outputs);
+            // The outputs of a warp overwrite its values, and leave as whole vectors.
 #pragma unroll
-            for (int i = 0; i < TOKEN_STEPS * 4; ++i) {
-                words[i / 4][i % 4] = pack_pair<scalar_t>(outputs[i * 2], outputs[i * 2 + 1]);
+            for (int step = 0; step < TOKEN_STEPS; ++step) {
+                uint32_t words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    words[i] = pack_pair<scalar_t>(outputs[step * 8 + i * 2], outputs[step * 8 + i * 2 + 1]);
+                }
+                stmatrix<4, true>(values.at(step * 16 + lane / 16 * 8 + lane % 8, quarter * 2 + lane / 8 % 2), words);
             }
-            if constexpr (!DEFERS) store_outputs(tile, values);
+            sync_warp();
+            const int count = tiles.tokens(tile);
+            scalar_t* to = own_outputs + tiles.token(tile) * o_stride;
+            const scalar_t* const from_own = values.at(lane / 2, quarter * 2 + lane % 2);
+#pragma unroll
+            for (int i = 0; i < TOKENS; i += 16, to += 16 * o_stride) {
+                const auto eight = Vec<scalar_t, 8>::load(from_own + i * WIDE);
+                if (i + lane / 2 < count) eight.store(to);
+            }
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
-        if constexpr (DEFERS || !OUTPUTS) sync_warp();  // all lanes have read the stage
+        sync_warp();  // all lanes have read the stage
         ring.release(ring.stage);
     }
-    if (DEFERS && first_tile < end_tile) store_outputs(end_tile - 1, deferred);
     if constexpr (OUTPUTS) {
         if (!final_state || segment != segments - 1) return;
         state_t* const to = final_state + own_of_state;

@@ -18,7 +18,7 @@ constexpr int SQUARE_BYTES = square_tile::bytes(TOKENS);
 
 // Token-by-token matrices are swizzled as WGMMA reads them; the swizzle counts rows from a multiple of 1024 bytes.
 struct alignas(16) PreparedTile {
-    uint8_t weights[SQUARE_BYTES];  // of r in o: those of u times the inverse
+    uint8_t weights[SQUARE_BYTES];  // of u in o
     uint8_t inverse[SQUARE_BYTES];  // (I + L)^-1 b
     float of_keys[TOKENS];          // exp(a_l) / |k_l|
     float of_queries[TOKENS];       // exp(a_l) * scale / |q_l|

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ... import check, tuning
@@ -24,9 +24,6 @@ _TOKENS = 64  # tokens of a tile
 _PREPARE_BLOCKS = 5, 4
 _FEWEST_PREPARE_BLOCKS = 3  # blocks of gated_delta_prepare.cu per SM that are worth more than shared dot products
 _STAGES = 3  # tiles in shared memory of gated_delta_sm90.cu
-# Blocks of gated_delta_sm90.cu with 64 rows per SM, and tiles of a segment, from which outputs are stored a tile late.
-# An H200 gained 1 to 3 % with 128 blocks; it lost 4 % with 16, and 1.5 % with nine tiles.
-_DEFERRING_BLOCKS, _DEFERRING_TILES = 0.9, 16
 _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
 # Cycles of a tile in a block, by rows. An H200 took 2580 and 3600 before S k and S q were one product, and u and the
 # outputs; these are estimates. The others are fitted to an H200.
@@ -56,19 +53,16 @@ class GatedDeltaSm90Config:
         segments: parts of a sequence that are walked in parallel. More than one take a second walk, for the states that
             they begin with.
         heads: value heads of a block of gated_delta_prepare.cu; those of one key head share dot products of tokens.
-        defers: whether outputs are stored a tile late. Only with 64 rows: with more, registers would spill.
     """
 
     rows: int
     segments: int = 1
     heads: int = 1
-    defers: bool = False
 
     def candidates(self, problem: GatedDeltaProblem, device: Device) -> Iterable[GatedDeltaSm90Config]:
-        """Other numbers of rows, segments and heads, and outputs stored late or not."""
+        """Other numbers of rows, segments and heads."""
         segments = (1,) if tuning.batch_invariant() else (1, 2, 4, 8, 16)
-        heads, defers = _sharing(problem), (False, True) if self.rows == 64 else (False,)
-        return tuning.varied(self, rows=_fitting(problem), segments=segments, heads=heads, defers=defers)
+        return tuning.varied(self, rows=_fitting(problem), segments=segments, heads=_sharing(problem))
 
 
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaSm90Config:
@@ -76,8 +70,7 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaSm90Config:
     sizes = range(1, 1 if tuning.batch_invariant() else _MAX_SEGMENTS)
     heads = _prepared_heads(problem, device)
     configs = [GatedDeltaSm90Config(rows, 1 + more, heads) for rows in _fitting(problem) for more in (0, *sizes)]
-    found = min(configs, key=lambda config: _cycles(problem, device, config))
-    return replace(found, defers=_defers(problem, device, found))
+    return min(configs, key=lambda config: _cycles(problem, device, config))
 
 
 def _cycles(problem: GatedDeltaProblem, device: Device, config: GatedDeltaSm90Config) -> float:
@@ -120,14 +113,6 @@ def _first_blocks(problem: GatedDeltaProblem, config: GatedDeltaSm90Config, rows
     return (config.segments - 1) * value_size // rows + max(0, config.segments - 2) * key_size // rows
 
 
-def _defers(problem: GatedDeltaProblem, device: Device, config: GatedDeltaSm90Config) -> bool:
-    """Whether outputs are stored a tile late: where loads bound the walk."""
-    v, num_seqs = problem.tokens.v, tuning.pinned(problem.num_seqs)
-    blocks = num_seqs * v.shape[2] * config.segments * v.shape[3] // config.rows
-    tiles = v.shape[0] * v.shape[1] / (_TOKENS * max(1, num_seqs) * config.segments)
-    return config.rows == 64 and blocks >= _DEFERRING_BLOCKS * device.num_sms and tiles >= _DEFERRING_TILES
-
-
 def _fitting(problem: GatedDeltaProblem) -> list[int]:
     return [rows for rows in _ROWS if problem.tokens.v.shape[3] % rows == 0]
 
@@ -160,20 +145,17 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     transitions = Scratch(chains * max(0, segments - 2) * _transition_bytes(key_size))
 
     def walk(blocks: int, rows: int, outputs: bool) -> Launch:
-        defers = outputs and rows == 64 and config.defers
         kernel = _walk.for_arch(arch)(
             **{name: constants[name] for name in _OF_WALK},
             ROWS=rows,
             STAGES=_STAGES,
             OUTPUTS=outputs,
-            DEFERS=defers,
             STATE_V_FIRST=v_first,
             STATE_ACCESS=2 if v_first and in_pairs else 1,
         )
         arguments = arguments_of(problem, _walk) | {"segments": segments, "prepared": prepared}
         arguments |= {"added": added if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
-        shared = _STAGES * _stage_bytes(key_size, rows) + 2 * _TOKENS * rows * defers
-        return kernel.launch(chains * blocks, 128 + 2 * rows, shared, **arguments)
+        return kernel.launch(chains * blocks, 128 + 2 * rows, _STAGES * _stage_bytes(key_size, rows), **arguments)
 
     found = [
         prepare.launch(

@@ -229,7 +229,7 @@ def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("geometry", "sizes", "dtype", "schedules"),
     [
-        (GatedDeltaSm90Config(64, 5, defers=True), (64, 64), torch.float16, SCHEDULES),
+        (GatedDeltaSm90Config(64, 5), (64, 64), torch.float16, SCHEDULES),
         (GatedDeltaSm90Config(128, heads=2), (64, 128), torch.bfloat16, SCHEDULES[1:3]),
         (GatedDeltaSm90Config(128, 3), (128, 128), torch.bfloat16, SCHEDULES[3:4]),
     ],
