@@ -8,7 +8,8 @@ from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
-from .gemm_problem import activated, check_linear, linear_result
+from .gemm_problem import activated
+from .linear_problem import check_linear, linear_result
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,9 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg
 from .._shared.norms import rms
-from .gemm_problem import GemmProblem, activated, check_linear, linear_result
+from .gemm_problem import GemmProblem, activated
 from .gemm_shape import GemmShape
+from .linear_problem import check_linear, linear_result
 
 if TYPE_CHECKING:
     from torch import Tensor
