@@ -221,7 +221,7 @@ SPLITS = [
 
 @pytest.mark.parametrize(("counts", "lengths", "one", "has_lse"), SPLITS, ids=str)
 def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90Config, has_lse: bool) -> None:
-    """Without a log-sum-exp, splits have row sums on the tensor cores and the fast path for interior tiles."""
+    """Without a log-sum-exp, splits have the row sum on the tensor cores and the fast path for interior tiles."""
     call = varlen_call(counts, lengths, dtype=torch.bfloat16, head_size=32, on=on)
     _varlen(one, SCHEDULES[:2], has_lse=has_lse, **call)
 
