@@ -60,7 +60,7 @@
 
 // MAX_TILE_SUM: largest sum of a lane's probabilities of a row and KV tile; where it is larger, the row max is updated.
 // So probabilities reach 2^8. In bfloat16, accumulators of the largest values stay finite up to 2^24 tokens.
-constexpr float MAX_TILE_SUM = 256.0f / FULL_SCALE<scalar_t>;
+template <typename T> constexpr float MAX_TILE_SUM = 256.0f / FULL_SCALE<T>;
 
 // COPY_STEP: the step of P V with the copies, after its operands. More than two CTAs of an SM leave few registers.
 constexpr int COPY_STEP = NUM_THREADS * MIN_BLOCKS > 256 || WARP_STEPS < 3 ? 0 : 2;
@@ -344,7 +344,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             exponentials();
 #pragma unroll
             for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-                exceeds |= !(tile_sum[i / LANE_ROWS][i % LANE_ROWS] <= MAX_TILE_SUM);
+                exceeds |= !(tile_sum[i / LANE_ROWS][i % LANE_ROWS] <= MAX_TILE_SUM<scalar_t>);
             }
         }
         if (any_lane(exceeds)) {
