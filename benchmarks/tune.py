@@ -12,7 +12,6 @@ Config so far. A Config is accepted only if the op's results agree with the refe
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops import axes
+from pyops import axes, tuning
 from pyops._core.op.op import Op
 from pyops.testing import calls as testing
 
@@ -174,23 +173,24 @@ def render(case: Case, tuned: Tuned) -> str:
 
 
 def save(path: Path, op: str, tuned: Tuned) -> None:
-    """Write the best Config to the device's table; if `choose` is best, remove the bucket's entry.
+    """Write the best Config to the device's table; if `choose` is best, remove its entry.
 
-    An entry has all fields that a table can hold, so every problem of the bucket runs with the measured Config, even if
-    `choose` returns another one for it.
+    An entry has all fields that a table can hold, so every problem of the bucket for which `choose` returns a Config of
+    this class runs with the measured one.
     """
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
-    best, choice, bucket = tuned.best, tuned.choice.config, tuned.choice.problem.bucket()
+    best, choice, problem = tuned.best, tuned.choice.config, tuned.choice.problem
+    key = tuning.key(problem, choice)
     if wrong := [
         name
         for name, value in difference(best, choice).items()
         if not (isinstance(value, _SCALARS) or _is_config(value))
     ]:
         raise TypeError(f"{op}: a table cannot hold the Config's {', '.join(wrong)}")
-    buckets = table.setdefault(op, {})
-    buckets.pop(bucket, None)
+    entries = table.setdefault(op, {})
+    entries.pop(key, None)
     if best != choice:
-        buckets[bucket] = _entry(best)
+        entries[key] = _entry(best)
     table = {name: dict(sorted(found.items())) for name, found in sorted(table.items()) if found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
@@ -259,7 +259,6 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("python -m benchmarks tune measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    tuning = importlib.import_module("pyops.tuning")
     for case in cases:
         check, time_us = on_gpu(case, timing.QUICK if options.quick else timing.FULL)
         tuned = tune(op, tuning, check, time_us, options.rounds)

@@ -8,11 +8,11 @@ reads except the device; a Config is a frozen dataclass; `choose` is pure. The p
 Two things override `choose`: the context ``tuning.forced(op, config)``, and the table of the device,
 ``pyops/tuning/<device name>.json``::
 
-    {"paged_attention_v1": {"<bucket of the problem>": {"num_warps": 3}}}
+    {"paged_attention_v1": {"DecodeConfig <bucket of the problem>": {"num_warps": 3}}}
 
 An entry replaces the fields of the choice that it names; for a field that is a Config itself, it has the fields of that
-one. It serves every problem of its bucket, so a Config holds no
-number that differs within a bucket, such as the size of a grid.
+one. It serves every problem of its bucket for which `choose` returns a Config of this class, which stands for a kernel.
+So a Config holds no number that differs within a bucket, such as the size of a grid.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Problem(Protocol):
     """The input of `choose`."""
 
     def bucket(self) -> str:
-        """The key of the problem in a table: equal for problems that one Config serves."""
+        """A part of `key`: equal for problems that one Config serves."""
         ...
 
 
@@ -70,9 +70,14 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
     else:
         found = choose(problem, device)
         if not batch_invariant() and (entries := table(device.name).get(op)):
-            found = _changed(found, entries.get(problem.bucket(), {}))
+            found = _changed(found, entries.get(key(problem, found), {}))
     last[op], last_choice[op] = found, (problem, choose)
     return found
+
+
+def key(problem: Problem, config: Config) -> str:
+    """The key of a table's entry for problems of this bucket and choices of this class."""
+    return f"{type(config).__name__} {problem.bucket()}"
 
 
 def _changed(config: C, entry: dict[str, Any]) -> C:
@@ -100,7 +105,7 @@ def forced(op: str, config: Any) -> Iterator[None]:
 
 @cache
 def table(device_name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{op: {bucket: {field of Config: value}}} as measured on the devices of this name; empty if none was."""
+    """{op: {`key`: {field of Config: value}}} as measured on the devices of this name; empty if none was."""
     path = TABLES / f"{device_name}.json"
     if not device_name or not path.exists():
         return {}

@@ -49,6 +49,7 @@ class Tuning:
         self.TABLES = folder
         self.table = SimpleNamespace(cache_clear=lambda: None)
         self.override: Any = None
+        self.key = pyops.tuning.key
 
     def config(self, op: str, problem: Any, device: Any, choose: Callable[[Any, Any], Any]) -> Any:
         return self.override or choose(problem, device)
@@ -167,17 +168,19 @@ def test_table_holds_the_best_config(tmp_path: Path) -> None:
     """All its fields that a table can hold."""
     path = tmp_path / "tuning" / "imagined-gpu.json"
     tune.save(path, "an_op", tuned(Config(splits=2, early=True)))
-    assert json.loads(path.read_text()) == {"an_op": {"tokens=16": {"num_warps": 4, "splits": 2, "early": True}}}
-    path.write_text('{"an_op": {"tokens=32": {"splits": 4}, "tokens=16": {"num_warps": 2}}, "other": {"x": {"y": 1}}}')
+    assert json.loads(path.read_text()) == {"an_op": {"Config tokens=16": {"num_warps": 4, "splits": 2, "early": True}}}
+    path.write_text(
+        '{"an_op": {"Config tokens=32": {"splits": 4}, "Config tokens=16": {"num_warps": 2}}, "other": {"x": {"y": 1}}}'
+    )
     tune.save(path, "an_op", tuned(Config(splits=2)))
     best = {"num_warps": 4, "splits": 2, "early": False}
-    assert json.loads(path.read_text())["an_op"] == {"tokens=16": best, "tokens=32": {"splits": 4}}
+    assert json.loads(path.read_text())["an_op"] == {"Config tokens=16": best, "Config tokens=32": {"splits": 4}}
     assert json.loads(path.read_text())["other"] == {"x": {"y": 1}}
 
 
 def test_table_entry_goes_when_the_choice_is_best(tmp_path: Path) -> None:
     path = tmp_path / "imagined-gpu.json"
-    path.write_text('{"an_op": {"tokens=16": {"splits": 2}}}')
+    path.write_text('{"an_op": {"Config tokens=16": {"splits": 2}}}')
     tune.save(path, "an_op", tuned(Config()))
     assert json.loads(path.read_text()) == {}
 
@@ -224,12 +227,12 @@ def test_op_is_tuned_for_every_case(
     machine = Machine(stub, lambda config: 5.0 - config.early)
     machine.name = "rms_norm"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune.importlib, "import_module", lambda name: stub)
+    monkeypatch.setattr(tune, "tuning", stub)
     monkeypatch.setattr(tune, "on_gpu", lambda case, effort: (machine.check, machine.time_us))
     monkeypatch.setattr(pyops.registry["rms_norm"], "forget", machine.forget)
     assert main.main(["tune", "rms_norm", "num_tokens=1,16", "--save"]) == 0
     best = {"num_warps": 4, "splits": 1, "early": True}
-    assert json.loads((tmp_path / "imagined-gpu.json").read_text()) == {"rms_norm": {"tokens=16": best}}
+    assert json.loads((tmp_path / "imagined-gpu.json").read_text()) == {"rms_norm": {"Config tokens=16": best}}
     assert capsys.readouterr().out.count("Best: early=True, 4.00 us; the choice 5.00 us.") == 2
 
 

@@ -140,17 +140,17 @@ def test_forced_config_is_used(op: Op, aligned: bool) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_table_is_used(op: Op, tables: Path) -> None:
-    """As tuning writes it, for every problem of the bucket."""
+    """As tuning writes it, for every problem of the bucket with a choice of this class."""
     for first, second in BUCKETS:
         choice = _chosen(op, first)
-        bucket_of_second = _chosen(op, second).problem.bucket()
+        key, key_of_second = (tuning.key(one.problem, one.config) for one in (choice, _chosen(op, second)))
         spread = Spread(1.0, 1.0, 1.0)
         for candidate in _candidates(choice):
             tuned = tune.Tuned(choice, [], candidate, spread, spread)
             tune.save(tables / f"{NAMED.name}.json", op.name, tuned)
             tuning.table.cache_clear()
             for num_tokens in (first, second):
-                if num_tokens == first or bucket_of_second == choice.problem.bucket():
+                if num_tokens == first or key_of_second == key:
                     with tuning.forced(op.name, candidate):
                         forced = _launched(op, num_tokens)
                     assert _launched(op, num_tokens, NAMED) == forced, (num_tokens, candidate)
