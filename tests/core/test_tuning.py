@@ -68,7 +68,7 @@ def test_without_a_table_the_choice_is_used() -> None:
 
 def test_table_changes_the_fields_that_it_names(tables: Path) -> None:
     """For its own op, its own buckets and its own device."""
-    write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
+    write(tables, "nvidia-h200", an_op={"Config rows=8": {"cluster_size": 4}})
     assert config(5) == config(8) == Config(2, 4)
     assert config(4) == Config(1)
     assert config(9) == Config(0)
@@ -78,14 +78,14 @@ def test_table_changes_the_fields_that_it_names(tables: Path) -> None:
 
 
 def test_table_names_fields_of_the_config(tables: Path) -> None:
-    write(tables, "nvidia-h200", an_op={"rows=8": {"warps": 4}})
+    write(tables, "nvidia-h200", an_op={"Config rows=8": {"warps": 4}})
     with pytest.raises(TypeError, match="warps"):
         config(5)
 
 
 def test_forced_config_overrides_the_table(tables: Path) -> None:
     """Contexts nest, and also end with an error."""
-    write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
+    write(tables, "nvidia-h200", an_op={"Config rows=8": {"cluster_size": 4}})
     with tuning.forced("an_op", Config(7)):
         assert config(5) == config(500) == Config(7)
         with tuning.forced("an_op", Config(8)):

@@ -385,7 +385,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_tuning_table_overrides_the_choice(table: Path) -> None:
     """A table is keyed by sizes rounded up to powers of two; it leaves other kernels, models and kinds alone."""
-    bucket = "mma bfloat16 cache=bfloat16 heads=32/8x128 block=16 seqs=64 tokens=2048"
+    bucket = "DecodeConfig mma bfloat16 cache=bfloat16 heads=32/8x128 block=16 seqs=64 tokens=2048"
     table.write_text(json.dumps({V1.name: {bucket: {"num_warps": 2, "max_splits": 5}}}))
     h200 = replace(device.model(), name="nvidia-h200")
 
