@@ -40,8 +40,8 @@ DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[
 }
 
 // Stores the queries of HEADS heads as A operands, RUN bytes of shared memory for each MMA, with zeros for heads that
-// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads load a head,
-// or, of 64 threads, two heads.
+// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads load a head;
+// in a CTA of 64 threads they load two heads.
 template <int NUM_THREADS, typename F>
 DEVICE void store_queries(uint8_t* operands, F load) {
     constexpr int PANELS = ENTRY_SIZE / 64, ROUNDS = ceil_div(HEADS * 8, NUM_THREADS);
