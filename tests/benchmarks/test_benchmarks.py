@@ -38,7 +38,7 @@ RMS_NORM = pyops.registry["rms_norm"]
 
 
 def small(op: Any = RMS_NORM, dtype: str = "bfloat16") -> shapes.Case:
-    (case,) = shapes.cases(op, {"num_tokens": [3], "hidden_size": [64], "dtype": [dtype]})
+    (case,) = shapes.cases(op, {"num_tokens": [3], "hidden_size": [64], "vocab_size": [1000], "dtype": [dtype]})
     return case
 
 
