@@ -5,9 +5,9 @@
 //     ZEROS 3:     T(scale * quant + zero)
 //     PLACES:      2:4 sparsity: of each quad of four rows, the metadata `places` gives two; the others are 0
 //
-// A row with an out-of-range group is 0. Differences and products are exact in float32. A thread takes VEC_SIZE rows of
-// a column, and a block eight such pieces of each of 32 columns, so that it writes 64 adjacent elements at once;
-// threads that need the same words read them from the L1 cache.
+// A row with an out-of-range group is 0. Differences and products are exact in float32. A thread takes VEC_SIZE rows
+// of COLUMNS adjacent columns, and a block PIECES such tiles along K and NUM_THREADS / PIECES along N, so that PIECES
+// threads write adjacent elements; threads that need the same words read them from the L1 cache.
 //
 // Constants
 //     scalar_t      T: 16 bits, int8 or e4m3; a value out of range saturates
@@ -29,6 +29,7 @@
 //     HAS_G_IDX     whether g_idx gives the group of each row
 //     SHARED_GROUP  whether VEC_SIZE adjacent rows share a group
 //     PLACES        whether the weight is 2:4 sparse
+//     VEC_SIZE, COLUMNS    rows and columns of a thread, powers of two
 //     ACCESS        elements of one access to dense: VEC_SIZE, or 1 if VEC_SIZE does not divide K
 
 #include "group_scale.cuh"
@@ -58,10 +59,10 @@ DEVICE float number_of(uint32_t quant, int zero) {
 
 // What the quants of a group and a column share.
 struct Group {
-    int64_t entry;  // index of the scale
     float scale, shift;
     int zero;
     bool exists;
+    ScaleProducts products;
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
@@ -74,10 +75,11 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
                   const weight_scale_t* weight_scales,  // [weights]; blockIdx.y counts weights, contiguous
                   int64_t k, int64_t n, int64_t groups, int64_t group_size) {
     await_previous_kernel();
-    const int64_t row_blocks = ceil_div(k, int64_t(PIECES * VEC_SIZE));
-    const uint32_t first = uint32_t(blockIdx.x % row_blocks) * (PIECES * VEC_SIZE) + threadIdx.x % PIECES * VEC_SIZE;
-    const uint32_t column = uint32_t(blockIdx.x / row_blocks) * (NUM_THREADS / PIECES) + threadIdx.x / PIECES;
-    if (first >= k || column >= n) return;
+    const uint32_t row_blocks = uint32_t(ceil_div(k, int64_t(PIECES * VEC_SIZE)));
+    const uint32_t column_block = blockIdx.x / row_blocks, row_block = blockIdx.x - column_block * row_blocks;
+    const uint32_t first = (row_block * PIECES + threadIdx.x % PIECES) * VEC_SIZE;
+    const uint32_t first_column = (column_block * (NUM_THREADS / PIECES) + threadIdx.x / PIECES) * COLUMNS;
+    if (first >= k || first_column >= n) return;
     const int64_t weight = blockIdx.y;
     dense += weight * n * k;
     quants += weight * (k * n * BITS / 32);  // 2:4 weights have K / 2 rows, and are never batched
@@ -88,13 +90,16 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
     const float weight_scale = WEIGHT_SCALES ? to_float(weight_scales[WEIGHT_SCALES ? weight : 0]) : 1.0f;
     const PackedSize size{uint32_t(PLACES ? k / 2 : k), uint32_t(n), n, 1};
 
-    const auto group_of = [&](uint32_t row) {
-        const int64_t g = HAS_G_IDX ? int64_t(g_idx[row]) : int64_t(row / uint32_t(group_size));
-        Group group{0, 1.0f, 0.0f, 0, g >= 0 && g < groups};
+    const auto number_of_group = [&](uint32_t row) {
+        return HAS_G_IDX ? int64_t(g_idx[row]) : int64_t(row / uint32_t(group_size));
+    };
+    const auto group_of = [&](int64_t g, uint32_t column) {
+        Group group{1.0f, 0.0f, 0, g >= 0 && g < groups, {}};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        group.entry = at;
-        if constexpr (HAS_SCALES && !PRODUCTS) {
+        if constexpr (PRODUCTS) {
+            group.products.load(scales, at);
+        } else if constexpr (HAS_SCALES) {
             group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
         }
         if constexpr (ZEROS == 1) {
@@ -105,37 +110,56 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
         return group;
     };
     const auto value = [&](uint32_t quant, const Group& group) {
-        if (!group.exists) return 0.0f;
-        const float x = number_of(quant, group.zero);
-        if constexpr (PRODUCTS) return scale_product(scales, group.entry, int(x));
-        if constexpr (ZEROS == 3) return fmaf(x, group.scale, group.shift);
-        return (ZEROS == 2 ? x - group.shift : x) * group.scale;
+        float x;
+        if constexpr (PRODUCTS) {
+            x = group.products.of(quant);
+        } else {
+            x = number_of(quant, group.zero);
+            x = ZEROS == 3 ? fmaf(x, group.scale, group.shift) : (ZEROS == 2 ? x - group.shift : x) * group.scale;
+        }
+        return group.exists ? x : 0.0f;
     };
 
-    float x[VEC_SIZE];
-    Group group = group_of(first);
+    const int64_t first_group = number_of_group(first);
 #pragma unroll
-    for (int i = 0; i < VEC_SIZE; ++i) {
-        const uint32_t row = first + i;
-        x[i] = 0.0f;
-        if (row >= k) continue;
-        if (!SHARED_GROUP && i > 0) group = group_of(row);
+    for (int c = 0; c < COLUMNS; ++c) {
+        const uint32_t column = first_column | c;
+        if (column >= n) return;
+        float x[VEC_SIZE];
+        Group group = group_of(first_group, column);
+        // Rows are `first |` disjoint bits, from which the compiler sees which quants come from one word.
         if constexpr (PLACES) {
-            const uint32_t kept = places_of_quad(places, size.columns, row / 4, column);
-            const bool is_first = (kept & 3) == row % 4, is_second = kept >> 2 == row % 4;
-            if (!is_first && !is_second) continue;
-            x[i] = value(LAYOUT<BITS>::quant(quants, size, row / 4 * 2 + is_second, column), group);
-        } else {
-            x[i] = value(LAYOUT<BITS>::quant(quants, size, row, column), group);
-        }
-    }
-    scalar_t* out = dense + int64_t(column) * k + first;
-    if (ACCESS == VEC_SIZE) {
-        Vec<scalar_t, VEC_SIZE>::from_floats(x).store(out);
-    } else {
+            static_assert(ACCESS == VEC_SIZE && VEC_SIZE % 4 == 0);
 #pragma unroll
-        for (int i = 0; i < VEC_SIZE; ++i) {
-            if (first + i < k) out[i] = from_float<scalar_t>(x[i]);
+            for (int i = 0; i < VEC_SIZE; i += 4) {
+                const uint32_t kept = places_of_quad(places, size.columns, (first | i) / 4, column);
+                float two[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    if (!SHARED_GROUP) group = group_of(number_of_group(first | i | kept >> 2 * j & 3), column);
+                    two[j] = value(LAYOUT<BITS>::quant(quants, size, first / 2 | i / 2 | j, column), group);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[i + j] = kept >> 2 == j ? two[1] : (kept & 3) == j ? two[0] : 0.0f;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) {
+                const uint32_t row = first | i;
+                x[i] = 0.0f;
+                if (ACCESS != VEC_SIZE && row >= k) continue;
+                if (!SHARED_GROUP && i > 0) group = group_of(number_of_group(row), column);
+                x[i] = value(LAYOUT<BITS>::quant(quants, size, row, column), group);
+            }
+        }
+        scalar_t* out = dense + int64_t(column) * k + first;
+        if (ACCESS == VEC_SIZE) {
+            Vec<scalar_t, VEC_SIZE>::from_floats(x).store(out);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) {
+                if (first + i < k) out[i] = from_float<scalar_t>(x[i]);
+            }
         }
     }
 }

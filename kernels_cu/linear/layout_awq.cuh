@@ -13,7 +13,9 @@
 template <int BITS>
 struct layout_awq {
     static DEVICE uint32_t quant(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
-        return quant_of_string<BITS>(words, (uint64_t(k) * size.columns + even_first<32 / BITS>(n)) * BITS, 1);
+        constexpr int FIELDS = 32 / BITS;
+        const uint32_t word = words[int64_t(k) * (size.columns / FIELDS) + n / FIELDS];
+        return word >> even_first<FIELDS>(n) % FIELDS * BITS & FIELD_MASK<BITS>;
     }
     static DEVICE constexpr uint32_t zero_place(uint32_t n) { return even_first<32 / BITS>(n); }
 

@@ -16,7 +16,8 @@ from .packed_problem import PackedProblem, PackedWeight
 _dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
 _NUM_THREADS = 256  # threads of a block of both kernels
 _VEC_SIZE = 8  # elements of a thread of both kernels
-_TILE = 64, 32  # rows and columns of a block of dequantize_packed.cu
+_COLUMNS = 4  # columns of a thread of dequantize_packed.cu
+_TILE = 64, 32 * _COLUMNS  # rows and columns of a block of dequantize_packed.cu
 _ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
 
 
@@ -109,6 +110,7 @@ def written(
         SHARED_GROUP=w.g_idx is None and (w.groups == 1 or w.group_size % _VEC_SIZE == 0),
         PLACES=w.places is not None,
         VEC_SIZE=_VEC_SIZE,
+        COLUMNS=_COLUMNS,
         ACCESS=_access(w.k),
         NUM_THREADS=_NUM_THREADS,
     ).launch(
