@@ -190,10 +190,18 @@ Model = Callable[[Any], float]  # from rates to the microseconds of a sample
 
 
 def model(family: Family, one: Sample, device: Device) -> Model:
-    """The model of a sample. Its Config is among those of the engine for the shape."""
-    engine = next(engine for engine in family.choose.engines if engine.name == one.engine)
-    config = next(config for config in engine.configs(one.shape, device) if repr(config) == one.config)
-    return partial(engine.time_us, config, one.shape, device)
+    """The model of a sample, whose Config is among the `_proposed`."""
+    engine = _engine(family, one)
+    return partial(engine.time_us, _proposed(engine, one, device), one.shape, device)
+
+
+def _engine(family: Family, one: Sample) -> engines.Engine[Any, Any]:
+    return next(engine for engine in family.choose.engines if engine.name == one.engine)
+
+
+def _proposed(engine: engines.Engine[Any, Any], one: Sample, device: Device) -> Any:
+    """The Config of a sample, or None if the engine no longer has it, as where it contains the choice of a family."""
+    return next((config for config in engine.configs(one.shape, device) if repr(config) == one.config), None)
 
 
 def error(rates: Any, samples: Sequence[Sample], times: Sequence[Model]) -> float:
@@ -213,14 +221,17 @@ def error(rates: Any, samples: Sequence[Sample], times: Sequence[Model]) -> floa
     return total / weights
 
 
-def fit(family: Family, rates: Any, samples: Sequence[Sample], device: Device) -> Any:
-    """The rates with the least error: each rate in turn is multiplied or divided while that helps."""
+def fit(family: Family, rates: Any, samples: Sequence[Sample], device: Device, only: Sequence[str] = ()) -> Any:
+    """The rates with the least error: each rate in turn is multiplied or divided while that helps. `only` names the
+    rates that may change; without names all may."""
     times = [model(family, one, device) for one in samples]
     least = error(rates, samples, times)
     for step in _STEPS:
         for _ in range(_ROUNDS):
             before = least
             for one in fields(rates):
+                if only and one.name not in only:
+                    continue
                 for value in _beside(getattr(rates, one.name), step):
                     other = replace(rates, **{one.name: value})
                     now = error(other, samples, times)
@@ -293,13 +304,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--out", type=Path, help="write the times to this file")
     parser.add_argument("--times", type=Path, action="append", help="fit to the times of a file, without a GPU")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RATE", help="change these rates alone")
     parser.add_argument("--name", default="nvidia-h200", help="with --times: the device that the times are of")
     parser.add_argument("--save", action="store_true", help="write the file of rates")
     asked = parser.parse_args(arguments)
     family = FAMILIES[asked.family]
     if asked.times:
-        samples = [one for path in asked.times for one in samples_of(family, path)]
         device, name = pyops._core.system.device.host(), asked.name
+        known = [one for path in asked.times for one in samples_of(family, path)]
+        samples = [one for one in known if _proposed(_engine(family, one), one, device) is not None]
+        print(f"{len(known) - len(samples)} of {len(known)} times are of configs that are no longer candidates")
     else:
         samples = collect(family, asked.minutes, asked.seed)
         device = pyops._core.system.device.get(torch.cuda.current_device())
@@ -311,20 +325,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first, second = halves(family, samples)
     start = family.choose.rates_of(device)
     print("as it is", errors(family, start, second, device))
-    print(
-        "fitted to half of the rows, on the others", errors(family, fit(family, start, first, device), second, device)
-    )
-    rates = fit(family, start, samples, device)
-    found = errors(family, rates, samples, device)
+    if unknown := set(asked.only) - {one.name for one in fields(start)}:
+        parser.error(f"--only: no rates of {asked.family}: {', '.join(sorted(unknown))}")
+    of_half = fit(family, start, first, device, asked.only)
+    print("fitted to half of the rows, on the others", errors(family, of_half, second, device))
+    rates = fit(family, start, samples, device, asked.only)
+    found: dict[str, Any] = errors(family, rates, samples, device)
     print("fitted to all rows", found)
+    if asked.only:
+        found["only"] = asked.only
     for one, value in zip(fields(rates), astuple(rates), strict=True):
         print(f"  {one.name} {value:.5g}")
     if asked.save:
         path = engines.table(family.name)
-        known = json.loads(path.read_text())
+        tables = json.loads(path.read_text())
         rounded = {key: float(f"{value:.4g}") for key, value in asdict(rates).items()}
-        known[name] = {"rates": rounded, "errors": found}
-        path.write_text(json.dumps(known, indent=1) + "\n")
+        tables[name] = {"rates": rounded, "errors": found}
+        path.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

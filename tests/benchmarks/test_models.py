@@ -240,4 +240,4 @@ def test_rates_come_with_their_errors(family: fit.Family) -> None:
         assert set(found["rates"]) == {one.name for one in fields(family.choose.rates_of(HOPPER))}
         if "mean loss of the choice" in found["errors"]:  # else derived from docs/performance, not fitted yet
             assert found["errors"]["mean loss of the choice"] < 0.05
-            assert found["errors"]["rows"] >= 100
+            assert found["errors"]["rows"] >= (40 if "only" in found["errors"] else 100)  # `only`: rates that changed
