@@ -87,12 +87,15 @@ def _mma_refusal(shape: GroupedShape, device: Device) -> str | None:
 
 
 def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates: GroupedRates) -> float:
-    """A tile of padding alone ends at once. A warp converts the fp8 operands of its MMAs before these."""
-    tiles = round(shape.row_tiles(config.tile_m)) * -(-shape.n // config.tile_n)
+    """A warp converts the fp8 operands of its MMAs before these. Blocks of padding alone end at once."""
+    columns = -(-shape.n // config.tile_n)
+    tiles = round(shape.row_tiles(config.tile_m)) * columns
     mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.k_tile_traffic)
     converted = rates.mma_converted * config.k_tile_reads if _converts(shape, device) else 0.0
     k_tile = rates.mma_k_tile + mma + converted
     loop = -(-tiles // device.num_sms) * shape.num_k_tiles * k_tile
+    padding = shape.padding_tiles(config.tile_m) * columns / device.num_sms
+    loop += padding * rates.mma_padding / config.min_blocks
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 

@@ -107,6 +107,10 @@ class GroupedShape:
         tokens = max(1, round(self.rows / self.top_k))
         return self.num_experts * _tiles_of_expert(tokens, min(1.0, self.top_k / self.num_experts), tile_m)
 
+    def padding_tiles(self, tile_m: int) -> float:
+        """The expected row tiles of padding alone, in blocks of the lists that have rows."""
+        return self.row_tiles(self.block_size) * (self.block_size / tile_m) - self.row_tiles(tile_m)
+
 
 @lru_cache(_MAX_COUNTS)
 def _tiles_of_expert(tokens: int, chance: float, tile_m: int) -> float:

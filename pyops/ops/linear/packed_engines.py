@@ -192,7 +192,9 @@ def _unmapped(shape: PackedShape) -> str | None:
 
 def _narrow_us(config: PackedNarrowConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
     waves = -(-packed_narrow.tiles(shape.m, shape.n) // device.num_sms)
-    loop = waves * -(-shape.k // packed_narrow.STEP) * rates.few_k_tile
+    form = shape.format
+    of_layout = 1.0 if form.tile_rows else rates.few_across if form.is_across else rates.few_column
+    loop = waves * -(-shape.k // packed_narrow.STEP) * rates.few_k_tile * of_layout
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + waves * rates.few_end
 
 
@@ -285,9 +287,10 @@ def _dequantize_configs(shape: PackedShape, device: Device) -> Iterator[Dequanti
 
 
 def _dequantize_us(config: DequantizeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    nbytes = shape.weight_bytes + shape.n * shape.k * shape.dense.dtype.itemsize
-    gemm = gemm_engines.choose.fastest(shape.dense, device).us
-    return rates.dense_launch + nbytes / rates.dense_bytes_per_us + gemm
+    weights = shape.n * shape.k
+    nbytes = shape.weight_bytes + weights * shape.dense.dtype.itemsize
+    written = overlapped(nbytes / rates.dense_bytes_per_us, weights / device.num_sms * rates.dense_weight)
+    return rates.dense_launch + written + gemm_engines.choose.fastest(shape.dense, device).us
 
 
 choose: Choice[PackedShape, PackedRates] = Choice(

@@ -39,10 +39,12 @@ class PackedRates:
         large_shared: for each byte of shared memory that a k-tile writes and reads.
         large_code: to dequantize a column of a k-tile in one warp.
         few_k_tile, few_end: wq_gemm_sm90_small_m.cu: a k-tile, and the reduction and epilogue of a tile.
+        few_across, few_column: factors on the k-tile where words are of a row, and of a column, not of a tile.
         cdna_row: wq_gemm_cdna.cu: a k-tile of a compute unit, for each row of a and each 128 columns.
         cdna_code: to dequantize a column of a k-tile.
         cdna_part: to write, or to read and add, a part of a tile of split-K.
         dense_launch, dense_bytes_per_us: dequantize_packed.cu: a launch, and the bytes that it reads and writes.
+        dense_weight: to dequantize a weight of an SM.
     """
 
     launch: float
@@ -72,11 +74,14 @@ class PackedRates:
     large_code: float
     few_k_tile: float
     few_end: float
+    few_across: float
+    few_column: float
     cdna_row: float
     cdna_code: float
     cdna_part: float
     dense_launch: float
     dense_bytes_per_us: float
+    dense_weight: float
 
 
 def of(device: Device) -> PackedRates:

@@ -54,6 +54,8 @@ class WqGroupedRates:
         mma_uint4, mma_e2m1, mma_e4m3, mma_int8: wq_grouped_gemm_sm80.cu: to dequantize a weight of an SM.
         mma_marlin, mma_groups: wq_gemm_sm80.cu: factors on it, in Marlin's layout and with several groups in a k-tile.
         mma_row: to multiply a weight of an SM by a row of a.
+        mma_end: the end of a tile, for each row of a: to reduce its accumulators and to store results.
+        padding, padding_start: a CTA of padding alone: its time; the time between the starts of two of an SM.
         large_code: wq_grouped_gemm_sm80_large_m: factor on dequantization in the k-tiles of `packed_rates`.
         wgmma_uint4, wgmma_e2m1, wgmma_e4m3: wq_grouped_gemm_sm90.cu: to dequantize a row of the weight in 64 elements
             of K.
@@ -80,6 +82,9 @@ class WqGroupedRates:
     mma_marlin: float
     mma_groups: float
     mma_row: float
+    mma_end: float
+    padding: float
+    padding_start: float
     large_code: float
     wgmma_uint4: float
     wgmma_e2m1: float
@@ -167,10 +172,14 @@ def _sm80_refusal(shape: WqGroupedShape, device: Device) -> str | None:
 
 
 def _sm80_us(config: WqGroupedSm80Config, shape: WqGroupedShape, device: Device, rates: WqGroupedRates) -> float:
-    """A tile of padding alone ends at once."""
-    tiles = -(-round(shape.row_tiles(config.tile_m)) * (shape.n // ROWS) // device.num_sms)  # of the busiest SM
+    """A CTA for each tile; those of padding alone end at once, and wait for their first loads."""
+    columns = shape.n // ROWS
+    tiles = -(-round(shape.row_tiles(config.tile_m)) * columns // device.num_sms)  # of the busiest SM
     weight = rates.mma(shape.type) + rates.mma_row * config.tile_m
-    return rates.launch + overlapped(tiles * ROWS * shape.k * weight, shape.nbytes / rates.bytes_per_us)
+    loop = tiles * (rates.mma_end * config.tile_m + ROWS * shape.k * weight)
+    padding = shape.padding_tiles(config.tile_m) * columns / device.num_sms
+    loop += padding * max(rates.padding_start, rates.padding / config.min_blocks)
+    return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
 # wq_grouped_gemm_sm80_large_m
