@@ -90,7 +90,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ int64_t places[2][2 * TOKENS];
+    __shared__ int64_t offsets[2][2 * TOKENS];
     __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
@@ -174,9 +174,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     }
     cp_async_commit();
 
-    // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
+    // Each thread computes the offset of one key or value of a tile with offset_at, and stores it with note_offset when
     // the memory is free.
-    const auto place_of = [&](int start, auto find_block) {
+    const auto offset_of = [&](int start, auto find_block) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return UNSEEN;
@@ -187,9 +187,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                                       : block * value_block_stride + slot * (PACKED ? 1 : value_token_stride);
         return offset * int64_t(sizeof(cache_t));
     };
-    const auto place_at = [&](int start) { return place_of(start, block_of); };
+    const auto offset_at = [&](int start) { return offset_of(start, block_of); };
     held_t held_keys, held_values;
-    const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
+    const Tiles tiles{shared, offsets, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride + slice * VALUE_SIZE * (PACKED ? BLOCK_SIZE : 1)};
 
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
@@ -212,7 +212,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const auto early = [&](int token) { return IS_EARLY && start == 0 ? early_blocks[i] : block_of(token); };
-            tiles.note_place(i, place_of(start + i * TOKENS, early));
+            tiles.note_offset(i, offset_of(start + i * TOKENS, early));
         }
         __syncthreads();
         Tiles::offsets_t found;
@@ -297,7 +297,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 return start + column <= before_window(limit_of(row_of(r, half)));
             });
         }
-        if (!tiles.is_whole(stage)) hide([&](int, int, int column) { return places[stage][column] < 0; });
+        if (!tiles.is_whole(stage)) hide([&](int, int, int column) { return offsets[stage][column] < 0; });
         uint32_t probabilities[ROW_TILES][WARP_TOKENS / 16][SHORT_WORDS];
         uint32_t p_lo[P_HI_LO ? ROW_TILES : 1][P_HI_LO ? TOKENS / 16 : 1][SHORT_WORDS];
         // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor of
@@ -400,7 +400,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         if (more) tiles.store_keys(held_keys);
         if constexpr (IS_AHEAD) tiles.find_values(stage ^ 1, found);
         else tiles.find_keys(stage ^ 1, found);
-        const int64_t offset = place_at(start + 2 * TOKENS);
+        const int64_t offset = offset_at(start + 2 * TOKENS);
 
         // O += P V.
         scalar_t* const values = tiles.values_at(stage);
@@ -429,7 +429,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
             }
         }
-        tiles.note_place(stage, offset);
+        tiles.note_offset(stage, offset);
     }
     cp_async_wait<0>();
 

@@ -100,9 +100,9 @@ DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, 
 // The tiles of a CTA, and the caches of its KV head.
 struct Tiles {
     unsigned char* shared;  // the queries, then STAGES tiles of keys, then STAGES tiles of values
-    // places: for two tiles, the offset in bytes, in a head of the cache, of each token's key and then of each token's
+    // offsets: for two tiles, the offset in bytes, in a head of the cache, of each token's key and then of each token's
     // value, or NOWHERE, or UNSEEN. holes: the warps that have met a NOWHERE.
-    int64_t (*places)[2 * TOKENS];
+    int64_t (*offsets)[2 * TOKENS];
     bool (*holes)[NUM_WARPS];
     const cache_t *key_cache, *value_cache;
 
@@ -114,9 +114,9 @@ struct Tiles {
     }
 
     // Stores the offset of the key of token i of a tile (thread i < TOKENS), or of its value (thread TOKENS + i).
-    DEVICE void note_place(int stage, int64_t place) const {
-        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place == NOWHERE);
-        if (threadIdx.x < 2 * TOKENS) places[stage][threadIdx.x] = place;
+    DEVICE void note_offset(int stage, int64_t offset) const {
+        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && offset == NOWHERE);
+        if (threadIdx.x < 2 * TOKENS) offsets[stage][threadIdx.x] = offset;
         if (threadIdx.x % WARP_SIZE == 0) holes[stage][threadIdx.x / WARP_SIZE] = is_hole;
     }
     // Whether every token of a tile that a row sees has a valid offset.
@@ -135,10 +135,10 @@ struct Tiles {
     // The offsets of a thread's items of a tile. No load moves above a copy, so all are loaded before the first copy.
     using offsets_t = int64_t[THREAD_ITEMS];
     DEVICE void find_keys(int stage, offsets_t& found) const {
-        each_item<TOKENS, CHUNKS>([&](int row, int, int n) { found[n] = places[stage][row]; });
+        each_item<TOKENS, CHUNKS>([&](int row, int, int n) { found[n] = offsets[stage][row]; });
     }
     DEVICE void find_values(int stage, offsets_t& found) const {
-        if constexpr (!PACKED) each_value([&](int row, int, int n) { found[n] = places[stage][TOKENS + row]; });
+        if constexpr (!PACKED) each_value([&](int row, int, int n) { found[n] = offsets[stage][TOKENS + row]; });
     }
 
     // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
@@ -146,11 +146,11 @@ struct Tiles {
         const rows_tile keys = keys_at(stage);
         each_item<TOKENS, CHUNKS>([&](int row, int chunk, int n) {
             const int dim = chunk * 8;
-            const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? found[n] : NOWHERE;
+            const int64_t offset = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? found[n] : NOWHERE;
             const cache_t* const from =
-                elements_at(key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), place);
-            if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
-            else cp_async<16>(item_at<CHUNKS>(keys, row, chunk, n), from, place >= 0);
+                elements_at(key_cache + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), offset);
+            if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, offset >= 0);
+            else cp_async<16>(item_at<CHUNKS>(keys, row, chunk, n), from, offset >= 0);
         });
         cp_async_commit();
     }
@@ -173,19 +173,19 @@ struct Tiles {
     }
     DEVICE void load_values(int stage, const offsets_t& found, held_t& held) const {
         scalar_t* const to = values_at(stage);
-        const int64_t* const value_places = places[stage] + TOKENS;
+        const int64_t* const value_offsets = offsets[stage] + TOKENS;
         if constexpr (PACKED) {
             each_item<VALUE_SIZE, TOKENS / 8>([&](int dim, int chunk, int n) {
                 scalar_t* const run = item_at<TOKENS / 8>(dims_tile{to}, dim, chunk, n);
-                const int64_t place = value_places[chunk * 8];
-                if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
-                    const cache_t* const from = elements_at(value_cache + dim * BLOCK_SIZE, place);
+                const int64_t offset = value_offsets[chunk * 8];
+                if (offset >= 0 && value_offsets[chunk * 8 + 7] >= 0) {
+                    const cache_t* const from = elements_at(value_cache + dim * BLOCK_SIZE, offset);
                     if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, true);
                     else cp_async<16>(run, from);
                 } else {  // a value that no row sees may be NaN, and 0 * NaN is NaN
                     Vec<cache_t, 8> run_of = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
-                        const int64_t at = value_places[chunk * 8 + k];
+                        const int64_t at = value_offsets[chunk * 8 + k];
                         if (at >= 0) run_of.data[k] = *elements_at(value_cache + dim * BLOCK_SIZE, at);
                     }
                     if constexpr (IN_REGISTERS) {
@@ -199,10 +199,10 @@ struct Tiles {
             });
         } else {
             each_value([&](int row, int chunk, int n) {
-                const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? found[n] : NOWHERE;
-                const cache_t* const from = elements_at(value_cache + chunk * 8, place);
-                if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
-                else cp_async<16>(item_at<VALUE_CHUNKS>(values_tile{to}, row, chunk, n), from, place >= 0);
+                const int64_t offset = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? found[n] : NOWHERE;
+                const cache_t* const from = elements_at(value_cache + chunk * 8, offset);
+                if constexpr (IN_REGISTERS) hold<CODE_WORDS * 4>(held[n], from, offset >= 0);
+                else cp_async<16>(item_at<VALUE_CHUNKS>(values_tile{to}, row, chunk, n), from, offset >= 0);
             });
         }
         cp_async_commit();
