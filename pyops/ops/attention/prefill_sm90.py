@@ -28,7 +28,7 @@ _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a 
 # The model of short sequences: docs/performance/prefill.md, "Short sequences in small work items". Microseconds of a
 # combine kernel; bytes that L2 gives an SM in a microsecond; the most time of small items next to that of large ones,
 # which are measured for more batches.
-COMBINE_US, _L2_BYTES_PER_US, _LEAST_GAIN = 3.7, 40e3, 0.9
+COMBINE_US, _L2_BYTES_PER_US, _MOST_OF_LARGE = 3.7, 40e3, 0.9
 _MAX_VALUE_SIZE_OF_SHORT = 128  # largest value size with small work items
 # Microseconds of a call before its first items, and of the launch of decode attention for sequences of one token.
 _CALL_US, _SINGLE_ROWS_US = 1.0, 4.0
@@ -171,7 +171,7 @@ def _choose_tile(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     may_be_short = value_size <= _MAX_VALUE_SIZE_OF_SHORT and not problem.few_rows and not tuning.batch_invariant()
     if not may_be_short or not _SHORT.fits(problem, device):
         return many
-    return _SHORT if _time(problem, _SHORT, device) < _LEAST_GAIN * _time(problem, many, device) else many
+    return _SHORT if _time(problem, _SHORT, device) < _MOST_OF_LARGE * _time(problem, many, device) else many
 
 
 def _tile_of_many_rows(problem: PrefillProblem) -> PrefillSm90Config:

@@ -13,7 +13,7 @@ _MIN_SPLIT_TILES = 4  # fewest KV tiles of a split: MIN_SPLIT_TILES of tile_spli
 # costs 3.2 us" and "An empty work slot costs 1.5 us".
 ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 _TILES_OF_A_SPLIT = 0.025  # the combine of one more split: eight are loaded at once, in 0.35 us
-_LEAST_GAIN = 0.9  # the most time of splits next to that without, where lengths are a guess
+_MOST_OF_UNSPLIT = 0.9  # most time with splits, as a part of that without, where lengths are a guess
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 _FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
 
@@ -52,7 +52,7 @@ class Work(NamedTuple):
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""
         fastest = min(range(1, min(_MAX_SPLITS, self.most_splits) + 1), key=self.time)
-        return fastest if not self.is_mixed or self.time(fastest) < _LEAST_GAIN * self.time(1) else 1
+        return fastest if not self.is_mixed or self.time(fastest) < _MOST_OF_UNSPLIT * self.time(1) else 1
 
     @property
     def most_splits(self) -> int:
