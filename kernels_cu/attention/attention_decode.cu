@@ -68,7 +68,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  uint32_t* arrived,                // [num_seqs, ALL_COLUMNS] zeros, or null
-                 PassedPair* results,              // [splits of all, ALL_COLUMNS, RESULT_PAIRS] zeros, or null
+                 result_t* results,                // [splits of all, ALL_COLUMNS, RESULT_PARTS] zeros, or null
                  float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
@@ -364,42 +364,56 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     constexpr int HEAD_WARPS = WARPS_EACH < 1 ? 1 : WARPS_EACH < MOST_WARPS ? WARPS_EACH : MOST_WARPS;
     constexpr int WRITERS = CLUSTER == 1 ? WARP_SIZE : 32 * HEAD_WARPS;
     struct RowState { float max_logit, exp_sum; };
+    const auto query_head_of = [&](int head) { return int64_t(first_head + head_of_column(head)); };
+    const auto row_of_head = [&](int head) { return find_row() + token_of_column(head); };
+    // Splits that the last CTA combines: of a head, the results of its splits, the counter of arrivals, and the result.
+    const auto combine_of = [&](int head) {
+        const int64_t column = HAS_TOKENS ? kv_head * GROUP * QUERY_TOKENS + head : query_head_of(head);
+        const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
+        return SplitCombine{results + (first_split * ALL_COLUMNS + column) * RESULT_PARTS,
+                            arrived + int64_t(seq) * ALL_COLUMNS + column, splits.count};
+    };
+    const auto finish = [&](int head, const SplitCombine& of) {
+        const int64_t query_head = query_head_of(head), row = row_of_head(head);
+        write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
+            [&](int, int e) { return of.sum[e]; }, of.max_logit, of.exp_sum, 1.0f, true, sinks + query_head,
+            out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row, tmp_out, max_logits,
+            exp_sums);
+    };
+    unsigned last = 0;  // bit h: the warp combines the splits of head h, which are many
     // Writes the heads first + k * num_warps with the states rows[k] and the accumulators total(k, element, e).
     const auto write = [&](int first, const auto& rows, auto total) {
         constexpr int COUNT = sizeof(rows) / sizeof(rows[0]);
         const auto head_of = [&](int k) { return first + k * num_warps; };
-        const auto query_head_of = [&](int k) { return int64_t(first_head + head_of_column(head_of(k))); };
-        const auto row_of = [&](int k) { return find_row() + token_of_column(head_of(k)); };
         if constexpr (MAY_BALANCE) {
             if (!direct && arrived) {
-                constexpr int STRIDE = ALL_COLUMNS * RESULT_PAIRS;
-                const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
-                SplitCombine all[COUNT];
-                const auto column_of = [&](int k) {
-                    return HAS_TOKENS ? int64_t(kv_head * GROUP * QUERY_TOKENS + head_of(k)) : query_head_of(k);
-                };
-                const auto counter_of = [&](int k) { return arrived + int64_t(seq) * ALL_COLUMNS + column_of(k); };
+                // What a warp waits for is in flight for all of its heads.
+                uint32_t before[COUNT];
+                SplitBatch<FEW_SPLITS> batch[COUNT];
 #pragma unroll
                 for (int k = 0; k < COUNT; ++k) {
                     if (head_of(k) >= num_heads) continue;
-                    all[k].results = results + first_split * STRIDE + column_of(k) * RESULT_PAIRS;
-                    all[k].stride = STRIDE;
-                    all[k].count = splits.count;
-                    const auto own = [&](int i, int e) { return total(k, i, e); };
-                    all[k].leave(split, own, rows[k].max_logit, rows[k].exp_sum, value_unit);
+                    combine_of(head_of(k))
+                        .leave(
+                            split, [&](int i, int e) { return total(k, i, e); }, rows[k].max_logit, rows[k].exp_sum,
+                            value_unit);
                 }
                 sync_warp();
 #pragma unroll
                 for (int k = 0; k < COUNT; ++k) {
-                    if (head_of(k) < num_heads) all[k].arrive(counter_of(k));
+                    if (head_of(k) < num_heads) combine_of(head_of(k)).arrive(before[k], batch[k]);
                 }
 #pragma unroll
                 for (int k = 0; k < COUNT; ++k) {
-                    if (head_of(k) >= num_heads || !all[k].combines(counter_of(k))) continue;
-                    write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
-                        [&](int, int e) { return all[k].sum[e]; }, all[k].max_logit, all[k].exp_sum, 1.0f, true,
-                        sinks + query_head_of(k), out + row_of(k) * out_stride + query_head_of(k) * HEAD_SIZE,
-                        lse + query_head_of(k) * num_rows + row_of(k), tmp_out, max_logits, exp_sums);
+                    if (head_of(k) >= num_heads) continue;
+                    SplitCombine combine = combine_of(head_of(k));
+                    if (!combine.is_last(before[k])) continue;
+                    if (splits.count > FEW_SPLITS) {
+                        last |= 1u << head_of(k);
+                        continue;
+                    }
+                    combine.combine_few(batch[k]);
+                    finish(head_of(k), combine);
                 }
                 return;
             }
@@ -407,7 +421,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
             if (head_of(k) >= num_heads) continue;
-            const int64_t query_head = query_head_of(k), row = row_of(k);
+            const int64_t query_head = query_head_of(head_of(k)), row = row_of_head(head_of(k));
             const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
             write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
                 [&](int i, int e) { return total(k, i, e); }, rows[k].max_logit, rows[k].exp_sum, value_unit, direct,
@@ -420,7 +434,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     constexpr int AT_ONCE = MIN_CLUSTER_WARPS / HEAD_WARPS;  // heads that a CTA of a cluster writes at the same time
     const int writer = threadIdx.x / WRITERS;
     // If the first step has had all tokens, there is nothing to combine.
-    if (end - begin <= STEP) {
+    const bool has_one_step = end - begin <= STEP;
+    if (has_one_step) {
         if (CLUSTER > 1 && blockIdx.y > 0) return;
         const int writers = CLUSTER == 1 ? num_warps : AT_ONCE;
         for (int head = writer < writers ? writer : num_heads; head < num_heads; head += writers) {
@@ -428,12 +443,12 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             const bool attends = row[0].max_logit > minus_infinity();
             write(head, row, [&](int, int i, int) { return attends ? output_of(0, head)[i] : 0.0f; });
         }
-        return;
+        if (CLUSTER > 1) return;
     }
     // A warp of a CTA of four combines all of its heads at the same time, as far as it has registers for them.
     constexpr int MOST_AT_ONCE = LANE_ELEMENTS > 32 ? 1 : 32 / LANE_ELEMENTS, ALL_OF_WARP = ceil_div(MAX_HEADS, 4);
     constexpr int BATCH = ALL_OF_WARP < MOST_AT_ONCE ? ALL_OF_WARP : MOST_AT_ONCE;
-    for (int first = warp; first < num_heads; first += BATCH * num_warps) {
+    for (int first = has_one_step ? num_heads : warp; first < num_heads; first += BATCH * num_warps) {
         float totals[BATCH][LANE_ELEMENTS];
         RowState rows[BATCH];
 #pragma unroll
@@ -488,5 +503,13 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                   [&](int, int, int e) { return combine.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
+    }
+    if constexpr (MAY_BALANCE) {
+        for (int head = warp; head < num_heads; head += num_warps) {
+            if (!(last >> head & 1)) continue;
+            SplitCombine combine = combine_of(head);
+            combine.combine_many();
+            finish(head, combine);
+        }
     }
 }

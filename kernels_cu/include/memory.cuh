@@ -202,43 +202,58 @@ DEVICE index_t load_index(const index_t* address) {
     return FRESH ? load_fresh(address) : *address;
 }
 
-// Two floats that one block of a launch passes to another through memory that held zeros. Each word holds the inverted
-// bits of a float and is never zero, so a word that is not zero has arrived, and neither block needs a fence. A reader
-// that knows from a counter that the other block has issued its stores polls `load` until they arrive. On the host
-// blocks run one after another, so the first `load` has them (PASSES_AT_ONCE).
+// N floats that one block of a launch passes to another through memory that held zeros. A word is a float, and never
+// zero, because 0 is passed as -0: a word that is not zero has arrived, and neither block needs a fence. A reader that
+// knows from a counter that the other block has issued its stores polls `load` until they arrive. On the host blocks run
+// one after another, so the first `load` has them (PASSES_AT_ONCE).
 constexpr bool PASSES_AT_ONCE = PYOPS_HOST;
-struct alignas(8) PassedPair {
-    uint32_t words[2];
+template <int N>
+struct alignas(4 * N) Passed {
+    static_assert(N == 2 || N == 4);
+    uint32_t words[N];
 
-    DEVICE void store(float x, float y) {
-        const uint32_t first = turned(x), second = turned(y);
+    DEVICE void store(const float (&x)[N]) {
+        uint32_t own[N];
+        for (int i = 0; i < N; ++i) own[i] = word_of(x[i]);
 #if PYOPS_CUDA
-        asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(words), "r"(first), "r"(second) : "memory");
+        if constexpr (N == 2) {
+            asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(words), "r"(own[0]), "r"(own[1])
+                         : "memory");
+        } else {
+            asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(words), "r"(own[0]), "r"(own[1]),
+                         "r"(own[2]), "r"(own[3])
+                         : "memory");
+        }
 #elif PYOPS_HIP
-        __scoped_atomic_store_n(words, first, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-        __scoped_atomic_store_n(words + 1, second, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+        for (int i = 0; i < N; ++i) __scoped_atomic_store_n(words + i, own[i], __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
 #else
-        words[0] = first;
-        words[1] = second;
+        for (int i = 0; i < N; ++i) words[i] = own[i];
 #endif
     }
     // The words as they are now; 0: that float has not arrived.
-    DEVICE void load(uint32_t& first, uint32_t& second) const {
+    DEVICE void load(uint32_t (&now)[N]) const {
 #if PYOPS_CUDA
-        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(first), "=r"(second)
-                     : "l"(words)
-                     : "memory");
+        if constexpr (N == 2) {
+            asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(now[0]), "=r"(now[1])
+                         : "l"(words)
+                         : "memory");
+        } else {
+            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(now[0]), "=r"(now[1]), "=r"(now[2]), "=r"(now[3])
+                         : "l"(words)
+                         : "memory");
+        }
 #elif PYOPS_HIP
-        first = __scoped_atomic_load_n(words, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-        second = __scoped_atomic_load_n(words + 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+        for (int i = 0; i < N; ++i) now[i] = __scoped_atomic_load_n(words + i, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
 #else
-        first = words[0];
-        second = words[1];
+        for (int i = 0; i < N; ++i) now[i] = words[i];
 #endif
     }
-    static DEVICE float float_of(uint32_t word) { return __uint_as_float(~word); }
 
 private:
-    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // 0 -> 1: NaN remains NaN
+    static DEVICE uint32_t word_of(float x) {
+        const uint32_t bits = __float_as_uint(x);
+        return bits ? bits : 0x80000000u;
+    }
 };

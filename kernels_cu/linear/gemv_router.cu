@@ -8,7 +8,7 @@
 // blockIdx.y counts tokens. Each block along x normalises the token, and the first one writes it; warps multiply as
 // gemv_rows.cuh says. The first warp of the last block of a token to arrive chooses: ROW_THREADS lanes with
 // THREAD_EXPERTS adjacent experts each. No fence orders logits and arrivals: logits are passed through memory that held
-// zeros (PassedPair), and a warp loads them while its arrival is counted. The plan promises that no kernel which may
+// zeros (Passed), and a warp loads them while its arrival is counted. The plan promises that no kernel which may
 // still run writes the weight: the first chunk is loaded while the previous kernel runs.
 //
 // Constants:
@@ -41,7 +41,7 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
             const input_t* input,        // [num_tokens, HIDDEN_SIZE]
             const input_t* norm_weight,  // [HIDDEN_SIZE]
             const scalar_t* weight,      // [NUM_EXPERTS, HIDDEN_SIZE]
-            PassedPair* all_logits,      // [num_tokens, NUM_EXPERTS] zeros; both floats of a pair are the logit
+            Passed<2>* all_logits,       // [num_tokens, NUM_EXPERTS] zeros; both floats of a pair are the logit
             uint32_t* arrived,           // [num_tokens] zeros
             int64_t input_stride, int64_t weight_stride, bool renormalize, float routed_scaling_factor, float epsilon) {
     __shared__ Vec<input_t, VEC_SIZE> row_of_token[VECS];
@@ -57,12 +57,12 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
             row_of_token[i].store(normalised + token * HIDDEN_SIZE + i * VEC_SIZE);
         }
     }
-    PassedPair* const logits = all_logits + token * NUM_EXPERTS;
+    Passed<2>* const logits = all_logits + token * NUM_EXPERTS;
     const auto row = [&](int i) { return weight_row(i, weight, weight_stride); };
     const auto input_row = [&](int, int) { return x; };
     multiply_rows(next, num_rows, row, input_row, [&](int i, const float (&acc)[TOKENS]) {
         const int64_t expert = column_of<1>(i);
-        if (stores_products() && expert < NUM_EXPERTS) logits[expert].store(acc[0], acc[0]);
+        if (stores_products() && expert < NUM_EXPERTS) logits[expert].store({acc[0], acc[0]});
     });
     __syncthreads();
     if (threadIdx.x >= WARP_SIZE) return;
@@ -75,10 +75,10 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
         uint32_t least = ~0u;
 #pragma unroll
         for (int i = 0; i < THREAD_EXPERTS; ++i) {
-            uint32_t word, same;
-            logits[min(first + i, NUM_EXPERTS - 1)].load(word, same);
-            own[i] = first + i < NUM_EXPERTS ? PassedPair::float_of(word) : minus_infinity();
-            least = min(least, word);
+            uint32_t words[2];
+            logits[min(first + i, NUM_EXPERTS - 1)].load(words);
+            own[i] = first + i < NUM_EXPERTS ? __uint_as_float(words[0]) : minus_infinity();
+            least = min(least, words[0]);
         }
         return least > 0;
     };

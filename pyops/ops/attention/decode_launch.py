@@ -20,7 +20,7 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_COMBINE = {"arrived": 0, "results": 0}
-_PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
+_FLOAT_BYTES = 4
 _LONG_SPLIT = 4096  # tokens; LONG_SPLIT of splits.cuh
 # Waves that splits of equal sequences fill, to be two waves: 2 * MIN_OF_TWO_WAVES of splits.cuh, which rounds to float.
 _MIN_OF_TWO = 1.5001
@@ -152,9 +152,10 @@ def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
 def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
     """Workspace for the results of splits that the last block of a row combines, as decode_combine.cuh lays it out."""
     warp_size = problem.query.device.warp_size
-    pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
+    access = 2 if problem.head_size <= 2 * warp_size else 4  # RESULT_ACCESS of decode_combine.cuh
+    parts = -(-problem.head_size // (access * warp_size)) * warp_size + 1
     columns = problem.num_heads * problem.cta_tokens
-    nbytes = _balanced_splits(problem, wave) * columns * pairs * _PAIR_BYTES
+    nbytes = _balanced_splits(problem, wave) * columns * parts * access * _FLOAT_BYTES
     counters = problem.num_seqs * columns * 4
     return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}
 
