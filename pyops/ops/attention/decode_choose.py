@@ -49,9 +49,9 @@ _WAVES_WITHOUT_SPLITS = 4
 # combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
 # for 64 splits of 3 sequences and for one sequence.
 MAX_SPLITS_OF_LAST_BLOCK = 50
-# Splits that the last block combines in the time of a step: a load of four takes 0.35 us ("A chain for each head"), and
-# a step 1.1 us.
-SPLITS_OF_A_STEP = 12
+# Splits of a head that a warp of the last block loads at once: MANY_SPLITS of decode_combine.cuh for heads of up to 128
+# elements. Microseconds of such a batch: "Sixteen splits at once".
+_BATCH_SPLITS, _BATCH_US = 16, 0.95
 
 MIN_WHOLE_HEAD = 128  # elements; MIN_WHOLE_HEAD of splits.cuh
 
@@ -167,11 +167,16 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
             num_warps -= slices
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
-    max_splits = problem.num_partitions or (1 if is_short else choose_max_splits(problem, wave, rounds, min_blocks))
+    heads_of_warp = -(-min(heads, problem.used_columns) // num_warps)
+    max_splits = problem.num_partitions or (
+        1 if is_short else choose_max_splits(problem, wave, rounds, min_blocks, heads_of_warp)
+    )
     combine = _choose_combine(problem, max_splits, device)
     if problem.uses_mma and not problem.partials and not is_pinned:
         may_be_wide = min(heads, problem.columns) * problem.head_size <= MAX_WIDE_ELEMENTS
-        steps = MAX_CLUSTER_STEPS if combine else most_cluster_steps(min(heads, problem.columns), problem.slice_size)
+        steps = (
+            MAX_CLUSTER_STEPS if combine else most_cluster_steps(min(heads, problem.used_columns), problem.slice_size)
+        )
         cluster_size, cluster_warps = choose_cluster(
             blocks, problem.max_tokens, step // slices, may_be_wide, device, steps
         )
@@ -262,11 +267,20 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
-def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_blocks: int) -> int:
+def _fastest_splits(rounds: float, heads: int) -> int:
+    """The splits with the least time where the last block combines them, and a warp those of so many heads."""
+
+    def us(splits: int) -> float:
+        return rounds / splits * STEP_US_OF_8 + heads * splits / _BATCH_SPLITS * _BATCH_US
+
+    return min(range(_BATCH_SPLITS, _MAX_SPLITS + 1, _BATCH_SPLITS), key=us)
+
+
+def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_blocks: int, heads_of_warp: int) -> int:
     """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
     of an unsplit sequence.
 
-    Several query tokens have no combine kernel: n splits take rounds / n + n / SPLITS_OF_A_STEP steps.
+    The last block combines those of several query tokens.
     """
     num_seqs = problem.num_seqs
     if tuning.batch_invariant():
@@ -280,5 +294,5 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
         wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
     most = _MAX_SPLITS
     if problem.any_tokens:
-        most = min(most, max(MAX_SPLITS_OF_LAST_BLOCK, int((rounds * SPLITS_OF_A_STEP) ** 0.5)))
+        most = min(most, _fastest_splits(rounds, heads_of_warp))
     return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))

@@ -33,6 +33,9 @@ _READ_RATE = 4.2e6
 _ROWS_US = 7.0
 _LAUNCH_US = 2.2  # us of one more kernel in a graph
 _SEARCH_US = 1.0  # us in which CTAs find tiles of query tokens that are not the first ones: prefill.md, "Few CTAs"
+# Splits that the last CTA combines in the time of a step. It was set with the times of "Splits", and stands for what
+# else splits cost, too: the combine alone takes two thirds of that ("Sixteen splits at once").
+_SPLITS_OF_A_STEP = 12
 _MAX_COLUMNS = 16  # most columns of a CTA of attention_decode.cu
 
 
@@ -114,7 +117,7 @@ def _combine_us(problem: DecodeProblem, config: DecodeConfig, heads: int) -> flo
     splits = min(config.max_splits, -(-problem.attended_tokens // config.min_split))
     if splits == 1 or config.combine or config.slices > 1:
         return 0.0
-    return -(-heads // config.num_warps) * splits / decode_choose.SPLITS_OF_A_STEP * STEP_US_OF_8
+    return -(-heads // config.num_warps) * splits / _SPLITS_OF_A_STEP * STEP_US_OF_8
 
 
 def _block_us(problem: DecodeProblem, config: DecodeConfig) -> float:

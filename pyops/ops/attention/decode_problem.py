@@ -93,6 +93,12 @@ class DecodeProblem:
         return self.group * self.cta_tokens
 
     @property
+    def used_columns(self) -> int:
+        """The columns that CTAs use, if all sequences have as many query tokens, or the most that the caller says."""
+        tokens = self.max_query_len or -(-self.query.shape[0] // max(1, self.num_seqs))
+        return self.group * min(self.cta_tokens, tokens)
+
+    @property
     def slices(self) -> int:
         """Slices of a head, each with a warp of its own: the accumulators of 16 columns of 128 elements, with keys and
         values of a step, are nearly all registers of a warp."""

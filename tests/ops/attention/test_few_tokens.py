@@ -226,10 +226,22 @@ def test_choice_by_the_most_tokens_of_a_sequence() -> None:
 
 
 def test_splits_of_long_sequences() -> None:
-    """More than the last block combines at little cost, if the sequence takes longer: 64384 tokens are 503 steps."""
-    for tokens, splits in ((64384, 77), (16384, 50)):
-        _launched([1] * 2, tokens, (4, 1), True)
-        assert tuning.last[VARLEN.name].max_splits == splits
+    """As many as steps and the combine take the least time for: 64384 tokens are 503 steps. A warp of the last block
+    with two heads takes twice as long to combine."""
+    for counts, tokens, heads, splits in (
+        ([1] * 2, 64384, (4, 1), 96),
+        ([1] * 2, 16384, (4, 1), 48),
+        ([2] * 7, 15079, (8, 2), 32),
+    ):
+        _launched(counts, tokens, heads, True, max_query_len=counts[0])
+        assert (tuning.last[VARLEN.name].max_splits, tuning.last[VARLEN.name].cluster_size) == (splits, 1)
+
+
+def test_clusters_by_the_columns_in_use() -> None:
+    """CTAs have columns for four tokens. Sequences of one have splits, where clusters would fill half of the SMs."""
+    for most, cluster_size in ((1, 1), (4, 8)):
+        _launched([1] * 2, 7150, (8, 4), False, max_query_len=most)
+        assert tuning.last[VARLEN.name].cluster_size == cluster_size
 
 
 def test_warps_that_have_a_step() -> None:
