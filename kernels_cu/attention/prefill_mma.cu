@@ -11,7 +11,8 @@
 // first.
 //
 // Grid: a CTA takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
-// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, so each sequence has at most one number without rows.
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, so each sequence has at most one number without rows. With one
+// query token each (HAS_STARTS = 0), all sequences have equally many tiles.
 // Sequences of fewer than min_tokens query tokens are skipped. blockIdx.y counts the slices of all KV heads: where the
 // accumulators of whole values exceed the registers, a CTA has the columns of one slice, and all CTAs of a tile compute
 // its scores.
@@ -101,7 +102,10 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     // be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto start_of = [&](int64_t seq) { return HAS_STARTS ? int64_t(cu_seqlens_q[seq * starts_step]) : seq; };
-    const auto first_tile = [&](int64_t seq) { return start_of(seq) * GROUP / TILE_ROWS + seq; };
+    constexpr int TOKEN_TILES = ceil_div(GROUP, TILE_ROWS);  // tiles of a query token
+    const auto first_tile = [&](int64_t seq) {
+        return HAS_STARTS ? start_of(seq) * GROUP / TILE_ROWS + seq : seq * TOKEN_TILES;
+    };
     // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of up to WARP_SIZE
     // sequences during the search, and threads for the block numbers of the first tokens before they know the length.
     const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
@@ -111,7 +115,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     };
     const bool lane_has_length = num_seqs <= WARP_SIZE;
     const int own_length = lane_has_length && lane < num_seqs ? length_of(lane) : 0;
-    const int64_t seq = find_sequence(tile_number, int(num_seqs), first_tile);
+    const int64_t seq = HAS_STARTS ? find_sequence(tile_number, int(num_seqs), first_tile) : tile_number / TOKEN_TILES;
     if (seq < 0) return;
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const table_t* const blocks = RAGGED ? nullptr : block_tables + seq * table_stride;

@@ -43,7 +43,11 @@ def launch(name: str, problem: DecodeProblem) -> list[Launch]:
     """The launches of the op `name`."""
     device, rows = problem.query.device, _as_rows(problem)
     config: Any
-    if rows and _is_faster(problem, rows, device) and not tuning.batch_invariant():
+    choose_short: Any = prefill_mma.choose_short
+    if rows and _short_rows_are_faster(problem, exact := replace(rows, p_hi_lo=True), device):
+        rows = exact
+        config = tuning.config(name, rows, device, choose_short)
+    elif rows and _is_faster(problem, rows, device) and not tuning.batch_invariant():
         config = tuning.config(name, rows, device, prefill_plan.choose)
     else:
         config = tuning.config(name, problem, device, decode_choose.choose)
@@ -139,6 +143,18 @@ def _as_rows(problem: DecodeProblem) -> PrefillProblem | None:
     # The rate of the prefill kernels is that of heads with which a warp has all accumulators of 16 rows.
     is_served = rows.uses_mma and rows.slices == 1 and not shares_rows(rows)
     return rows if is_served and rows.has_aligned_out and rows.few_rows else None
+
+
+def _short_rows_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:
+    """Whether CTAs of prefill_mma.cu with all heads of a short sequence are faster: they read the cache once."""
+    short = prefill_mma.choose_short(rows, device) if rows.uses_wgmma and problem.reads > 1 else None
+    if not short:
+        return False
+    config = decode_choose.choose(problem, device)
+    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
+    blocks = decode_choose.blocks_of_one_split(problem, config.heads_per_block) * config.cluster_size
+    own_us = -(-blocks // slots) * _block_us(problem, config)
+    return prefill_mma.us_of_short(rows, short, device, longest=True) < own_us
 
 
 def _is_faster(problem: DecodeProblem, rows: PrefillProblem, device: Device) -> bool:

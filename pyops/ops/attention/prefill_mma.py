@@ -32,6 +32,9 @@ _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 # an H200 ("Short sequences"): where SMs are full of CTAs, and of a CTA alone on an SM.
 _SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
 _SHORT_ITEM_US_ALONE, _SHORT_TILE_US_ALONE = 3.0, 1.0
+_EXACT_TILE_US_ALONE = (
+    1.3  # likewise with p_hi_lo, of any head: latencies ("Many heads of short sequences" of decode.md)
+)
 _MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers; above, heads are wide
 _MAX_WIDE_HEAD_SIZE = {False: 256, True: 192}  # {an fp8 cache: largest wide head}
 
@@ -120,8 +123,7 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
     """The geometry for short sequences on Hopper, if it takes the call: a CTA for each tile and head, without a launch
     for sequences of one token."""
     head_size = problem.query.shape[2]
-    is_short = problem.expected_tokens <= _MAX_SHORT_TOKENS and problem.cu_seqlens_q is not None
-    if not is_short or problem.layout.ragged or tuning.batch_invariant():
+    if problem.expected_tokens > _MAX_SHORT_TOKENS or problem.layout.ragged or tuning.batch_invariant():
         return None
     if head_size > _MAX_HEAD_SIZE_OF_SHORT:
         fits = head_size <= _MAX_WIDE_HEAD_SIZE[problem.is_fp8] and problem.has_plain_logits
@@ -131,7 +133,7 @@ def choose_short(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | 
     if has_registers and head_size <= _MAX_HEAD_SIZE_OF_TWO_STAGES:
         return replace(_SHORT, stages=2)
     run_at_once = ShortItems.of(problem, _FEW_SHORT.rows).items <= _FEW_SHORT.min_blocks * device.num_sms
-    return _SHORT if has_registers and not run_at_once else _FEW_SHORT
+    return _FEW_SHORT if run_at_once or problem.p_hi_lo or not has_registers else _SHORT
 
 
 def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Device, longest: bool = False) -> float:
@@ -144,8 +146,9 @@ def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Devic
     # CTAs beyond the first one of an SM, as a part of those that fit.
     crowd = min(1.0, max(0.0, items.items / device.num_sms - 1) / (config.min_blocks - 1))
     item_us = _SHORT_ITEM_US_ALONE + crowd * (_SHORT_ITEM_US - _SHORT_ITEM_US_ALONE)
-    tile_us = _SHORT_TILE_US_ALONE + crowd * (_SHORT_TILE_US - _SHORT_TILE_US_ALONE)
-    return items.us(config.min_blocks * device.num_sms, item_us, tile_us * width, config.step_tokens)
+    alone_us = _EXACT_TILE_US_ALONE if problem.p_hi_lo else _SHORT_TILE_US_ALONE * width
+    tile_us = alone_us + crowd * max(0.0, _SHORT_TILE_US * width - alone_us)
+    return items.us(config.min_blocks * device.num_sms, item_us, tile_us, config.step_tokens)
 
 
 def _choose_shared_rows(problem: PrefillProblem, device: Device) -> PrefillMmaConfig:

@@ -29,7 +29,7 @@ def choose(problem: PrefillProblem, device: Device) -> AnyConfig:
         return prefill_sm100.choose(problem)
     if not problem.uses_wgmma:
         return prefill_mma.choose(problem, device)
-    short = prefill_mma.choose_short(problem, device)
+    short = prefill_mma.choose_short(problem, device) if problem.cu_seqlens_q else None
     if short and prefill_mma.us_of_short(problem, short, device) < prefill_sm90.us_of_short(problem, device):
         return short
     return prefill_sm90.choose(problem, device)

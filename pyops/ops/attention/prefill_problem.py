@@ -48,8 +48,7 @@ class PrefillProblem:
         query: queries in the dtype of out; for e4m3 queries, a contiguous tensor with the same values in that dtype.
         cu_seqlens_q: None: each sequence has one query token, its row of `query`.
         codes, q_scale: e4m3 queries and their scale; None for other queries. A q_scale of None means 1.
-        p_hi_lo: whether 16-bit probabilities are split into two values of their type, as in decode attention. Only
-            prefill_sm90.cu does so.
+        p_hi_lo: whether 16-bit probabilities are split into two values of their type, as in decode attention.
         max_query_len: the most query tokens of a sequence, by the caller; 0: unknown. No result depends on it.
     """
 
@@ -119,7 +118,7 @@ class PrefillProblem:
 
     def count_tiles(self, rows: int) -> int:
         """Numbers of tiles of so many rows. Each sequence may add one with fewer rows, or without."""
-        return self.num_rows // rows + self.num_seqs
+        return self.num_rows // rows + self.num_seqs if self.cu_seqlens_q else self.num_seqs * -(-self.group // rows)
 
     @property
     def group(self) -> int:

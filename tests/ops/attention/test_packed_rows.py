@@ -4,6 +4,7 @@ query heads of a key-value head. Against float64 attention, under every schedule
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pyops._core import config
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops.example import ArgMaker
-from pyops.ops.attention import prefill_sm90
+from pyops.ops.attention import prefill_mma, prefill_sm90
 from pyops.ops.attention.prefill_mma import PrefillMmaConfig
 from pyops.ops.attention.prefill_plan import choose, launch
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
@@ -50,15 +51,18 @@ def _on(arch: str, one: PrefillSm90Config) -> Any:
 
 
 def _assert_is_decode(one: Any, schedules: Any, bias: Any = None, **call: Any) -> None:
-    """Results and log-sum-exps match float64 attention, with the same bits under these schedules."""
+    """Results and log-sum-exps match float64 attention, with the same bits under these schedules.
+
+    `one` is a config, or a class of the configs that plans choose.
+    """
     plain, dtype = call.pop("plain"), call["query"].dtype
     call["lse"] = torch.zeros(call["out"].shape[1::-1])
     first: Any = None
     V1.forget()
     for schedule in schedules:
-        with tuning.forced(V1.name, one), scheduled(schedule):
+        with nullcontext() if isinstance(one, type) else tuning.forced(V1.name, one), scheduled(schedule):
             V1.wrapper(**call)
-        assert isinstance(tuning.last[V1.name], type(one))
+        assert isinstance(tuning.last[V1.name], one if isinstance(one, type) else type(one))
         result = [call["out"].clone(), call["lse"].clone()]
         first = first or result
         assert all(same_bits(*pair) for pair in zip(first, result, strict=True))
@@ -120,6 +124,37 @@ def test_options(arch: str, is_fp8: bool) -> None:
         kept = torch.cat([torch.arange(block * 16), torch.arange(block * 16 + 16, LENGTHS[s])])
         plain[s] = [x[kept] for x in plain[s]]
     _assert_is_decode(one, SCHEDULES[:1], **call | {"block_tables": table, "plain": plain})
+
+
+# (heads, head size, block size, dtype)
+SHORT = [
+    ((35, 1), 64, 8, torch.bfloat16),
+    ((142, 2), 64, 16, torch.float16),
+    ((48, 2), 128, 16, torch.bfloat16),
+    ((20, 1), 80, 16, torch.bfloat16),
+    ((18, 1), 192, 32, torch.float16),
+]
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["16-bit", "fp8"])
+@pytest.mark.parametrize(("heads", "head_size", "block_size", "dtype"), few(SHORT, 3), ids=str)
+def test_short_sequences(
+    arch: str,
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CTAs of prefill_mma.cu with all heads of a key-value head, in one tile or two, as exact as decode attention."""
+    if arch != "sm_90":
+        pytest.skip("on other GPUs test_decode has these tiles")
+    monkeypatch.setattr(prefill_mma, "us_of_short", lambda *_, **__: 0.0)
+    call = paged_call([0, 1, 32, 63, 128], heads, head_size=head_size, block_size=block_size, dtype=dtype)
+    _assert_is_decode(PrefillMmaConfig, SCHEDULES, **over_fp8(call) if is_fp8 else call)
+    options = {"sliding_window": 40, "sinks": torch.linspace(-2.0, 3.0, heads[0])}
+    _assert_is_decode(PrefillMmaConfig, SCHEDULES[:1], **call | options)
 
 
 def test_scales_of_heads(arch: str) -> None:
@@ -204,6 +239,40 @@ def test_choice(on: str, op: Op, axes: dict[str, Any], kernel: str, tiles: int) 
         for one in (launch.specialisation for launch in launches):
             report = offline.compile(one.kernel.file, str(one), one.text, on, one.kernel.options)
             assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+
+
+# (sequences, tokens of a table, heads, head size, cache) -> KV tiles in shared memory; 0: attention_decode.cu
+SHORT_CHOICES = [
+    (245, 28, (35, 1), 64, "auto", 2),
+    (256, 64, (71, 1), 64, "auto", 2),
+    (100, 30, (48, 2), 128, "auto", 2),
+    (256, 30, (48, 2), 128, "auto", 0),
+    (100, 30, (48, 2), 128, "fp8", 2),
+    (44, 100, (24, 1), 128, "fp8", 0),
+    (245, 28, (16, 1), 64, "auto", 0),
+    (245, 300, (35, 1), 64, "auto", 0),
+]
+
+
+@pytest.mark.parametrize(("num_seqs", "tokens", "heads", "head_size", "cache", "stages"), SHORT_CHOICES, ids=str)
+def test_choice_of_short_sequences(
+    num_seqs: int, tokens: int, heads: tuple[int, int], head_size: int, cache: str, stages: int
+) -> None:
+    """One CTA of prefill_mma.cu for each short sequence, without numbers of tiles that are empty; registers suffice."""
+    axes = {"num_tokens": num_seqs, "max_seq_len": tokens, "num_heads": heads[0], "num_kv_heads": heads[1]}
+    axes |= {"head_size": head_size, "kv_cache_dtype": cache}
+    assert V1.example is not None
+    launch, *rest = V1.launches(*V1.example(ArgMaker(device.model("sm_90")), **axes))
+    found = tuning.last[V1.name]
+    assert isinstance(found, PrefillMmaConfig) == (stages > 0)
+    if not stages:
+        return
+    one = launch.specialisation
+    assert (rest, found.stages, one.constants["P_HI_LO"], one.constants["HAS_STARTS"]) == ([], stages, True, False)
+    assert launch.grid[:2] == (num_seqs * -(-heads[0] // heads[1] // 64), heads[1])
+    if MISSING is None:
+        report = offline.compile(one.kernel.file, str(one), one.text, "sm_90", one.kernel.options)
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 
 def test_few_rows_choose_two_ctas_per_sm() -> None:
