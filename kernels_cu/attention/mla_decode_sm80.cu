@@ -370,7 +370,6 @@ mla_decode_sm80(out_t* out,                          // [num_seqs, num_heads, LA
             stage = next_stage;
         }
 
-        // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
         const int4 at = progress;
         schedule.share = at.x, schedule.seq = at.y, schedule.start = at.z, schedule.end = at.w;
         const MlaItem item = schedule.item();
@@ -378,15 +377,10 @@ mla_decode_sm80(out_t* out,                          // [num_seqs, num_heads, LA
         const int64_t first_row = int64_t(direct ? item.seq : item.slot) * num_heads + first_head;
         exp_sum += shfl_xor(exp_sum, 1);
         exp_sum += shfl_xor(exp_sum, 2);
-        exp_sum *= FULL_SCALE<product_t>;
         if (t == 0) {
-            last_factors[own_head] = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
-            if (own_head < block_heads && !direct) {
-                max_logits[first_row + own_head] = max_logit;
-                exp_sums[first_row + own_head] = exp_sum;
-            } else if (HAS_LSE && own_head < block_heads) {
-                lse[first_row + own_head] = log_sum_exp(max_logit, exp_sum);
-            }
+            const int64_t row = first_row + own_head;
+            last_factors[own_head] = finish_row<product_t, HAS_LSE>(direct, own_head < block_heads, max_logit, exp_sum,
+                                                                    lse, row, max_logits, exp_sums, row);
         }
         cp_async_wait<0>();
         __syncthreads();  // the tiles, and `progress`, have been read

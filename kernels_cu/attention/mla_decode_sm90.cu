@@ -389,7 +389,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             }
         }
 
-        // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 prevents 0 / 0.
+        // Adds the row sums of both warpgroups.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             exp_sum[half] += shfl_xor(exp_sum[half], 1);
@@ -425,18 +425,11 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
             if (COMBINES && !direct) continue;
             const int head = row + 8 * half;
             const bool is_head = first_head + head < num_heads;
-            const float sum = exp_sum[half] * FULL_SCALE<product_t>;
-            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
             const int64_t at = int64_t(item.seq) * num_heads + first_head + head;
             const int64_t part = int64_t(item.slot) * num_heads + first_head + head;
-            if (is_head && warpgroup == 0 && t == 0) {
-                if (!direct) {
-                    max_logits[part] = max_logit[half];
-                    exp_sums[part] = sum;
-                } else if (HAS_LSE) {
-                    lse[at] = log_sum_exp(max_logit[half], sum);
-                }
-            }
+            const bool stores = is_head && warpgroup == 0 && t == 0;
+            const float factor = finish_row<product_t, HAS_LSE>(direct, stores, max_logit[half], exp_sum[half], lse, at,
+                                                                max_logits, exp_sums, part);
             if (!direct) {
                 float* const to =
                     (staged ? staged_row(row % 16 + 8 * half) : tmp_out + part * LATENT_SIZE + first_column) + 2 * t;

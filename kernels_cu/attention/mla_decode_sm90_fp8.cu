@@ -529,17 +529,9 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         for (int n = 0; n < ROWS; ++n) {
             const int head = first_head + head_of(n);
             if (head >= num_heads || (COMBINES && !direct)) continue;
-            // The combine adds the formula's epsilon to partial results; 1e-20 only guards against 0 / 0.
-            const float inverse = 1.0f / (exp_sum[n] + (direct ? 1e-6f : 1e-20f));
             const int64_t row = int64_t(item.seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;
-            if (threadIdx.x < 4) {
-                if (!direct) {
-                    max_logits[part] = max_logit[n];
-                    exp_sums[part] = exp_sum[n];
-                } else if (HAS_LSE) {
-                    lse[row] = log_sum_exp(max_logit[n], exp_sum[n]);
-                }
-            }
+            const float inverse = finish_row<product_t, HAS_LSE>(direct, threadIdx.x < 4, max_logit[n], exp_sum[n], lse,
+                                                                 row, max_logits, exp_sums, part);
 #pragma unroll
             for (int i = 0; i < RESULT_PANELS; ++i) {
                 // Two adjacent elements of a panel.

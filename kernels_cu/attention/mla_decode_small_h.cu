@@ -297,17 +297,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             for (int upper = 0; upper < 2; ++upper) {
                 const int head = first_head + g + 8 * upper;
                 if (head >= num_heads || (COMBINES && !direct)) continue;
-                const float sum = exp_sum[upper] * FULL_SCALE<query_t>;
-                const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
                 const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
-                if (part == 0 && t == 0) {
-                    if (!direct) {
-                        max_logits[at] = max_logit[upper];
-                        exp_sums[at] = sum;
-                    } else if (HAS_LSE) {
-                        lse[row] = log_sum_exp(max_logit[upper], sum);
-                    }
-                }
+                const float factor = finish_row<query_t, HAS_LSE>(direct, part == 0 && t == 0, max_logit[upper],
+                                                                  exp_sum[upper], lse, row, max_logits, exp_sums, at);
 #pragma unroll
                 for (int i = 0; i < PANELS * 2; ++i) {  // eight of the lane's 16 elements of a panel
                     const int element = (part * PANELS + i / 2) * PANEL_SIZE + 16 * t + i % 2 * 8;
@@ -357,8 +349,7 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
             const auto element_of = [](int at) {  // of four elements of a result
                 return at / PANEL_SIZE * PANEL_SIZE + at / 4 % 4 * 16 + at / 16 % 4 * 4;
             };
-            // Each warp writes two heads at a time. The combine adds the formula's epsilon of 1e-6 to partial results;
-            // 1e-20 only guards against 0 / 0.
+            // Each warp writes two heads at a time.
             for (int pair = warp; 2 * pair < block_heads; pair += NUM_WARPS) {
                 constexpr int LANE_ELEMENTS = LATENT_SIZE / 32;
                 float larger[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, of_groups[2 * LANE_ELEMENTS] = {};
@@ -411,17 +402,9 @@ mla_decode_small_h(out_t* out,             // [num_seqs, num_heads, LATENT_SIZE]
                 for (int i = 0; i < 2; ++i) {
                     const int head = first_head + 2 * pair + i;
                     if (head >= num_heads) continue;
-                    const float exp_sum = sum[i] * FULL_SCALE<query_t>;
-                    const float factor = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
                     const int64_t row = int64_t(seq) * num_heads + head, at = int64_t(item.slot) * num_heads + head;
-                    if (lane == 0) {
-                        if (!direct) {
-                            max_logits[at] = larger[i];
-                            exp_sums[at] = exp_sum;
-                        } else if (HAS_LSE) {
-                            lse[row] = log_sum_exp(larger[i], exp_sum);
-                        }
-                    }
+                    const float factor = finish_row<query_t, HAS_LSE>(direct, lane == 0, larger[i], sum[i], lse, row,
+                                                                      max_logits, exp_sums, at);
 #pragma unroll
                     for (int k = 0; k < LANE_ELEMENTS; k += 4) {
                         const int element = element_of(lane * 4 + k * 32);

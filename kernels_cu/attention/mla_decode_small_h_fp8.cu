@@ -294,7 +294,6 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
             }
         }
 
-        // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             exp_sum[half] += shfl_xor(exp_sum[half], 1);
@@ -340,18 +339,10 @@ mla_decode_small_h_fp8(out_t* out,             // [num_seqs, num_heads, LATENT_S
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int head = first_head + g + 8 * half;
-            const float sum = exp_sum[half] * FULL_SCALE<product_t>;
             if (head >= num_heads || (COMBINES && !direct)) continue;
-            const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
             const int64_t row = int64_t(seq) * num_heads + head, part = int64_t(item.slot) * num_heads + head;
-            if (warp == 0 && t == 0) {
-                if (!direct) {
-                    max_logits[part] = max_logit[half];
-                    exp_sums[part] = sum;
-                } else if (HAS_LSE) {
-                    lse[row] = log_sum_exp(max_logit[half], sum);
-                }
-            }
+            const float factor = finish_row<product_t, HAS_LSE>(direct, warp == 0 && t == 0, max_logit[half],
+                                                                exp_sum[half], lse, row, max_logits, exp_sums, part);
 #pragma unroll
             for (int n = 0; n < WARP_DIMS / 16; ++n) {
                 const float four[4] = {o[n][0][2 * half] * factor, o[n][1][2 * half] * factor,

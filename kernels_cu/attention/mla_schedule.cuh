@@ -13,6 +13,7 @@
 // At most the first and the last item of a share are pieces of longer sequences, so a share has two slots for partial
 // results: the even one for its first item, the odd one for an item that begins within the share.
 #pragma once
+#include "attention.cuh"
 #include "memory.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -169,3 +170,21 @@ struct MlaSchedule {
         else seq += num_shares;
     }
 };
+
+// Returns the factor of a head's results, which were added up with probabilities of type P. The thread that `stores`
+// also stores the log-sum-exp at `row`, or the row max and the row sum of a partial result at `part`.
+template <typename P, bool HAS_LSE>
+DEVICE float finish_row(bool direct, bool stores, float max_logit, float exp_sum, float* lse, int64_t row,
+                        float* max_logits, float* exp_sums, int64_t part) {
+    const float sum = exp_sum * FULL_SCALE<P>;
+    if (stores) {
+        if (!direct) {
+            max_logits[part] = max_logit;
+            exp_sums[part] = sum;
+        } else if (HAS_LSE) {
+            lse[row] = log_sum_exp(max_logit, sum);
+        }
+    }
+    // The combine adds the formula's epsilon to partial results; 1e-20 only guards against 0 / 0.
+    return 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<P>;
+}
