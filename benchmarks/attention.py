@@ -53,12 +53,13 @@ ROWS = (
     *(f"decode:bf16:{one}" for one in ("33x3000:71/1x64", "17x5000:48/1x128", "40x3000:48/4x128")),
     *(f"prompts:bf16:64x{one}:32/8x128" for one in ("4+2044", "8+2040")),
     *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
-    *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
+    *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "e4m3", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
     *(f"mla:{cache}:64x4+4092:16" for cache in ("bf16", "fp8")),
     *(f"sparse:{cache}:128x2048:128" for cache in ("bf16", "fp8", "ds_mla")),
     *(f"sparse:{cache}:4096x2048:128:32768" for cache in ("bf16", "ds_mla")),
     *(f"mla:bf16:{one}" for one in ("33x1-16000:128", "128x1-8000:16", "1x500:128", "7x500:128", "33x3000:128")),
+    *(f"mla:e4m3:{one}" for one in ("8x2-21412:64", "1x40000:128", "33x3000:128", "7x4000:128", "27x13029:32")),
 )
 _SETS = 2  # sets of operands, each larger than L2, between which calls alternate
 _SOFT_CAP = 30.0

@@ -1,10 +1,11 @@
 """The kinds of `benchmarks.models` with attention: batches of mixed lengths with the heads of published models.
 
 decode is `paged_attention_v1`, prefill is `paged_attention_varlen`, and mla is `sm100_cutlass_mla_decode`. Kinds ending
-in fp8 have an fp8 cache, prefill_e4m3 also queries of e4m3, and mla_656 the format of 656 bytes per token. A row draws
-a model and its GPUs of tensor parallelism, the slots of a block, up to 256 sequences and a longest one of up to 131072
-tokens. The sequences of a batch have equal lengths, lengths spread evenly, or lengths with many short ones. A prefill
-is of whole prompts, of their last tokens after cached ones, of a few draft tokens, or of decode rows among prompts.
+in fp8 have an fp8 cache, those in e4m3 also queries of e4m3, and mla_656 has the format of 656 bytes per token. A row
+draws a model and its GPUs of tensor parallelism, the slots of a block, up to 256 sequences and a longest one of up to
+131072 tokens. The sequences of a batch have equal lengths, lengths spread evenly, or lengths with many short ones. A
+prefill is of whole prompts, of their last tokens after cached ones, of a few draft tokens, or of decode rows among
+prompts.
 Rivals: `benchmarks.attention_rivals`.
 """
 
@@ -23,7 +24,7 @@ import pyops
 from . import attention_calls, attention_rivals, drawn, products
 from .gemm_layers import MODELS, PARTS
 
-KINDS = "decode", "decode_fp8", "prefill", "prefill_fp8", "prefill_e4m3", "mla", "mla_fp8", "mla_656"
+KINDS = "decode", "decode_fp8", "prefill", "prefill_fp8", "prefill_e4m3", "mla", "mla_fp8", "mla_e4m3", "mla_656"
 BLOCKS = 8, 16, 32, 64, 128
 MAX_LENGTH = 131072
 MAX_SEQS = 256

@@ -102,7 +102,8 @@ def ragged(lengths: Sequence[int], heads: Sequence[int], causal: bool = True) ->
 
 
 def mla(cache: str, lengths: Sequence[int], num_heads: int, page: int, query_tokens: int = 1) -> dict[str, Any]:
-    """The arguments of `sm100_cutlass_mla_decode`. `cache`: bf16, fp8, or ds_mla with 656 bytes per token."""
+    """The arguments of `sm100_cutlass_mla_decode`. `cache`: bf16, fp8, e4m3 with queries of e4m3, too, or
+    ds_mla with 656 bytes per token."""
     table, num_pages = _tables(lengths, page)
     return _latent(cache, len(lengths) * query_tokens, num_heads, num_pages, page) | {
         "seq_lens": _ints(lengths),
@@ -130,11 +131,12 @@ def _latent(cache: str, num_rows: int, num_heads: int, num_pages: int, page: int
         entries = torch.randint(0, 60, (num_pages, page, DS_MLA_BYTES), dtype=torch.uint8)
     else:
         entries = randn(num_pages, page, LATENT + ROPE).to(DTYPES[cache])
+    query = torch.float8_e4m3fn if cache == "e4m3" else torch.bfloat16
     return {
         "out": torch.empty(num_rows, num_heads, LATENT, dtype=torch.bfloat16),
         "lse": torch.empty(num_rows, num_heads),
-        "q_nope": randn(num_rows, num_heads, LATENT),
-        "q_pe": randn(num_rows, num_heads, ROPE),
+        "q_nope": randn(num_rows, num_heads, LATENT).to(query),
+        "q_pe": randn(num_rows, num_heads, ROPE).to(query),
         "kv_c_and_k_pe_cache": entries,
         "scale": (LATENT + ROPE) ** -0.5,
         "num_kv_splits": 0,

@@ -99,8 +99,8 @@ def _scheduled(op: Any, first: Sequence[Any], rest: Sequence[Any] = ()) -> Call:
 def flash_infer_mla(call: Arguments) -> Call:
     """FlashInfer's latent attention."""
     cache, query = call["kv_c_and_k_pe_cache"], call["q_nope"]
-    if cache.dtype is not query.dtype:
-        raise Unavailable("attends to a cache of the dtype of its queries")
+    if cache.dtype is not query.dtype or query.dtype.itemsize == 1:
+        raise Unavailable("attends with queries of 16 bits to a cache of their dtype")
     num_rows, num_heads, _ = query.shape
     num_seqs = len(call["seq_lens"])
     wrapper = module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(query.device))

@@ -354,6 +354,7 @@ ATTENTION = {
     "prefill_e4m3": {"FA3"},
     "mla": {"FlashMLA", "FlashInfer"},
     "mla_fp8": {"FlashMLA"},
+    "mla_e4m3": {"FlashMLA"},
     "mla_656": {"FlashMLA"},
 }
 
