@@ -24,10 +24,18 @@
 //    word then holds those of two adjacent tokens, and a byte permutation sorts them.
 // Before it waits for the last MMAs of a tile, a warp loads and converts the first A operand of its next tile.
 //
+// Queries of fp8 are multiplied as they are (IS_JOINT): S^T = K Q^T has both operands in shared memory, with accumulators
+// of 14 bits (wgmma.cuh), and only values are converted. The warpgroups take the two tiles of each pair: a warpgroup
+// computes the scores of its own tile, and multiplies half of the elements of both tiles by the probabilities of both.
+// So 64 heads have accumulators in registers, and nothing is added up at the end of an item. A pair has one barrier of
+// both warpgroups, between the probabilities and the values; probabilities have as many buffers as tiles. An item has
+// whole pairs: the producer fills a tile without a token with zeros.
+//
 // A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
 //
 // Constants
-//     query_t        element type of queries: half_t or bf16_t
+//     query_t        element type of queries: half_t, bf16_t, or fp8_e4m3_t
+//     HEADS          query heads of a CTA: 32, or 64 for queries of fp8
 //     cache_t        element type of the cache: fp8_e4m3_t
 //     out_t, table_t, length_t    element types of out, page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
@@ -38,6 +46,7 @@
 //     IS_DS_MLA      false (mla_entry.cuh)
 //     COMBINES       the CTAs combine the pieces of a sequence (mla_tree_combine.cuh); otherwise mla_combine.cu does
 
+#include "async.cuh"
 #include "attention.cuh"
 #include "mla_entry.cuh"
 #include "mla_tokens.cuh"
@@ -45,39 +54,44 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-constexpr int HEADS = 32;  // query heads of a CTA
+constexpr bool IS_JOINT = is_same<query_t, fp8_e4m3_t>;  // the warpgroups share each pair of tiles
 constexpr int TOKENS = 64, PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;
 constexpr int STAGES = 4, CONSUMERS = 256;
 constexpr int QUERY_LANES = CONSUMERS / HEADS;  // threads that load a head
 constexpr int ROWS = HEADS / 4;                 // heads of a thread: 2t and 2t + 1 of each eight
-// A warpgroup has the results of so many panels once the warpgroups have added theirs.
-constexpr int RESULT_PANELS = LATENT_PANELS / 2;
+// Panels with accumulators in a warpgroup, and those with complete results there once the warpgroups have added theirs.
+constexpr int OWN_PANELS = IS_JOINT ? LATENT_PANELS / 2 : LATENT_PANELS, RESULT_PANELS = LATENT_PANELS / 2;
 // Shared memory: the queries, panels of HEADS rows, later the results that the warpgroups exchange; probabilities of each
-// warpgroup [tokens, heads]; tiles.
-constexpr int QUERY_PANEL_BYTES = HEADS * 128, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
-constexpr int EXCHANGED = LATENT_PANELS / 2 * HEADS / 8;  // float4 of a thread
+// warpgroup, or of each tile [tokens, heads]; tiles.
+constexpr int QUERY_PANEL_BYTES = HEADS * PANEL_SIZE * (IS_JOINT ? 1 : 2), QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
+constexpr int EXCHANGED = IS_JOINT ? 0 : LATENT_PANELS / 2 * HEADS / 8;  // float4 of a thread
 constexpr int EXCHANGED_BYTES = EXCHANGED * CONSUMERS * 16;
 constexpr int PROBABILITIES_AT = QUERY_BYTES > EXCHANGED_BYTES ? QUERY_BYTES : EXCHANGED_BYTES;
-constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2, TILES_AT = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
+constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2;
+constexpr int TILES_AT = PROBABILITIES_AT + (IS_JOINT ? STAGES : 2) * PROBABILITY_BYTES;
+constexpr int GROUP_BYTES = 8 * ENTRY_BYTES, GROUP_PANEL_BYTES = 8 * PANEL_SIZE;  // of eight tokens, and of a panel
 constexpr int TILE_BYTES = TOKENS * ENTRY_BYTES;
+// Bytes from a staged row of partial results to the next one: the rows of a warp's heads are in different banks.
+constexpr int STAGED_PITCH = LATENT_SIZE * 4 + 32;
+static_assert(HEADS * STAGED_PITCH <= STAGES * TILE_BYTES);
+constexpr SmemSwizzle PROBABILITY_SWIZZLE = HEADS == 64 ? SWIZZLE_128B : SWIZZLE_64B;
 constexpr int BUFFERS = 3;  // A operands are in so many buffers in registers
 // The buffer of a tile's first values: that of the last ones is then the last, and keys begin with the first.
 constexpr int FIRST_BUFFER = BUFFERS - 1 - (2 * LATENT_PANELS - 1) % BUFFERS;
-constexpr int ALL_WARPS = 1, OWN_WARPS = 2;  // named barriers: of both warpgroups; OWN_WARPS + i: of warpgroup i
+constexpr int WARPS_OF_SCORES = IS_JOINT ? 8 : 4;  // warps with the same row maxima
+constexpr int ALL_WARPS = 1, OWN_WARPS = 2;        // named barriers: of both warpgroups; OWN_WARPS + i: of warpgroup i
 constexpr int LOADER_REGISTERS = 24, REGISTERS = (3 * 168 - LOADER_REGISTERS) / 2;  // of a thread
 // A probability is at most 2^MAX_GROWTH: float16 then has as many bits of it as of one up to 1.
 constexpr float MAX_GROWTH = 8.0f;
 constexpr float LOWEST_LOGIT = -0x1.fffffep127f;  // the first row max: the lowest float, so differences are no NaN
 using product_t = half_t;                         // represents every fp8 value
+static_assert(HEADS == 32 || (HEADS == 64 && IS_JOINT));
 static_assert(!IS_DS_MLA && !LISTS_SLOTS && BOX_TOKENS % 8 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(PAGE_SIZE % BOX_TOKENS == 0 && TILES_AT % 1024 == 0);
 
-// The offset of a chunk of 16 fp8 values of a panel. A box has rows of 64 bytes, nine for each entry: the swizzles of a
-// panel differ between eight adjacent tokens, as those of eight adjacent rows do. It is what swizzle_chunk returns, in
-// fewer instructions.
+// The offset of a chunk of 16 fp8 values of a panel. A box has nine panels of each eight tokens, rows of 64 bytes.
 DEVICE int place_in_tile(int token, int panel, int chunk) {
-    const int row = token * PANELS + panel;
-    return row * PANEL_SIZE + (chunk * 16 ^ (row * (PANEL_SIZE / 8) & (PANEL_SIZE - 16)));
+    return token / 8 * GROUP_BYTES + panel * GROUP_PANEL_BYTES + swizzle_chunk<PANEL_SIZE>(token % 8, chunk);
 }
 
 DEVICE void load_words(const uint8_t* shared, uint32_t (&words)[4]) {
@@ -88,51 +102,64 @@ DEVICE void load_words(const uint8_t* shared, uint32_t (&words)[4]) {
     words[3] = x.w;
 }
 
-// Reduces each x[n] over lanes g. Lane g then has the result of n = g in x[0].
-template <typename F>
+// Reduces each x[n] over lanes g. Lane g then has the result of n = g * OWN_ROWS + i in x[i].
+constexpr int OWN_ROWS = ROWS / 8;
+template <int MASK = 16, typename F>
 DEVICE void reduce_rows(float (&x)[ROWS], F f) {
+    constexpr int KEPT = ROWS * MASK / 32;
     const int lane = threadIdx.x % WARP_SIZE;
-    int rows = ROWS;
 #pragma unroll
-    for (int mask = 16; mask >= 4; mask /= 2) {
-        rows /= 2;
-#pragma unroll
-        for (int i = 0; i < rows; ++i) {
-            const float own = lane & mask ? x[i + rows] : x[i], other = lane & mask ? x[i] : x[i + rows];
-            x[i] = f(own, shfl_xor(other, mask));
-        }
+    for (int i = 0; i < KEPT; ++i) {
+        const float own = lane & MASK ? x[i + KEPT] : x[i], other = lane & MASK ? x[i] : x[i + KEPT];
+        x[i] = f(own, shfl_xor(other, MASK));
     }
+    if constexpr (MASK > 4) reduce_rows<MASK / 2>(x, f);
 }
 
-// The queries of a CTA in registers: each head has QUERY_LANES threads. All threads of both warpgroups call.
+// The queries of a CTA: each head has QUERY_LANES threads. All threads of both warpgroups call.
 struct Queries {
-    static constexpr int LANES = QUERY_LANES, CHUNKS = ENTRY_SIZE / 8, LOADS = ceil_div(CHUNKS, LANES);
-    Vec<query_t, 8> x[LOADS];
+    static constexpr int WIDTH = 16 / sizeof(query_t), LANES = QUERY_LANES, CHUNKS = ENTRY_SIZE / WIDTH;
+    static constexpr int LOADS = ceil_div(CHUNKS, LANES);
+    Vec<query_t, WIDTH> x[LOADS];
 
-    // `nope` and `pe`: the query of the thread's head, if the head exists.
-    DEVICE void load(bool is_head, const query_t* nope, const query_t* pe) {
+    // Calls f(i, chunk, address) for chunk i of the thread. `nope` and `pe`: the query of its head.
+    template <typename F>
+    static DEVICE void each_chunk(const query_t* nope, const query_t* pe, F f) {
         const int part = threadIdx.x % LANES;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int chunk = i * LANES + part;
-            x[i] = Vec<query_t, 8>::full(0.0f);
-            if (is_head && chunk < CHUNKS) {
-                const query_t* const from =
-                    i * LANES * 8 < LATENT_SIZE ? nope + chunk * 8 : pe + chunk * 8 - LATENT_SIZE;
-                x[i] = Vec<query_t, 8>::load(from);
-            }
+            const int chunk = i * LANES + part, at = chunk * WIDTH;
+            if (chunk < CHUNKS) f(i, chunk, i * LANES * WIDTH < LATENT_SIZE ? nope + at : pe + at - LATENT_SIZE);
         }
     }
-    // Stores them as float16, each divided by a power of two; `units`: the factors from a head's scores to its logits.
+    // Loads them to registers.
+    DEVICE void load(bool is_head, const query_t* nope, const query_t* pe) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) x[i] = Vec<query_t, WIDTH>::full(0.0f);
+        each_chunk(nope, pe, [&](int i, int, const query_t* from) {
+            if (is_head) x[i] = Vec<query_t, WIDTH>::load(from);
+        });
+    }
+    // Copies queries of fp8 to shared memory; zeros for a head that does not exist.
+    static DEVICE void copy(uint8_t* queries, bool is_head, const query_t* nope, const query_t* pe) {
+        const int head = threadIdx.x / LANES;
+        each_chunk(nope, pe, [&](int, int chunk, const query_t* from) {
+            uint8_t* const panel = queries + chunk / 4 * QUERY_PANEL_BYTES;
+            cp_async<16>(panel + swizzle_chunk<PANEL_SIZE>(head, chunk % 4), from, is_head);
+        });
+        cp_async_commit();
+    }
+    // Stores those in registers as float16, each divided by a power of two; `units`: the factors from a head's scores to
+    // its logits.
     // An MMA takes elements 16t + 4i to 16t + 4i + 3 of a panel, for t = 0 ... 3: as 2t and 2t + 1, and 8 more.
     DEVICE void store(uint8_t* queries, float* units, float scale) const {
         const int head = threadIdx.x / LANES, part = threadIdx.x % LANES;
-        float absmax = 0.0f, element[8];
+        float absmax = 0.0f, element[WIDTH];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             x[i].to_floats(element);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
+            for (int j = 0; j < WIDTH; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
         }
 #pragma unroll
         for (int mask = 1; mask < LANES; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
@@ -154,23 +181,24 @@ struct Queries {
     }
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
-    const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 9, 64]; 1 x BOX_TOKENS x 9 x 64
-    out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
-    float* lse,                                   // [num_seqs, num_heads]
-    float* tmp_out,                               // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
-    float* max_logits,                            // [slots, num_heads], in units of log 2
-    float* exp_sums,                              // [slots, num_heads]
-    MlaPieces* pieces,                            // [num_seqs]
-    uint32_t* nodes,                              // [shares, head groups, 8], if COMBINES
-    const query_t* q_nope,                        // [num_seqs, num_heads, LATENT_SIZE]
-    const query_t* q_pe,                          // [num_seqs, num_heads, ROPE_SIZE]
-    const length_t* seq_lens,                     // [num_seqs]
-    const table_t* page_table,                    // [num_seqs, max_pages]
-    int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t out_stride,
-    int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride, int64_t table_stride,
-    int64_t table_step, int64_t length_step, float join_units, float piece_units, float level_units, int64_t item_units,
-    float scale) {
+extern "C" __global__ void LAUNCH_BOUNDS(384, 1)
+mla_decode_sm90_fp8(const __grid_constant__ TensorMap
+                        cache_map,              // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; 1 x BOX_TOKENS / 8 x 9 x 8 x 64
+                    out_t* out,                 // [num_seqs, num_heads, LATENT_SIZE]
+                    float* lse,                 // [num_seqs, num_heads]
+                    float* tmp_out,             // [slots, num_heads, LATENT_SIZE]; COMBINES: partials of TreeCombine
+                    float* max_logits,          // [slots, num_heads], in units of log 2
+                    float* exp_sums,            // [slots, num_heads]
+                    MlaPieces* pieces,          // [num_seqs]
+                    uint32_t* nodes,            // [shares, head groups, 8], if COMBINES
+                    const query_t* q_nope,      // [num_seqs, num_heads, LATENT_SIZE]
+                    const query_t* q_pe,        // [num_seqs, num_heads, ROPE_SIZE]
+                    const length_t* seq_lens,   // [num_seqs]
+                    const table_t* page_table,  // [num_seqs, max_pages]
+                    int64_t num_seqs, int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits,
+                    int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                    int64_t pe_head_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                    float join_units, float piece_units, float level_units, int64_t item_units, float scale) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ uint64_t barriers[2 * STAGES];
     __shared__ uint64_t exists[STAGES];                  // a bit for each token of a tile that has an entry
@@ -183,7 +211,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     uint8_t* const queries = memory;
     uint8_t* const tiles = memory + TILES_AT;
     Ring<STAGES> ring(barriers);
-    if (threadIdx.x == 0) ring.init(4);
+    if (threadIdx.x == 0) ring.init(IS_JOINT ? 8 : 4);
     prefetch_indices(seq_lens, length_step, page_table, table_stride, table_step, num_seqs, max_tokens, PAGE_SIZE,
                      blockIdx.y);
     prefetch_tensor_maps(cache_map);
@@ -210,7 +238,9 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
                 return token < item.end && table.exists(page) ? int(page) : -1;
             };
             int next_page = page_at(item.begin, schedule.max_tokens);
-            for (int start = item.begin; start < item.end; start += TOKENS, ring.advance()) {
+            const int tiles_end =
+                IS_JOINT ? item.begin + ceil_div(item.end - item.begin, 2 * TOKENS) * 2 * TOKENS : item.end;
+            for (int start = item.begin; start < tiles_end; start += TOKENS, ring.advance()) {
                 const int page = next_page;
                 next_page = page_at(start + TOKENS, item.end);
                 const uint32_t found = ballot(page >= 0);
@@ -220,14 +250,14 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
                     for (int box = 0; box < BOXES; ++box) {
                         if (found >> box & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << box * BOX_TOKENS;
                     }
-                    const int left = item.end - start;
+                    const int left = max(item.end - start, 0);
                     exists[ring.stage] = left < TOKENS ? bits & ~(~uint64_t(0) << left) : bits;
                     mbarrier_arrive_expect_tx(ring.full(), TILE_BYTES);
                 }
                 sync_warp();
                 if (lane < BOXES) {
                     tma_load(tiles + ring.stage * TILE_BYTES + lane * BOX_TOKENS * ENTRY_BYTES, &cache_map, ring.full(),
-                             0, 0, (start + lane * BOX_TOKENS) % PAGE_SIZE, page);
+                             0, 0, 0, (start + lane * BOX_TOKENS) % PAGE_SIZE / 8, page);
                 }
             }
         }
@@ -236,21 +266,31 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
 
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4, token = warp * 16 + g;
-    uint8_t* const probabilities = memory + PROBABILITIES_AT + warpgroup * PROBABILITY_BYTES;
-    const uint64_t probability_rows = make_smem_desc<SWIZZLE_64B>(probabilities);
+    const auto probabilities_of = [&](int stage) {
+        return memory + PROBABILITIES_AT + (IS_JOINT ? stage : warpgroup) * PROBABILITY_BYTES;
+    };
     const auto head_of = [&](int n) { return n / 2 * 8 + 2 * t + n % 2; };  // head n of the thread
     const auto sync_own = [&] { named_barrier_sync(OWN_WARPS + warpgroup, 128); };
+    const auto sync_of_scores = [&] {
+        if constexpr (IS_JOINT) named_barrier_sync<ALL_WARPS>(CONSUMERS);
+        else sync_own();
+    };
+    const int first_of_scores = IS_JOINT ? 0 : warpgroup * 4;  // the first of the warps with the same row maxima
     // The panel of o[i]. The warpgroups begin with different halves, so that each keeps the results of its first panels.
     const auto panel_of = [&](int i) { return i ^ warpgroup * (LATENT_PANELS / 2); };
-    float max_logit[ROWS], exp_sum[ROWS], o[LATENT_PANELS][HEADS / 2];
+    float max_logit[ROWS], exp_sum[ROWS], o[OWN_PANELS][HEADS / 2];
     uint32_t a[BUFFERS][2][4];  // A operands of two MMAs, and of the next ones while the first read theirs
     uint32_t quants[2][4];      // fp8 values of A operands
 
+    // IS_JOINT: the row maxima are in shared memory, since registers are not enough.
+    const auto max_of = [&](int n) { return IS_JOINT ? item_max[warpgroup][head_of(n)] : max_logit[n]; };
+
     // Zeroes slots without a token, which may hold NaN.
     const auto clear_missing = [&](uint8_t* tile, uint64_t bits) {
-        constexpr int CHUNKS = ENTRY_BYTES / 16;
-        for (int i = made_anew(thread); i < TOKENS * CHUNKS; i += 128) {
-            if (!(bits >> i / CHUNKS & 1)) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+        constexpr int CHUNKS = PANEL_SIZE / 16;  // of a row
+        for (int i = made_anew(thread); i < TILE_BYTES / 16; i += 128) {
+            const int of_tile = i / (8 * PANELS * CHUNKS) * 8 + i / CHUNKS % 8;
+            if (!(bits >> of_tile & 1)) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
         }
         fence_proxy_async();  // before TMA fills the tile again
         sync_own();
@@ -274,14 +314,29 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         if (i % 2 == 1 && i / 2 + 1 < PANELS) load_keys(tile, i / 2 + 1);
     };
     // Waits for the current tile and makes the first A operands of its scores.
-    const auto begin_scores = [&] {
+    const auto begin_scores = [&](int start, int end) {
         uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
         ring.wait();
         const uint64_t bits = exists[ring.stage];
-        if (~bits) clear_missing(tile, bits);
-        load_keys(tile, 0);
-        warpgroup_wait<BUFFERS - 1>();
-        convert_keys(tile, 0);
+        if (~bits && (!IS_JOINT || start < end)) clear_missing(tile, bits);
+        if constexpr (!IS_JOINT) {
+            load_keys(tile, 0);
+            warpgroup_wait<BUFFERS - 1>();
+            convert_keys(tile, 0);
+        }
+    };
+    // Starts the scores of fp8 queries: both operands are in shared memory.
+    const auto start_scores = [&](float (&s)[HEADS / 2]) {
+        const uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
+        const uint64_t keys = make_smem_desc<SWIZZLE_64B>(tile, GROUP_BYTES);
+        const uint64_t of_heads = make_smem_desc<SWIZZLE_64B>(queries);
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < 2 * PANELS; ++i) {
+            wgmma<cache_t, HEADS>(s, advance_smem_desc(keys, i / 2 * GROUP_PANEL_BYTES + i % 2 * 32),
+                                  advance_smem_desc(of_heads, i / 2 * QUERY_PANEL_BYTES + i % 2 * 32), i > 0);
+        }
+        warpgroup_commit_batch();
     };
     const auto add_scores = [&](const uint8_t* tile, float (&s)[HEADS / 2]) {
 #pragma unroll
@@ -305,7 +360,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     // Makes logits of scores. The logit of a token without an entry, or of one that a head does not attend to, is -inf.
     const auto scale_scores = [&](int start, uint64_t bits, float (&s)[HEADS / 2]) {
 #pragma unroll
-        for (int i = 0; i < HEADS / 2; ++i) s[i] *= units[head_of(i / 4 * 2 + i % 2)];
+        for (int i = 0; i < HEADS / 2; ++i) s[i] *= IS_JOINT ? scale * LOG2_E : units[head_of(i / 4 * 2 + i % 2)];
         if (~bits || (QUERY_TOKENS > 1 && start + TOKENS > row_ends[0])) {  // later heads have no earlier end
 #pragma unroll
             for (int i = 0; i < HEADS / 2; ++i) {
@@ -317,8 +372,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     };
     // Stores probabilities of logits relative to max_logit, and adds them up. Returns the largest one less max_logit.
     // The four warps execute an MMA together, so all of them have read the last tile's probabilities once one has scores.
+    // IS_JOINT: the other warpgroup may still read those of the last pair, but no earlier ones.
     const auto store_probabilities = [&](const float (&s)[HEADS / 2], float (&row_sums)[ROWS]) {
         float largest = minus_infinity();
+        uint8_t* const probabilities = probabilities_of(ring.stage);
         const int row =
             made_anew(warp * 16 + lane % 16);  // otherwise the addresses stay in registers, and others spill
 #pragma unroll
@@ -330,7 +387,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int n = k * 4 + i / 2 * 2 + j;
-                    const float x = s[k * 8 + i * 2 + j] - max_logit[n];
+                    const float x = s[k * 8 + i * 2 + j] - max_of(n);
                     largest = fmaxf(largest, x);
                     p[j] = estimate_exp2(x);
                     row_sums[n] = i % 2 ? row_sums[n] + p[j] : p[j];
@@ -342,6 +399,11 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         fence_proxy_async();
         return largest;
     };
+    const auto store_maxima = [&] {
+        if (warp > 0 || g > 0) return;
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) item_max[warpgroup][head_of(n)] = max_logit[n];
+    };
     // Raises max_logit to the row maxima of the tile, and rescales what was added up before.
     const auto raise_maxima = [&](const float (&s)[HEADS / 2]) {
         float top[ROWS];
@@ -349,20 +411,27 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         for (int n = 0; n < ROWS; ++n) top[n] = fmaxf(s[n / 2 * 4 + n % 2], s[n / 2 * 4 + 2 + n % 2]);
         reduce_rows(top, [](float x, float y) { return fmaxf(x, y); });
         float (&own_max)[8][HEADS] = warp_max;
-        own_max[warpgroup * 4 + warp][head_of(g)] = top[0];
-        sync_own();
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i) own_max[warpgroup * 4 + warp][head_of(g * OWN_ROWS + i)] = top[i];
+        sync_of_scores();
         float correction[ROWS];
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
-            float larger = max_logit[n];
+            const float before = max_of(n);
+            float larger = before;
 #pragma unroll
-            for (int w = 0; w < 4; ++w) larger = fmaxf(larger, own_max[warpgroup * 4 + w][head_of(n)]);
-            correction[n] = relative_exp2(max_logit[n], larger);
+            for (int w = 0; w < WARPS_OF_SCORES; ++w) larger = fmaxf(larger, own_max[first_of_scores + w][head_of(n)]);
+            correction[n] = relative_exp2(before, larger);
             max_logit[n] = larger;
             exp_sum[n] *= correction[n];
         }
+        if constexpr (IS_JOINT) {
+            sync_own();  // all have read the last ones
+            store_maxima();
+            sync_own();
+        }
 #pragma unroll
-        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
+        for (int i = 0; i < OWN_PANELS * HEADS / 2; ++i) {
             const int of_panel = i % (HEADS / 2);
             o[i / (HEADS / 2)][of_panel] *= correction[of_panel / 4 * 2 + of_panel % 2];
         }
@@ -372,19 +441,27 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         float row_sums[ROWS];
         const bool is_large = any_lane(store_probabilities(s, row_sums) > MAX_GROWTH);
         if (lane == 0) grows[ring.stage][warp] = is_large;
-        sync_own();
-        const uint4 of_warps = *reinterpret_cast<const uint4*>(grows[ring.stage]);
+        sync_of_scores();
+        uint4 of_warps = *reinterpret_cast<const uint4*>(grows[ring.stage]);
+        if constexpr (IS_JOINT) {
+            const uint4 of_others = *reinterpret_cast<const uint4*>(grows[ring.stage ^ 1]);
+            of_warps.x |= of_others.x | of_others.y | of_others.z | of_others.w;
+        }
         if (of_warps.x | of_warps.y | of_warps.z | of_warps.w) {
             raise_maxima(s);
             store_probabilities(s, row_sums);
-            sync_own();
+            sync_of_scores();
         }
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) exp_sum[n] += row_sums[n];
     };
+    // The stage of pair i of MMAs: IS_JOINT: of the warpgroup's own tile, then of the other one.
+    const auto stage_of = [&](int i) { return ring.stage ^ i / (2 * OWN_PANELS); };
     // Values of a panel and 32 tokens, for pair i of MMAs: 16 elements of eight tokens to a word.
-    const auto load_values = [&](const uint8_t* tile, int i) {
-        ldmatrix<4, true>(quants[0], tile + place_in_tile(lane, panel_of(i / 2), warp) + i % 2 * 32 * ENTRY_BYTES);
+    const auto load_values = [&](int i) {
+        const int panel = panel_of(i / 2 % OWN_PANELS);
+        ldmatrix<4, true>(
+            quants[0], tiles + stage_of(i) * TILE_BYTES + place_in_tile(lane, panel, warp) + i % 2 * 32 * ENTRY_BYTES);
     };
     const auto convert_values = [&](int i) {
         const int buffer = (i + FIRST_BUFFER) % BUFFERS;
@@ -397,27 +474,27 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             a[buffer][j / 2][j % 2 * 2 + 1] = halves[1];
         }
     };
-    const auto begin_values = [&](const uint8_t* tile) {
-        load_values(tile, 0);
+    const auto begin_values = [&] {
+        load_values(0);
         convert_values(0);
-        load_values(tile, 1);
+        load_values(1);
     };
-    const auto add_values = [&](const uint8_t* tile) {
+    const auto add_values = [&] {
 #pragma unroll
         for (int i = 0; i < 2 * LATENT_PANELS; ++i) {
-            const int panel = i / 2, buffer = (i + FIRST_BUFFER) % BUFFERS;
+            const int panel = i / 2 % OWN_PANELS, buffer = (i + FIRST_BUFFER) % BUFFERS;
             if (i > 0) {
                 warpgroup_wait<BUFFERS - 1>();
                 convert_values(i);
-                if (i + 1 < 2 * LATENT_PANELS) load_values(tile, i + 1);
+                if (i + 1 < 2 * LATENT_PANELS) load_values(i + 1);
             }
+            const uint64_t rows = make_smem_desc<PROBABILITY_SWIZZLE>(probabilities_of(stage_of(i)));
             if (i % 2 == 0) warpgroup_fence_operand(o[panel]);
             warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int step = i % 2 * 2 + k;
-                wgmma<product_t, HEADS, true>(o[panel], a[buffer][k],
-                                              advance_smem_desc(probability_rows, step * 16 * HEADS * 2));
+                wgmma<product_t, HEADS, true>(o[panel], a[buffer][k], advance_smem_desc(rows, step * 16 * HEADS * 2));
             }
             warpgroup_commit_batch();
         }
@@ -427,53 +504,70 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
     Queries of_item;
     const auto load_queries = [&] {
         const int64_t seq = schedule.seq, of = first_head + made_anew(threadIdx.x / QUERY_LANES);
-        of_item.load(schedule.has_item() && of < num_heads, q_nope + seq * nope_stride + of * nope_head_stride,
-                     q_pe + seq * pe_stride + of * pe_head_stride);
+        const bool has_item = schedule.has_item(), is_head = has_item && of < num_heads;
+        const query_t* const nope = q_nope + seq * nope_stride + of * nope_head_stride;
+        const query_t* const pe = q_pe + seq * pe_stride + of * pe_head_stride;
+        if constexpr (!IS_JOINT) of_item.load(is_head, nope, pe);
+        else if (has_item) Queries::copy(queries, is_head, nope, pe);
     };
     load_queries();
     while (schedule.has_item()) {
-        of_item.store(queries, units, scale);
+        if constexpr (IS_JOINT) cp_async_wait<0>();
+        else of_item.store(queries, units, scale);
         if (QUERY_TOKENS > 1 && threadIdx.x < HEADS) {
             const int length = schedule.length_of(schedule.seq);
             row_ends[threadIdx.x] = attended_tokens(length, first_head + threadIdx.x, num_heads);
         }
-        fence_proxy_async();
-        named_barrier_sync<ALL_WARPS>(CONSUMERS);
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
             max_logit[n] = LOWEST_LOGIT;
             exp_sum[n] = 0.0f;
         }
+        if constexpr (IS_JOINT) store_maxima();
+        fence_proxy_async();
+        named_barrier_sync<ALL_WARPS>(CONSUMERS);
 #pragma unroll
-        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) o[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
+        for (int i = 0; i < OWN_PANELS * HEADS / 2; ++i) o[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
 
         const int begin = schedule.item().begin, end = schedule.item().end;
         const Ring<STAGES> of_item = ring;
         ring.skip(warpgroup);
-        if (begin + warpgroup * TOKENS < end) begin_scores();
-        for (int start = begin + warpgroup * TOKENS; start < end; start += 2 * TOKENS) {
-            uint8_t* const tile = tiles + ring.stage * TILE_BYTES;
-            float s[HEADS / 2];  // declared here: the registers are free in between
-            add_scores(tile, s);
-            begin_values(tile);
+        // IS_JOINT: a warpgroup without a token in the last pair has a tile, too.
+        const int tiles_end = IS_JOINT ? begin + ceil_div(end - begin, 2 * TOKENS) * 2 * TOKENS : end;
+        const auto begin_tile = [&](int start, float (&s)[HEADS / 2]) {
+            if (start >= tiles_end) return;
+            begin_scores(start, end);
+            if constexpr (IS_JOINT) start_scores(s);
+        };
+        float s[HEADS / 2];
+        begin_tile(begin + warpgroup * TOKENS, s);
+        if constexpr (IS_JOINT) warpgroup_wait<0>();
+        for (int start = begin + warpgroup * TOKENS; start < tiles_end; start += 2 * TOKENS) {
+            if constexpr (!IS_JOINT) add_scores(tiles + ring.stage * TILE_BYTES, s);
+            warpgroup_fence_operand(s);
+            begin_values();
             softmax(start, exists[ring.stage], s);
-            add_values(tile);
+            if constexpr (IS_JOINT) {
+                Ring<STAGES> of_other = ring;
+                of_other.stage ^= 1;
+                of_other.wait();
+            }
+            add_values();
             sync_warp();
             ring.release(ring.stage);
+            if constexpr (IS_JOINT) ring.release(ring.stage ^ 1);
             ring.skip(2);
-            if (start + 2 * TOKENS < end) begin_scores();
+            begin_tile(start + 2 * TOKENS, s);
             warpgroup_wait<0>();
 #pragma unroll
-            for (int i = 0; i < LATENT_PANELS; ++i) warpgroup_fence_operand(o[i]);
+            for (int i = 0; i < OWN_PANELS; ++i) warpgroup_fence_operand(o[i]);
         }
         ring = of_item;
-        ring.skip((end - begin + TOKENS - 1) / TOKENS);
+        ring.skip((tiles_end - begin + TOKENS - 1) / TOKENS);
         reduce_rows(exp_sum, [](float x, float y) { return x + y; });
-        warp_sums[warpgroup * 4 + warp][head_of(g)] = exp_sum[0];
-        if (warp == 0 && g == 0) {
 #pragma unroll
-            for (int n = 0; n < ROWS; ++n) item_max[warpgroup][head_of(n)] = max_logit[n];
-        }
+        for (int i = 0; i < OWN_ROWS; ++i) warp_sums[warpgroup * 4 + warp][head_of(g * OWN_ROWS + i)] = exp_sum[i];
+        if constexpr (!IS_JOINT) store_maxima();
         named_barrier_sync<ALL_WARPS>(CONSUMERS);
         const auto sum_of = [&](int group, int n) {
             float sum = 0.0f;
@@ -481,39 +575,49 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
             for (int w = 0; w < 4; ++w) sum += warp_sums[group * 4 + w][head_of(n)];
             return sum;
         };
-        float factor[ROWS];
-#pragma unroll
-        for (int n = 0; n < ROWS; ++n) {
-            const float first = item_max[0][head_of(n)], second = item_max[1][head_of(n)];
-            const float larger = fmaxf(first, second);
-            factor[n] = relative_exp2(max_logit[n], larger);
-            exp_sum[n] = sum_of(0, n) * relative_exp2(first, larger) + sum_of(1, n) * relative_exp2(second, larger);
-            max_logit[n] = larger;
-        }
-        // Each warpgroup gives the results of its last panels to the other one.
         float4* const exchange = reinterpret_cast<float4*>(memory) + thread;
+        if constexpr (IS_JOINT) {
 #pragma unroll
-        for (int i = 0; i < LATENT_PANELS * HEADS / 2; ++i) {
-            const int of_panel = i % (HEADS / 2);
-            o[i / (HEADS / 2)][of_panel] *= factor[of_panel / 4 * 2 + of_panel % 2];
-        }
+            for (int n = 0; n < ROWS; ++n) {
+                exp_sum[n] = sum_of(0, n) + sum_of(1, n);
+                max_logit[n] = max_of(n);
+            }
+        } else {
+            float factor[ROWS];
 #pragma unroll
-        for (int i = 0; i < EXCHANGED; ++i) {
-            const float* const of = &o[LATENT_PANELS / 2 + i / (HEADS / 8)][i % (HEADS / 8) * 4];
-            exchange[(warpgroup * EXCHANGED + i) * 128] = {of[0], of[1], of[2], of[3]};
+            for (int n = 0; n < ROWS; ++n) {
+                const float first = item_max[0][head_of(n)], second = item_max[1][head_of(n)];
+                const float larger = fmaxf(first, second);
+                factor[n] = relative_exp2(max_logit[n], larger);
+                exp_sum[n] = sum_of(0, n) * relative_exp2(first, larger) + sum_of(1, n) * relative_exp2(second, larger);
+                max_logit[n] = larger;
+            }
+            // Each warpgroup gives the results of its last panels to the other one.
+#pragma unroll
+            for (int i = 0; i < OWN_PANELS * HEADS / 2; ++i) {
+                const int of_panel = i % (HEADS / 2);
+                o[i / (HEADS / 2)][of_panel] *= factor[of_panel / 4 * 2 + of_panel % 2];
+            }
+#pragma unroll
+            for (int i = 0; i < EXCHANGED; ++i) {
+                const float* const of = &o[LATENT_PANELS / 2 + i / (HEADS / 8)][i % (HEADS / 8) * 4];
+                exchange[(warpgroup * EXCHANGED + i) * 128] = {of[0], of[1], of[2], of[3]};
+            }
         }
         const MlaItem item = schedule.item();
         schedule.next();
         load_queries();
-        named_barrier_sync<ALL_WARPS>(CONSUMERS);
+        if constexpr (!IS_JOINT) {
+            named_barrier_sync<ALL_WARPS>(CONSUMERS);
 #pragma unroll
-        for (int i = 0; i < EXCHANGED; ++i) {
-            float* const of = &o[i / (HEADS / 8)][i % (HEADS / 8) * 4];
-            const float4 x = exchange[((warpgroup ^ 1) * EXCHANGED + i) * 128];
-            of[0] += x.x;
-            of[1] += x.y;
-            of[2] += x.z;
-            of[3] += x.w;
+            for (int i = 0; i < EXCHANGED; ++i) {
+                float* const of = &o[i / (HEADS / 8)][i % (HEADS / 8) * 4];
+                const float4 x = exchange[((warpgroup ^ 1) * EXCHANGED + i) * 128];
+                of[0] += x.x;
+                of[1] += x.y;
+                of[2] += x.z;
+                of[3] += x.w;
+            }
         }
 
         bool direct = item.is_whole();
@@ -525,6 +629,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
         } else if (threadIdx.x == 0 && pieces && (item.begin | first_head) == 0) {
             pieces[item.seq] = {item.slot, item.pieces};
         }
+        // Partial results of the last item go through the tiles, which no warp needs any more: a warp has runs of 64 bytes
+        // of four heads, and L2 takes runs of 2 KB in less time.
+        const bool staged = !COMBINES && !direct && !schedule.has_item();
+        const int first_element = warpgroup * (LATENT_SIZE / 2) + warp * 16 + 2 * g;
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
             const int head = first_head + head_of(n);
@@ -535,15 +643,28 @@ extern "C" __global__ void LAUNCH_BOUNDS(384, 1) mla_decode_sm90_fp8(
 #pragma unroll
             for (int i = 0; i < RESULT_PANELS; ++i) {
                 // Two adjacent elements of a panel.
-                const int element = panel_of(i) * PANEL_SIZE + warp * 16 + 2 * g;
+                const int element = first_element + i * PANEL_SIZE;
                 const float* const of = &o[i][n / 2 * 4 + n % 2];
                 const float two[2] = {of[0] * inverse, of[2] * inverse};
                 if (direct) {
                     Vec<out_t, 2>::from_floats(two).store(out + item.seq * out_stride + int64_t(head) * LATENT_SIZE +
                                                           element);
                 } else {
-                    Vec<float, 2>::from_floats(two).store(tmp_out + part * LATENT_SIZE + element);
+                    uint8_t* const row_of_tiles = tiles + (head - first_head) * STAGED_PITCH;
+                    float* const to = staged ? reinterpret_cast<float*>(row_of_tiles) : tmp_out + part * LATENT_SIZE;
+                    *reinterpret_cast<float2*>(to + element) = {two[0], two[1]};
                 }
+            }
+        }
+        if (staged) {
+            fence_proxy_async();
+            named_barrier_sync<ALL_WARPS>(CONSUMERS);
+            const int row = threadIdx.x;
+            if (row < HEADS && first_head + row < num_heads) {
+                const int64_t part = int64_t(item.slot) * num_heads + first_head + row;
+                bulk_store(tmp_out + part * LATENT_SIZE, tiles + row * STAGED_PITCH, LATENT_SIZE * 4);
+                tma_store_commit();
+                tma_store_wait<0>();
             }
         }
         named_barrier_sync<ALL_WARPS>(CONSUMERS);  // the next item's queries overwrite what others may still read

@@ -22,6 +22,7 @@ template <int NUM_ACCUMULATORS, int RUN, int ROWS = 2>
 struct TreeCombine {
     static constexpr int OF_ROWS = NUM_ACCUMULATORS / 4;  // first float4 with row maxima and row sums, of two rows each
     static constexpr int VECS = OF_ROWS + ROWS / 2;       // float4 of a lane
+    static constexpr int STEP = ROWS < 8 ? ROWS : 8;      // rows that are added at once
     float4* partials;                                     // [slots][warps][VECS][WARP_SIZE]
     uint32_t* nodes;  // [shares][warps]: 0, or 1 + the slot of the partial result that waits at the node
     int warps, warp;  // warps with the rows and columns of a sequence, over all CTAs; the rank of this warp
@@ -68,32 +69,41 @@ private:
     }
     DEVICE void add(int slot, float (&max_logit)[ROWS], float (&exp_sum)[ROWS], float (&o)[NUM_ACCUMULATORS]) const {
         sync_warp();  // the first lane has acquired it for all
-        const float4* const from = partial(slot);
-        float factor[ROWS], other_factor[ROWS];
+#pragma unroll
+        for (int first = 0; first < ROWS; first += STEP) add_rows(partial(slot), first, max_logit, exp_sum, o);
+    }
+    // Adds rows first to first + STEP - 1: the factors of more rows would spill.
+    DEVICE void add_rows(const float4* from, int first, float (&max_logit)[ROWS], float (&exp_sum)[ROWS],
+                         float (&o)[NUM_ACCUMULATORS]) const {
+        float factor[STEP], other_factor[STEP];
         float4 two;
         bool scales = false;
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            if (row % 2 == 0) two = load_fresh(from + (OF_ROWS + row / 2) * WARP_SIZE);
-            const float other_max = row % 2 ? two.y : two.x, other_sum = row % 2 ? two.w : two.z;
+        for (int i = 0; i < STEP; ++i) {
+            const int row = first + i;
+            if (i % 2 == 0) two = load_fresh(from + (OF_ROWS + row / 2) * WARP_SIZE);
+            const float other_max = i % 2 ? two.y : two.x, other_sum = i % 2 ? two.w : two.z;
             const float larger = fmaxf(max_logit[row], other_max);
-            factor[row] = relative_exp2(max_logit[row], larger);
-            other_factor[row] = relative_exp2(other_max, larger);
-            scales |= factor[row] != 1.0f;
+            factor[i] = relative_exp2(max_logit[row], larger);
+            other_factor[i] = relative_exp2(other_max, larger);
+            scales |= factor[i] != 1.0f;
             max_logit[row] = larger;
-            exp_sum[row] = ieee_multiply(exp_sum[row], factor[row]) + ieee_multiply(other_sum, other_factor[row]);
+            exp_sum[row] = ieee_multiply(exp_sum[row], factor[i]) + ieee_multiply(other_sum, other_factor[i]);
         }
         // The branch keeps the products out of registers of their own, which would spill.
         if (any_lane(scales)) {
 #pragma unroll
-            for (int i = 0; i < NUM_ACCUMULATORS; ++i) o[i] = ieee_multiply(o[i], factor[row_of(i)]);
+            for (int i = 0; i < NUM_ACCUMULATORS; ++i) {
+                if (row_of(i) / STEP * STEP == first) o[i] = ieee_multiply(o[i], factor[row_of(i) % STEP]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < NUM_ACCUMULATORS; i += 4) {
+            if (row_of(i) / STEP * STEP != first) continue;
             const float4 x = load_fresh(from + i / 4 * WARP_SIZE);
             const float other[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) o[i + j] += ieee_multiply(other[j], other_factor[row_of(i + j)]);
+            for (int j = 0; j < 4; ++j) o[i + j] += ieee_multiply(other[j], other_factor[row_of(i + j) % STEP]);
         }
     }
 };

@@ -161,6 +161,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "attention/mla_decode_sm90_fp8.cu": [
         partial(mla, [600, 580], 20, 16, FP8),
         partial(mla, [600, 580], 30, 64, FP8),
+        partial(prefill.test_mla_queries_of_fp8, "cpu", [600, 580], 40, 64, 1),
     ],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
     "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],

@@ -12,6 +12,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import E4M3, bfloat16
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
+from .._shared.fp8_accumulation import accumulated, allowed
 from .layout import bad_indices
 from .mla_plan import choose, launch
 from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem, check_mla
@@ -24,12 +25,18 @@ __all__ = ["sm100_cutlass_mla_decode", "sm100_cutlass_mla_get_workspace_size"]
 
 
 def absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
-    """The rounding errors of a softmax weight, in the dtype of the MMA operands, and of its logit."""
+    """The rounding errors of a softmax weight, in the dtype of the MMA operands, and of its logit.
+
+    MMAs of fp8 accumulate the logits of fp8 queries over an fp8 cache (`fp8_accumulation.py`).
+    """
     cache = cache_entries(kv_c_and_k_pe_cache, q_nope)
     product = torch.float16 if q_nope.dtype == torch.float8_e4m3fn else q_nope.dtype
-    return float(torch.finfo(product).eps) + float32_logits(
-        torch.cat((q_nope.double(), q_pe.double()), -1), cache, scale
-    )
+    queries = torch.cat((q_nope.double(), q_pe.double()), -1)
+    error = float(torch.finfo(product).eps) + float32_logits(queries, cache, scale)
+    if q_nope.dtype == cache.dtype == torch.float8_e4m3fn and queries.numel() and cache.numel():
+        _, mean, variance = accumulated(queries.flatten(0, 1), cache.flatten(0, 1).T)
+        error += abs(scale) * float(allowed(mean, variance).max())
+    return error
 
 
 def cache_entries(cache: Tensor, q_nope: Tensor) -> Tensor:
@@ -67,7 +74,8 @@ def sm100_cutlass_mla_decode(
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
         out = T(sum_i p_i * c_i)
 
-    in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
+    in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. The
+    accumulators of logits of fp8 queries over an fp8 cache may have 14 bits (`fp8_accumulation.py`). Token i
     lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
     contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
     infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
@@ -88,7 +96,7 @@ def sm100_cutlass_mla_decode(
             the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
             heads.
         q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
-            likewise.
+            likewise. No scale is applied to queries of fp8: a caller who has quantized them multiplies `scale` by it.
         kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
             or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
             and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"

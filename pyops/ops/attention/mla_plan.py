@@ -101,7 +101,7 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     is_pinned = tuning.batch_invariant()  # the other kernels cut all sequences into equal shares
     if problem.has_few_heads and not is_pinned:
         return _choose_for_few_heads(problem, device)
-    if problem.uses_wgmma and not is_pinned:
+    if problem.uses_wgmma and not is_pinned and (not problem.has_fp8_queries or mla_sm90_fp8.serves(problem)):
         return _choose_for_wgmma(problem, device)
     if mla_sm100.refusal(problem) is None:
         heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
@@ -138,20 +138,18 @@ def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | 
 def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:
     """A kernel with WGMMA, or several blocks or clusters of a kernel for few heads where the model says that they take
     less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
+    if problem.has_fp8_queries:
+        return mla_sm90_fp8.choose(problem, device)
     config: SharesConfig = mla_sm90.choose(problem, device)
     if mla_sm90_fp8.serves(problem):
-        config = _faster(problem, device, mla_sm90_fp8.choose(problem, device), config)
+        both: tuple[SharesConfig, ...] = mla_sm90_fp8.choose(problem, device), config
+        config = min(both, key=lambda one: mla_schedule.call_us(problem, one, device))
     if not problem.allows_few_heads:
         return config
     few_heads: SharesConfig = _choose_for_few_heads(problem, device)
     if few_heads.split_ctas > 1:
         return mla_schedule.or_clusters(problem, config, [few_heads], device)
     return few_heads if mla_schedule.is_faster(problem, few_heads, config, device) else config
-
-
-def _faster(problem: MlaProblem, device: Device, first: SharesConfig, second: SharesConfig) -> SharesConfig:
-    """The one that takes less time by the cost model."""
-    return min(first, second, key=lambda one: mla_schedule.call_us(problem, one, device))
 
 
 def _choose_splits(

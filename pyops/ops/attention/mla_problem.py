@@ -98,9 +98,14 @@ class MlaProblem:
         return self.is_fp8 and not self.is_ds_mla
 
     @property
+    def has_fp8_queries(self) -> bool:
+        """Whether queries are fp8, too: kernels without MMAs of fp8 convert them to float16."""
+        return self.q_nope.dtype is float8_e4m3fn
+
+    @property
     def product_dtype(self) -> DType:
         """The dtype of the MMA operands."""
-        return float16 if self.q_nope.dtype is float8_e4m3fn else self.q_nope.dtype
+        return float16 if self.has_fp8_queries else self.q_nope.dtype
 
     @property
     def max_tokens(self) -> int:
@@ -119,16 +124,15 @@ class MlaProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_sm90.cu supports the call: 16-bit queries, tensors that TMA can load, and enough heads."""
+        """Whether mla_decode_sm90.cu supports the call, or mla_decode_sm90_fp8.cu does if queries are fp8 and it
+        serves the cache: no float32, tensors that TMA can load, and enough heads."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
             and device.shared_memory >= _WGMMA_SHARED
             and self.num_heads >= _MIN_HEADS_FOR_WGMMA
             and self.product_dtype is not float32
-            and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
-            and all(rows_are_aligned(arg) for arg in (*args, self.cache))
-            and self.cache.alignment == 16
+            and all(arg.alignment == 16 and rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
             and self.out.alignment == 16
             and self.out.strides[0] % 8 == 0

@@ -39,6 +39,7 @@ from tests.ops.attention.test_attention import in_codes_of_heads
 from tests.ops.attention.test_mla import MLA
 from tests.ops.attention.test_mla import _assert_is_attention as assert_is_mla
 from tests.ops.attention.test_mla import _call as mla_call
+from tests.ops.attention.test_mla import _with_tokens as with_tokens
 from tests.ops.attention.test_varlen import VARLEN
 from tests.ops.attention.test_varlen import _assert_is_attention as assert_is_attention
 from tests.ops.attention.test_varlen import _call as varlen_call
@@ -695,7 +696,7 @@ def test_mla_decode_fp8(
         shares = max(len(lengths), splits)
         one: mla_schedule.SharesConfig | None = None
         if num_heads > 16 and kind == FP8 and page_size % 8 == 0 and num_heads <= 32:
-            one = mla_sm90_fp8.MlaSm90Fp8Config(shares, combines=False)
+            one = mla_sm90_fp8.MlaSm90Fp8Config(32, shares, combines=False)
         elif num_heads > 16:  # two CTAs of heads share conversions of scaled fp8
             one = mla_sm90.MlaSm90Config(2 if kind == torch.uint8 and num_heads > 64 else 1, shares, combines=False)
         with schedule, tuning.forced(MLA.name, one) if one else nullcontext():
@@ -743,13 +744,55 @@ def test_mla_shares_of_mixed_lengths(
     _assert_shares(on, call, forced, schedules)
 
 
-@pytest.mark.parametrize(("num_shares", "combines", "factor"), [(5, False, 20.0), (12, True, 1.0)])
-def test_mla_fp8_shares_of_mixed_lengths(on: str, num_shares: int, combines: bool, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "num_shares", "combines", "factor"),
+    [
+        (torch.bfloat16, 20, 5, False, 20.0),
+        (torch.bfloat16, 20, 12, True, 1.0),
+        (FP8, 70, 5, False, 4.0),
+        (FP8, 40, 12, True, 1.0),
+        (FP8, 9, 4, True, 4.0),
+    ],
+    ids=str,
+)
+def test_mla_fp8_shares_of_mixed_lengths(
+    on: str, dtype: torch.dtype, num_heads: int, num_shares: int, combines: bool, factor: float
+) -> None:
     """Of the kernel with tokens as rows, which has pages that 8 divides: equal shares, and aligned ones. Large logits
     raise the row maxima in later tiles, too; small ones exceed the row max of the first tile."""
-    call = mla_call([0, 1, 300, 64, 129, 0, 520, 64, 0], 20, 16, dtype=torch.bfloat16, kind=FP8, device=on)
+    kind = None if dtype == FP8 else FP8
+    call = mla_call([0, 1, 300, 64, 129, 0, 520, 64, 0], num_heads, 16, dtype=dtype, kind=kind, device=on)
     call["scale"] *= factor
-    _assert_shares(on, call, mla_sm90_fp8.MlaSm90Fp8Config(num_shares, combines), SCHEDULES)
+    one = mla_sm90_fp8.MlaSm90Fp8Config(64 if num_heads > 32 else 32, num_shares, combines)
+    _assert_shares(on, call, one, SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "page_size", "query_tokens"),
+    [([65, 129, 0], 64, 64, 1), ([450, 3], 17, 8, 1), ([0, 1, 66, 130], 20, 48, 4), ([128], 130, 16, 1)],
+    ids=str,
+)
+def test_mla_queries_of_fp8(on: str, lengths: list[int], num_heads: int, page_size: int, query_tokens: int) -> None:
+    """The plan takes MMAs of fp8: heads that fill a block and others, several query tokens."""
+    MLA.forget()
+    call = mla_call(lengths, num_heads, page_size, dtype=FP8, device=on)
+    call = with_tokens(call, query_tokens) if query_tokens > 1 else call
+    assert_is_mla(call)
+    assert isinstance(tuning.last[MLA.name], mla_sm90_fp8.MlaSm90Fp8Config)
+    MLA.forget()
+
+
+def test_mla_queries_of_fp8_and_other_caches(on: str) -> None:
+    """Pages that 8 does not divide, and unaligned queries: kernels that convert queries to float16."""
+    MLA.forget()
+    call = mla_call([20, 70], 20, 5, dtype=FP8, device=on)
+    assert_is_mla(dict(call))
+    assert not isinstance(tuning.last[MLA.name], mla_sm90_fp8.MlaSm90Fp8Config)
+    call = mla_call([20, 70], 20, 16, dtype=FP8, device=on)
+    shifted = call["q_nope"].new_empty(call["q_nope"].numel() + 1)[1:].view(call["q_nope"].shape)
+    assert_is_mla(call | {"q_nope": shifted.copy_(call["q_nope"])})
+    assert not isinstance(tuning.last[MLA.name], mla_sm90_fp8.MlaSm90Fp8Config)
+    MLA.forget()
 
 
 @pytest.mark.parametrize(
@@ -1085,10 +1128,23 @@ def test_mla_compiles_without_spills_and_advice(
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize(("query_tokens", "combines"), [(1, True), (4, False), (4, True)])
-def test_mla_fp8_compiles_without_spills(query_tokens: int, combines: bool) -> None:
+@pytest.mark.parametrize(
+    ("query_t", "heads", "query_tokens", "combines"),
+    [
+        (dtypes.bfloat16, 32, 1, True),
+        (dtypes.bfloat16, 32, 4, False),
+        (dtypes.bfloat16, 32, 4, True),
+        (dtypes.float8_e4m3fn, 32, 4, True),
+        (dtypes.float8_e4m3fn, 64, 1, True),
+        (dtypes.float8_e4m3fn, 64, 4, False),
+        (dtypes.float8_e4m3fn, 64, 4, True),
+    ],
+    ids=str,
+)
+def test_mla_fp8_compiles_without_spills(query_t: dtypes.DType, heads: int, query_tokens: int, combines: bool) -> None:
     one = mla_sm90_fp8._decode.for_arch("sm_90a")(
-        query_t=dtypes.bfloat16,
+        query_t=query_t,
+        HEADS=heads,
         cache_t=dtypes.float8_e4m3fn,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
@@ -1104,7 +1160,9 @@ def test_mla_fp8_compiles_without_spills(query_tokens: int, combines: bool) -> N
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes + mla_sm90_fp8.SHARED_MEMORY <= HOPPER.shared_memory
+    assert (
+        report.shared_bytes + mla_sm90_fp8.shared_memory(heads, query_t is not dtypes.bfloat16) <= HOPPER.shared_memory
+    )
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
