@@ -76,7 +76,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # for an fp8 cache, the op takes 16-bit queries in two parts
+        self.supports_quant_query_input = False  # queries stay 16-bit, in two parts: fp8 ones are less accurate
         self._is_fp8 = self.kv_cache_dtype.startswith("fp8")
 
     def do_kv_cache_update(
