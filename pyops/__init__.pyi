@@ -3726,10 +3726,14 @@ class _mla_norm_rope_cache(_Attributes, Protocol):
         kv_cache_scale: Tensor | float,
         norm_weight: Tensor,
         epsilon: float = 1e-06,
+        absorbed: Tensor | None = None,
+        plain: Tensor | None = None,
+        up_keys: Tensor | None = None,
     ) -> None:
         """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
 
-        As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed.
+        As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed. For few tokens
+        the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: none of both needs the other.
 
         Args:
             positions: [at least num_tokens] int64 or int32, any stride.
@@ -3746,6 +3750,10 @@ class _mla_norm_rope_cache(_Attributes, Protocol):
             kv_cache_scale: likewise.
             norm_weight: [latent_size] of the dtype of `kv_c`, contiguous.
             epsilon: added to the mean of squares.
+            absorbed: [num_heads, num_tokens, N], written; elements of a row contiguous, any strides else; or None.
+            plain: [num_heads, num_tokens, K] of the same dtype; likewise.
+            up_keys: [num_heads, K, N] of the same dtype, rows contiguous, any strides else. The kernel reads it while the
+                previous kernel runs: no kernel that may still run may write it.
         """
 
 mla_norm_rope_cache: _mla_norm_rope_cache

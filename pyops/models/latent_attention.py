@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .._core.system.lazy import torch
 from ..ops.cache import concat_and_cache_mla, mla_norm_rope_cache
 from ..ops.norm import rms_norm
+from ..tuning import batch_invariant
 from .batch import Batch
 from .config import Config
 from .indexer import SparseIndexer
@@ -131,15 +132,21 @@ class LatentAttention:
         query = (q_c if query is None else query).unflatten(-1, (self.num_heads, -1))
         # Early, because the first call may compute it, and no kernel just before may write constant weights.
         up = self._up.unflatten(0, (self.num_heads, -1))
+        absorbed = None
         kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
         if self.rope is None:
             rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
             concat_and_cache_mla(kv_c, k_pe, entries, batch.slot_mapping, kv_cache_dtype, k_scale)
         else:
-            turned = query[..., latent.qk_nope_head_dim :]
+            plain, turned = query.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
+            product: tuple[Tensor, ...] = ()
+            if self._absorbs_in_insert(batch):
+                absorbed = query.new_empty(self.num_heads, 1, latent.kv_lora_rank)
+                product = absorbed, plain.transpose(0, 1), up[:, : latent.qk_nope_head_dim]
             mla_norm_rope_cache(
                 *(batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved),
                 *(batch.slot_mapping, entries, kv_cache_dtype, k_scale, self.kv_norm, _EPSILON),
+                *product,
             )
             self.rope.scale_queries(query, batch.positions)
         texts, scales = (batch.block_tables, batch.seq_lens), (latent.scale, k_scale, self.scales.first)
@@ -147,7 +154,13 @@ class LatentAttention:
             batch.shared["slots"] = self.indexer(hidden, q_c, batch, cache[1], tables[self.rope])
         if latent.indexer is not None:
             return absorbed_attention(query, up, entries, *texts, *scales, batch.shared["slots"])
-        return latent_attention(query, up, entries, *texts, batch.cu_seqlens_q, batch.num_decodes, *scales)
+        batches = batch.cu_seqlens_q, batch.num_decodes
+        return latent_attention(query, up, entries, *texts, *batches, *scales, absorbed=absorbed)
+
+    def _absorbs_in_insert(self, batch: Batch) -> bool:
+        """Whether the insert of one token also multiplies its queries by the projections of keys."""
+        is_step = batch.num_decodes == len(batch.tokens) == 1 and not batch_invariant()
+        return is_step and self.latent.indexer is None and self.rope is not None and not self.rope.query_beta
 
     @cached_property
     def _up(self) -> Tensor:

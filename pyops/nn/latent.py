@@ -38,6 +38,7 @@ def latent_attention(
     scale: float,
     k_scale: Tensor,
     factor: float = 1.0,
+    absorbed: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest tokens of sequences: `absorbed_attention` of the first `num_decodes` sequences, which
     have one token each, and `expanded_attention` of the others.
@@ -53,7 +54,8 @@ def latent_attention(
     steps, prompts = slice(None, num_decodes), slice(num_decodes, None)
     parts, common = [], (scale, k_scale, factor)
     if num_decodes:
-        parts.append(absorbed_attention(query[steps], up, entries, block_tables[steps], seq_lens[steps], *common))
+        caches = entries, block_tables[steps], seq_lens[steps]
+        parts.append(absorbed_attention(query[steps], up, *caches, *common, absorbed=absorbed))
     if num_decodes < len(seq_lens):
         texts = block_tables[prompts], seq_lens[prompts], cu_seqlens_q[prompts] - num_decodes
         parts.append(expanded_attention(query[prompts], up, entries, *texts, *common))
@@ -70,6 +72,7 @@ def absorbed_attention(
     k_scale: Tensor,
     factor: float = 1.0,
     slots: Tensor | None = None,
+    absorbed: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
@@ -85,6 +88,7 @@ def absorbed_attention(
         k_scale: [1] float32, the scale of an fp8 cache; not read for other caches.
         factor: `k_scale` as a Python number; 1 if the cache is not fp8.
         slots: [num_seqs, top_k] int32, those that a token attends to (`sparse_mla_attention`); None for its sequence.
+        absorbed: [num_heads, num_seqs, kv_lora_rank], the queries times the projections of keys, if they are known.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
@@ -92,7 +96,9 @@ def absorbed_attention(
     rank, rope_size = up.shape[2], entries.shape[2] - up.shape[2]
     plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
     up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
-    absorbed = bmm_into(query.new_empty(len(up), len(query), rank), plain.transpose(0, 1), up_keys).transpose(0, 1)
+    if absorbed is None:
+        absorbed = bmm_into(query.new_empty(len(up), len(query), rank), plain.transpose(0, 1), up_keys)
+    absorbed = absorbed.transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
         # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.

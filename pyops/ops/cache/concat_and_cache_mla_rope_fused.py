@@ -10,7 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import float32
 from ..._core.tensors.tensor import TensorArg
-from .._shared import fp8
+from .._shared import columns, fp8
 from .._shared.norms import rms
 from ._common import (
     bad_slots,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
+_mla_absorb_rope_insert = Kernel("cache/mla_absorb_rope_insert.cu")
 # Vectors per thread if there are more tokens than SMs, and threads of a block; not yet measured.
 _MANY_ROUNDS, _MAX_THREADS = 2, 256
 
@@ -135,6 +136,7 @@ def _launch(
     kv_cache_dtype: str,
     kv_cache_scale: TensorArg,
     norm_weight: TensorArg | None,
+    product: tuple[TensorArg, TensorArg, TensorArg] | None = None,
 ) -> Launch:
     check.floating(q_pe)
     check.sizes(q_pe, num_tokens=None, num_heads=None, rope_size=None)
@@ -160,42 +162,66 @@ def _launch(
     entry = entry_layout(kv_cache)
     check.scalar(kv_cache_scale)
     of_vectors = q_pe, k_pe, kv_c, cos_sin_cache, kv_cache, *([] if norm_weight is None else [norm_weight])
-    vec_size = check.vector_width(rope_size // 2 | latent_size, *of_vectors)
-    items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
-    absent: dict[str, Any] = {"norm_weight": 0, "epsilon": 0.0} if norm_weight is None else {}
-    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.num_sms else 1
-    num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
-    return _concat_and_cache_mla_rope_fused(
-        scalar_t=q_pe.dtype,
-        angle_t=cos_sin_cache.dtype,
-        cache_t=kind,
-        slot_t=slot_mapping.dtype,
-        position_t=positions.dtype,
-        NUM_HEADS=num_heads,
-        ROPE_SIZE=rope_size,
-        LATENT_SIZE=latent_size,
-        BLOCK_SIZE=entry.block_size,
-        IS_NEOX=bool(is_neox),
-        NORMALISED=norm_weight is not None,
-        VEC_SIZE=vec_size,
-        ROUNDS=rounds,
-        NUM_THREADS=num_threads,
-    ).launch(
-        grid=(num_tokens if cos_sin_cache.numel else 0, -(-items // (rounds * num_threads))),
-        block=num_threads,
-        max_position=cos_sin_cache.shape[0],
-        positions_stride=first_stride(positions),
-        slot_mapping_stride=first_stride(slot_mapping),
-        q_stride=q_pe.strides[0],
-        q_head_stride=q_pe.strides[1],
-        k_stride=first_stride(k_pe),
-        kv_c_stride=first_stride(kv_c),
+    arguments: dict[str, Any] = {
+        "max_position": cos_sin_cache.shape[0],
+        "positions_stride": first_stride(positions),
+        "slot_mapping_stride": first_stride(slot_mapping),
+        "q_stride": q_pe.strides[0],
+        "q_head_stride": q_pe.strides[1],
+        "k_stride": first_stride(k_pe),
+        "kv_c_stride": first_stride(kv_c),
         **entry.fixed,
-        **absent,
+    }
+    if norm_weight is None:
+        arguments |= {"norm_weight": 0, "epsilon": 0.0}
+    constants = {
+        "scalar_t": q_pe.dtype,
+        "angle_t": cos_sin_cache.dtype,
+        "cache_t": kind,
+        "slot_t": slot_mapping.dtype,
+        "position_t": positions.dtype,
+        "NUM_HEADS": num_heads,
+        "ROPE_SIZE": rope_size,
+        "LATENT_SIZE": latent_size,
+        "BLOCK_SIZE": entry.block_size,
+        "IS_NEOX": bool(is_neox),
+        "NORMALISED": norm_weight is not None,
+    }
+
+    def items(vec_size: int) -> int:
+        return (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
+
+    if product is not None:
+        _, plain, up_keys = product
+        columns.check_batch(*product)
+        check.dtype(plain, q_pe.dtype)
+        check.sizes(plain, num_heads=num_heads, num_tokens=num_tokens, K=None)
+        if up_keys.shape[2] > 1 and up_keys.strides[2] != 1:
+            raise up_keys.error(f"expected a last dimension of stride 1, got strides {up_keys.strides}")
+        vec_size = check.vector_width(rope_size // 2 | latent_size | up_keys.shape[2], *of_vectors, up_keys)
+        parts = -(-items(vec_size) // columns.NUM_THREADS)
+        return _mla_absorb_rope_insert(
+            **constants, **columns.column_constants(plain.shape[2], vec_size), ROUNDS=1
+        ).launch(
+            grid=(max(parts, columns.column_blocks(up_keys.shape[2], vec_size)), num_tokens, num_heads + 1),
+            block=columns.NUM_THREADS,
+            weight_stride=up_keys.strides[1],
+            **columns.batch_strides(*product),
+            **arguments,
+        )
+    vec_size = check.vector_width(rope_size // 2 | latent_size, *of_vectors)
+    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.num_sms else 1
+    num_threads = check.threads(-(-items(vec_size) // rounds), max_threads=_MAX_THREADS)
+    return _concat_and_cache_mla_rope_fused(
+        **constants, VEC_SIZE=vec_size, ROUNDS=rounds, NUM_THREADS=num_threads
+    ).launch(
+        grid=(num_tokens if cos_sin_cache.numel else 0, -(-items(vec_size) // (rounds * num_threads))),
+        block=num_threads,
+        **arguments,
     )
 
 
-@op(inout=("q_pe", "k_pe", "kv_cache"), ulps=2)  # as `rms_norm`
+@op(out="absorbed", inout=("q_pe", "k_pe", "kv_cache"), ulps=2, atol=2.0**-18)  # as `rms_norm`, and as `skinny_bmm`
 def mla_norm_rope_cache(
     positions: Tensor,
     q_pe: Tensor,
@@ -209,17 +235,27 @@ def mla_norm_rope_cache(
     kv_cache_scale: Tensor | float,
     norm_weight: Tensor,
     epsilon: float = 1e-6,
+    absorbed: Tensor | None = None,
+    plain: Tensor | None = None,
+    up_keys: Tensor | None = None,
 ) -> None:
     """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
 
-    As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed.
+    As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed. For few tokens
+    the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: none of both needs the other.
 
     Args:
         positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping: as in `concat_and_cache_mla_rope_fused`.
         kv_cache, kv_cache_dtype, kv_cache_scale: likewise.
         norm_weight: [latent_size] of the dtype of `kv_c`, contiguous.
         epsilon: added to the mean of squares.
+        absorbed: [num_heads, num_tokens, N], written; elements of a row contiguous, any strides else; or None.
+        plain: [num_heads, num_tokens, K] of the same dtype; likewise.
+        up_keys: [num_heads, K, N] of the same dtype, rows contiguous, any strides else. The kernel reads it while the
+            previous kernel runs: no kernel that may still run may write it.
     """
+    if absorbed is not None and plain is not None and up_keys is not None:
+        absorbed.copy_(plain.double() @ up_keys.double())
     _rotate_and_insert(
         *(positions, q_pe, k_pe, rms(kv_c.float(), norm_weight, epsilon, kv_c.dtype), cos_sin_cache, is_neox),
         *(slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale),
@@ -239,9 +275,16 @@ def plan_mla_norm_rope_cache(
     kv_cache_dtype: str,
     kv_cache_scale: TensorArg,
     norm_weight: TensorArg,
+    absorbed: TensorArg | None,
+    plain: TensorArg | None,
+    up_keys: TensorArg | None,
 ) -> Launch:
     inserted = slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale
-    return _launch(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *inserted, norm_weight)
+    given = [one for one in (absorbed, plain, up_keys) if one is not None]
+    if len(given) not in (0, 3):
+        raise given[0].error("expected absorbed, plain and up_keys, or none of them")
+    product = (given[0], given[1], given[2]) if given else None
+    return _launch(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *inserted, norm_weight, product)
 
 
 @concat_and_cache_mla_rope_fused.bad_indices
@@ -305,8 +348,15 @@ def example_mla_norm_rope_cache(
     num_tokens: int = 16,
     dtype: str = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    absorbs: bool = False,
 ) -> tuple[Any, ...]:
     given = example_concat_and_cache_mla_rope_fused(
         make, num_tokens=num_tokens, dtype=dtype, kv_cache_dtype=kv_cache_dtype
     )
-    return (*given, make.randn(512, dtype=dtype), 1e-6)
+    num_heads, plain_size, latent_size = 16, 128, 512
+    product = (
+        make.empty(num_heads, num_tokens, latent_size, dtype=dtype),
+        make.randn(num_heads, num_tokens, plain_size, dtype=dtype),
+        make.randn(num_heads, plain_size, latent_size, dtype=dtype, scale=plain_size**-0.5),
+    )
+    return (*given, make.randn(latent_size, dtype=dtype), 1e-6, *(product if absorbs else (None,) * 3))

@@ -11,6 +11,7 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from ...tuning import batch_invariant
+from .._shared.columns import NUM_THREADS, batch_strides, check_batch, column_blocks, column_constants
 from .skinny_linear import config_of
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ __all__ = ["skinny_bmm"]
 
 _gemv_batch = Kernel("linear/gemv_batch.cu")
 _gemv_batch_columns = Kernel("linear/gemv_batch_columns.cu")
-_MAX_BLOCKS = 65535  # most matrices, and most rows of each: blockIdx.z and blockIdx.y count them
-# Geometry of gemv_batch_columns.cu, not yet measured: threads of a block and those that share a row of the weight,
-# rows that a thread loads at a time, threads of an SM. The 128 rows of a head of DeepSeek's MLA are one round of loads.
-_NUM_THREADS, _COLUMN_THREADS, _BATCH, _RESIDENT = 128, 8, 8, 1024
 
 
 @op(out="out", atol=2.0**-18)
@@ -64,44 +61,19 @@ def result_skinny_bmm(input: TensorArg, mat2: TensorArg) -> Result:
 
 @skinny_bmm.plan
 def plan_skinny_bmm(out: TensorArg, input: TensorArg, mat2: TensorArg, constant_weight: bool) -> Launch | list[Launch]:
-    check.floating(input)
-    check.sizes(input, B=None, M=None, K=None)
+    check_batch(out, input, mat2)
     batch, rows, k = input.shape
-    check.sizes(mat2, B=batch, K=k, N=None)
     columns = mat2.shape[2]
-    check.sizes(out, B=batch, M=rows, N=columns)
-    for arg in (out, mat2):
-        check.dtype(arg, input.dtype)
-    for arg in (out, input):
-        check.row_size(arg)
-    if not k:
-        raise input.error(f"expected rows of at least one element, got shape {input.shape}")
-    if max(batch, rows) > _MAX_BLOCKS:
-        raise input.error(f"expected at most {_MAX_BLOCKS} matrices and rows of each, got shape {input.shape}")
     if not out.numel:
         return []
     weight = replace(mat2, shape=(batch, columns, k), strides=(mat2.strides[0], mat2.strides[2], mat2.strides[1]))
-    sizes = {
-        "output_size": columns,
-        "out_batch_stride": out.strides[0],
-        "out_stride": out.strides[1],
-        "input_batch_stride": input.strides[0],
-        "input_stride": input.strides[1],
-        "weight_batch_stride": mat2.strides[0],
-    }
-    constants = {"scalar_t": input.dtype, "HIDDEN_SIZE": k, "CONSTANT_WEIGHT": constant_weight}
+    sizes = batch_strides(out, input, mat2)
+    constants = {"scalar_t": input.dtype, "CONSTANT_WEIGHT": constant_weight}
     if columns == 1 or mat2.strides[2] == 1:
         vec_size = check.vector_width(columns, mat2)
-        return _gemv_batch_columns.renamed(weight="mat2")(
-            **constants,
-            VEC_SIZE=vec_size,
-            COLUMN_THREADS=_COLUMN_THREADS,
-            BATCH=_BATCH,
-            NUM_THREADS=_NUM_THREADS,
-            MIN_BLOCKS=_RESIDENT // _NUM_THREADS,
-        ).launch(
-            grid=(-(-columns // (_COLUMN_THREADS * vec_size)), rows, batch),
-            block=_NUM_THREADS,
+        return _gemv_batch_columns.renamed(weight="mat2")(**constants, **column_constants(k, vec_size)).launch(
+            grid=(column_blocks(columns, vec_size), rows, batch),
+            block=NUM_THREADS,
             weight_stride=mat2.strides[1],
             **sizes,
         )
@@ -111,6 +83,7 @@ def plan_skinny_bmm(out: TensorArg, input: TensorArg, mat2: TensorArg, constant_
     return _gemv_batch.renamed(weight="mat2")(
         **constants,
         input_t=input.dtype,
+        HIDDEN_SIZE=k,
         **config.constants,
     ).launch(
         grid=(config.num_blocks(columns, input.device, batch * rows), rows, batch),

@@ -86,6 +86,36 @@ def test_norm_before_rope(rope_size: int, latent_size: int, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize(("plain_size", "latent_size", "num_heads"), [(128, 512, 16), (7, 40, 3)])
+def test_absorbed_queries_in_the_launch_of_an_insert(
+    plain_size: int, latent_size: int, num_heads: int, where: str
+) -> None:
+    """Products of integers are exact; queries, keys and cache are those of a launch without them, bit for bit."""
+    n, rope_size = 2, 64
+    both, weight = make(n, rope_size + latent_size, where=where), make(latent_size, where=where)
+    query = torch.randint(-9, 10, (n, num_heads, plain_size + rope_size), device=where).float()
+    up = torch.randint(-9, 10, (num_heads, plain_size + 5, latent_size), device=where).float()
+    absorbed = torch.full((num_heads, n, latent_size), 7.0, device=where)
+    plain, up_keys = query[..., :plain_size].transpose(0, 1), up[:, :plain_size]
+    expected, table = plain.double() @ up_keys.double(), make(9, rope_size, where=where)
+    results = []
+    for product in ((absorbed, plain, up_keys), ()):
+        q, x, cache = query.clone(), both.clone(), torch.zeros(3, 4, latent_size + rope_size, device=where)
+        product = (absorbed, q[..., :plain_size].transpose(0, 1), up_keys) if product else ()
+        given = ints([8, 3], where=where), q[..., plain_size:], x[:, :rope_size], x[:, rope_size:], table, True
+        pyops.mla_norm_rope_cache(*given, ints([11, 0], where=where), cache, "auto", 1.0, weight, 1e-3, *product)
+        results.append((q, x, cache))
+    assert torch.equal(absorbed.double(), expected)
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_parts_of_a_product_are_refused() -> None:
+    args = example(pyops.registry["mla_norm_rope_cache"], "cpu", num_tokens=2)
+    args[-3:] = torch.ones(16, 2, 512), None, None
+    assert "none of them" in str(refusal(pyops.registry["mla_norm_rope_cache"], args))
+
+
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
     """Tokens without a slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
