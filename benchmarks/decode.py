@@ -133,10 +133,8 @@ def step_kernels(config: Config, batch: int, context: int, on: device.Device) ->
     rows = torch.empty(batch, row_size(config, context, _BLOCK_SIZE), dtype=torch.int64, device="meta")
     starts = torch.empty(batch + 1, dtype=torch.int64, device="meta")
     with torch.no_grad(), planned(on, observe):
-        hidden = decoder.forward(
-            decode_batch(rows, starts, decoder.slot_bytes > 0, starts), cache, decoder.new_tables(context)
-        )
-        decoder.logits(hidden)
+        batch_of_step = decode_batch(rows, starts, decoder.slot_bytes > 0, starts)
+        decoder.step(batch_of_step, cache, decoder.new_tables(context))
     return found
 
 

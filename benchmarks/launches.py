@@ -132,7 +132,7 @@ def step(values: dict[str, Any], num_layers: int, num_seqs: int) -> Kernels:
         starts = torch.empty(num_seqs + 1, dtype=torch.int64, device="meta")
         with planned(device.model("sm_90"), observe), _Torch(found):
             batch = decode_batch(rows, starts, decoder.slot_bytes > 0, starts)
-            logits = decoder.logits(decoder.forward(batch, cache, tables))
+            logits = decoder.step(batch, cache, tables)
             choose(batch.tokens, logits, starts, "greedy")
     return found
 

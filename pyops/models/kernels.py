@@ -76,7 +76,7 @@ def serving_kernels(
         ]
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens, place)
         for batch in batches:
-            logits = decoder.logits(decoder.forward(batch, cache, tables))
+            logits = decoder.step(batch, cache, tables)
         for size in decode_sizes(max_num_seqs):
             for dtype in {logits.dtype, torch.float32}:  # logits that hooks have edited are float32
                 _choose(logits[:1].expand(size, -1).to(dtype, copy=True))

@@ -300,7 +300,7 @@ class Runner:
 
     def _forward(self, size: int, kind: Kind | None) -> Tensor:
         batch = decode_batch(self._rows[:size], self._starts, self.model.slot_bytes > 0, self._inputs)
-        logits = self.model.logits(self.model.forward(batch, self.cache, self._tables))
+        logits = self.model.step(batch, self.cache, self._tables)
         if kind is not None:
             choose(self._tokens[:size], logits, self._inputs[self._table], kind)
         return logits

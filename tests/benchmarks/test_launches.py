@@ -43,12 +43,12 @@ def test_kernels_of_a_layer(model: str, layer: dict[str, int]) -> None:
     """Each kernel once, with those that a fused one replaces absent; and outside of layers only what a step needs."""
     found, rest = (named(one) for one in launches.layer_and_rest(launches.MODELS[model], num_seqs=16))
     assert found == layer
-    assert rest == {"index_select": 1, "index": 1, "rms_norm": 1, "gemm_sm90_swap_ab": 1, "argmax": 1}
+    assert rest == {"index_select": 1, "vocab_parallel_embedding": 1, "rms_norm": 1, "gemm_sm90_swap_ab": 1, "argmax": 1}
 
 
 def test_command_prints_totals(capsys: pytest.CaptureFixture[str]) -> None:
     launches.main(["llama", "--num-seqs", "1", "--list"])
     text = capsys.readouterr().out
     assert "llama, a layer: 5 kernels, 0 of them torch's" in text
-    assert "llama, the rest: 5 kernels, 3 of them torch's" in text
+    assert "llama, the rest: 4 kernels, 2 of them torch's" in text
     assert "3 pyops: linear/gemv.cu" in text
