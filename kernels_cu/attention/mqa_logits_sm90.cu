@@ -168,13 +168,16 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
     }
     if (lane == 31) shared.totals[warp] = until;
     __syncthreads();
-    int64_t total = 0;
+    uint32_t total = 0;
 #pragma unroll
     for (int i = 0; i < NUM_WARPS; ++i) {
         total += shared.totals[i];
         if (i < warp) until += shared.totals[i];
     }
-    const int begin_tile = int(total * blockIdx.x / gridDim.x), end_tile = int(total * (blockIdx.x + 1) / gridDim.x);
+    // The tile is total * cta / gridDim.x. Every CTA waits for it, and a 64-bit division takes longer.
+    const uint32_t least = total / gridDim.x, rest = total % gridDim.x;
+    const auto begin_of = [&](uint32_t cta) { return int(least * cta + rest * cta / gridDim.x); };
+    const int begin_tile = begin_of(blockIdx.x), end_tile = begin_of(blockIdx.x + 1);
     if (begin_tile == end_tile) return;
     if (begin_tile >= until - own_tiles && begin_tile < until) {
         int group = own_group, tile = begin_tile - (until - own_tiles);
