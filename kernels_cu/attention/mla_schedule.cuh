@@ -79,15 +79,21 @@ struct MlaSchedule {
           seq(rank) {
         if (max_splits == 1) return;
         const int lane = threadIdx.x % WARP_SIZE;
-        uint32_t all = 0, most = 0;
+        uint32_t all = 0, most = HAS_LENGTHS ? 0 : units_of(max_tokens);
+        if constexpr (HAS_LENGTHS) {
 #pragma unroll 1
-        for (int s = lane; s < num_seqs; s += WARP_SIZE) {
-            const uint32_t units = units_of(length_of(s));
-            all += units;
-            most = max(most, units);
+            for (int s = lane; s < num_seqs; s += WARP_SIZE) {
+                const uint32_t units = units_of(length_of(s));
+                all += units;
+                most = max(most, units);
+            }
+            most = lane_reduce<Max, WARP_SIZE>(most);
+            all = lane_reduce<Sum, WARP_SIZE>(all);
+        } else {
+            all = most * uint32_t(num_seqs);
         }
-        const int longest = lane_reduce<Max, WARP_SIZE>(most);
-        int gap = int(item_units), total = lane_reduce<Sum, WARP_SIZE>(all) + int(num_seqs) * gap;
+        const int longest = most;
+        int gap = int(item_units), total = int(all) + int(num_seqs) * gap;
         // Shares of `least` units cut a sequence into at most max_splits pieces, wherever it begins in a share. Equal
         // shares cut it into at most num_shares + 1.
         const uint32_t cuts_of_one = uint32_t(max_splits) - 1;
@@ -116,21 +122,28 @@ struct MlaSchedule {
         share = units;
         const int begin = int(min(int64_t(rank) * share, int64_t(total)));
         end = min(total - begin, share) + begin;
-        for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
-            int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) + gap : 0;
-            if (alignment > 1) sum = ceil_div(sum, alignment) * alignment;
+        if constexpr (HAS_LENGTHS) {
+            for (seq = 0; seq < num_seqs; seq += WARP_SIZE) {
+                int sum = seq + lane < num_seqs ? units_of(length_of(seq + lane)) + gap : 0;
+                if (alignment > 1) sum = ceil_div(sum, alignment) * alignment;
 #pragma unroll
-            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-                const int before = shfl<WARP_SIZE>(sum, max(lane - distance, 0));
-                if (lane >= distance) sum += before;
+                for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+                    const int before = shfl<WARP_SIZE>(sum, max(lane - distance, 0));
+                    if (lane >= distance) sum += before;
+                }
+                const int ended =
+                    count_bits(ballot(start + sum <= begin));  // sequences that end before the share begins
+                const int of_ended = shfl<WARP_SIZE>(sum, max(ended - 1, 0));
+                if (ended > 0) start += of_ended;
+                if (ended < WARP_SIZE) {
+                    seq += ended;
+                    break;
+                }
             }
-            const int ended = count_bits(ballot(start + sum <= begin));  // sequences that end before the share begins
-            const int of_ended = shfl<WARP_SIZE>(sum, max(ended - 1, 0));
-            if (ended > 0) start += of_ended;
-            if (ended < WARP_SIZE) {
-                seq += ended;
-                break;
-            }
+        } else {  // a prompt has thousands of equal sequences, which the last share would count in 10 us
+            const int sum = ceil_div(longest + gap, alignment) * alignment;
+            seq = uint32_t(begin) / uint32_t(sum);
+            start = seq * sum;
         }
         start += gap;
         if (alignment > 1 && start < end) end = min(end, start + units_of(length_of(seq)));

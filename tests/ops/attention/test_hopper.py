@@ -940,7 +940,7 @@ items(int* found,           // [num_shares, 64, 5]
       int64_t num_seqs, int64_t max_tokens, int64_t max_splits, float join_units, float level_units,
       int64_t item_units) {
     await_previous_kernel();
-    MlaSchedule<64, int64_t, true> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f,
+    MlaSchedule<64, int64_t, HAS_LENGTHS> schedule(seq_lens, 1, num_seqs, max_tokens, max_splits, join_units, 0.0f,
                                             level_units, item_units, gridDim.x, blockIdx.x);
     int* to = found + blockIdx.x * 64 * 5;
     for (; schedule.has_item(); schedule.next(), to += 5) {
@@ -992,6 +992,7 @@ def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item
         join_units=0.0,
         level_units=0.0,
         item_units=item_units,
+        HAS_LENGTHS=True,
     )
     shares = [[tuple(item) for item in share.tolist() if item[0] >= 0] for share in found]
     exact = [min(max(length, 0), max_tokens) for length in lengths]
@@ -1024,6 +1025,37 @@ def test_mla_schedule(lengths: list[int], num_shares: int, max_splits: int, item
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "length", "num_shares", "max_splits"),
+    [(6, 640, 5, 9999), (6, 640, 12, 9999), (6, 640, 23, 9999), (70, 100, 9, 9999), (7, 0, 3, 9999), (7, 5000, 3, 2)],
+)
+@pytest.mark.parametrize("item_units", [0, 2])
+def test_mla_schedule_without_lengths(
+    num_seqs: int, length: int, num_shares: int, max_splits: int, item_units: int
+) -> None:
+    """The items are those of equal lengths that are given."""
+    both = []
+    for has_lengths in (True, False):
+        found = numpy.full((num_shares, 64, 5), -1, numpy.int32)
+        launched(
+            MLA_ITEMS,
+            num_shares,
+            32,
+            found=found,
+            seq_lens=numpy.full(num_seqs, length, numpy.int64),
+            num_seqs=num_seqs,
+            max_tokens=length,
+            max_splits=max_splits,
+            join_units=0.0,
+            level_units=0.0,
+            item_units=item_units,
+            HAS_LENGTHS=has_lengths,
+        )
+        both.append(found)
+    assert (both[0] >= 0).any()
+    assert numpy.array_equal(*both)
+
+
+@pytest.mark.parametrize(
     ("join_units", "level_units", "item_units", "is_cut"),
     [
         (6.0, 0.0, 0, True),
@@ -1041,7 +1073,7 @@ def test_mla_cuts_where_a_combine_pays(join_units: float, level_units: float, it
     lengths = numpy.array([640, 500, 640, 600], numpy.int64)
     arguments: dict[str, Any] = {"num_seqs": 4, "max_tokens": 999, "max_splits": 99}
     arguments |= {"join_units": join_units, "level_units": level_units, "item_units": item_units}
-    launched(MLA_ITEMS, 3, 32, found=found, seq_lens=lengths, **arguments)
+    launched(MLA_ITEMS, 3, 32, found=found, HAS_LENGTHS=True, seq_lens=lengths, **arguments)
     assert ((found[..., 4] > 1).any()) == is_cut
     if not is_cut:
         assert [[item[0] for item in share.tolist() if item[0] >= 0] for share in found] == [[0, 3], [1], [2]]
