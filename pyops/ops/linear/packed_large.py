@@ -17,8 +17,8 @@ _wq_gemm_sm80_large_m = Kernel("linear/wq_gemm_sm80_large_m.cu")
 STEP = 64  # weight rows of a k-tile
 COLUMNS = 64  # columns of a warp
 _MAX_WARP_ROWS = 64  # most rows of a warp: 128 accumulators of a thread
-# Most rows of a warp, where more would spill: with 2 bits, where a part of a k-tile is all of it; in layouts that
-# hold several rows of a column, or columns of a row, in a word.
+# Most rows of a warp, where more would spill: with 2 bits, where a part of a k-tile is all of it; in layouts that hold
+# several rows of a column, or columns of a row, in a word, with two warps along M or several groups in a k-tile.
 _MAX_ROWS_OF_2_BITS, _MAX_ROWS_OF_WORDS = 32, 48
 _MIN_WARP_ROWS = 32  # fewest rows of a warp: for fewer, dequantization takes longer than MMAs
 _MAX_STAGES = 4  # most k-tiles in shared memory
@@ -139,7 +139,7 @@ class PackedLargeConfig(LargeGeometry):
             shape.k % (self.warps_k * STEP) == 0
             and self.rows * self.columns * 4 <= stages * self.stage_bytes(_column_bits(shape))
         )
-        return stages >= 2 and adds and self.tile_m <= max_warp_rows(shape)
+        return stages >= 2 and adds and self.tile_m <= max_warp_rows(shape, self.warps_m)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A persistent grid."""
@@ -171,7 +171,7 @@ def configs(shape: PackedShape, device: Device) -> Iterator[PackedLargeConfig]:
     """Tiles of equal rows, of the fewest row tiles or of one more; the last wave whole, or by stream-K; K whole, or
     split over teams."""
     for warps_m, warps_n, warps_k in _WARPS:
-        fewest = -(-shape.m // (warps_m * max_warp_rows(shape)))
+        fewest = -(-shape.m // (warps_m * max_warp_rows(shape, warps_m)))
         counts = range(fewest, fewest + _MORE_ROW_TILES)
         rows = {max(_MIN_WARP_ROWS, -(-shape.m // (16 * warps_m * count)) * 16) for count in counts}
         for tile_m in sorted(rows):
@@ -217,8 +217,9 @@ def _column_bits(shape: PackedShape) -> int:
     return STEP * shape.bits + shape.groups_of(STEP) * shape.group_bits
 
 
-def max_warp_rows(shape: PackedShape) -> int:
-    """Most rows of a warp that registers allow."""
+def max_warp_rows(shape: PackedShape, warps_m: int) -> int:
+    """Most rows of a warp that registers allow, with `warps_m` warps along M."""
     if shape.bits == 2:
         return _MAX_ROWS_OF_2_BITS
-    return _MAX_WARP_ROWS if shape.format.tile_rows else _MAX_ROWS_OF_WORDS
+    spills = not shape.format.tile_rows and (warps_m > 1 or shape.groups_of(STEP) > 1)
+    return _MAX_ROWS_OF_WORDS if spills else _MAX_WARP_ROWS
