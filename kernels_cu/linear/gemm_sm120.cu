@@ -124,21 +124,19 @@ DEVICE void
 multiply_scaled(float (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const RowsOfA& a_rows, const RowsOfB& b_rows,
                 ScaleCopies scales, uint4* memory, int64_t left, int steps, int warp_row, int warp_column) {
     uint8_t* const stages = reinterpret_cast<uint8_t*>(memory);
-    const auto stage_of = [&](int step) {
-        return tile_t{reinterpret_cast<uint16_t*>(stages + step % STAGES * SCALED_STAGE_BYTES)};
+    const auto stage_of = [&](int slot) {
+        return tile_t{reinterpret_cast<uint16_t*>(stages + slot * SCALED_STAGE_BYTES)};
     };
-    const auto scales_of = [&](int step) {
-        return reinterpret_cast<uint32_t*>(stages + step % STAGES * SCALED_STAGE_BYTES + STAGE_BYTES);
+    const auto scales_of = [&](int slot) {
+        return reinterpret_cast<uint32_t*>(stages + slot * SCALED_STAGE_BYTES + STAGE_BYTES);
     };
     OperandCopies<TILE_M, RowsOfA> a(a_rows);
     OperandCopies<TILE_N, RowsOfB> b(b_rows);
-    const auto load = [&](int step) {
-        if (step < steps) {
-            a.load(stage_of(step), 0, 1, left);
-            b.load(stage_of(step), TILE_M, 1, left);
-            scales.load(scales_of(step));
-            left -= STEP;
-        }
+    const auto load = [&](int slot) {
+        a.load(stage_of(slot), 0, 1, left);
+        b.load(stage_of(slot), TILE_M, 1, left);
+        scales.load(scales_of(slot));
+        left -= STEP;
         cp_async_commit();
     };
     for (int step = 0; step < STAGES - 1; ++step) load(step);
@@ -148,10 +146,11 @@ multiply_scaled(float (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Row
             cp_async_wait<STAGES - 2>();
             __syncthreads();
         },
-        [&](ScaledFragments& operands, int step, int part) {
-            operands.load(stage_of(step), scales_of(step), warp_row, TILE_M + warp_column, part);
+        [&](ScaledFragments& operands, int slot, int part) {
+            operands.load(stage_of(slot), scales_of(slot), warp_row, TILE_M + warp_column, part);
         },
         [&](const ScaledFragments& operands, int part) { operands.multiply(accum, part); }, [](int) {}, [](int) {});
+    cp_async_wait<0>();
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -184,7 +183,7 @@ gemm_sm120(out_t* out,                     // [M, N]
                         a_block_scales, b_block_scales, blocks, first_step * WORDS,
                         [&](int i) { return row_within(first_row + i, m); },
                         [&](int i) { return row_within(first_column + i, n); }),
-                    memory, k - first, int(end_step - first_step), warp_row, warp_column);
+                    memory, min(k, end_step * STEP) - first, int(end_step - first_step), warp_row, warp_column);
 
     float result[ACCUMULATORS];
 #pragma unroll

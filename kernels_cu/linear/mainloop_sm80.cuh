@@ -64,10 +64,13 @@ struct Fragments {
 constexpr bool PREFETCHES =
     PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
 
-// The main loop with two sets of operands: one is loaded while the other is multiplied. load(step) begins the copies of
-// a k-tile. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers hold it.
-// read(operands, step, part) loads the operands of a LOAD_BYTES part of a k-tile, and multiply(operands, part) adds
-// their MMAs. begin(step) and end(step) are called before and after a k-tile.
+// The main loop with two sets of operands: one is loaded while the other is multiplied. load(slot) begins the copies of
+// the next k-tile to a stage. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers
+// hold it. read(operands, slot, part) loads the operands of a LOAD_BYTES part of the k-tile in a stage, and
+// multiply(operands, part) adds their MMAs. begin(step) and end(step) are called before and after a k-tile.
+//
+// All warps copy and load at a time, and the tensor cores wait meanwhile. So a k-tile has as few instructions as
+// possible besides MMAs, and no branch: the k-tile after the last one is copied, as zeros, and read, too.
 template <typename Operands, typename Load, typename NextStage, typename Read, typename Multiply, typename Begin,
           typename End>
 DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_stage, const Read& read,
@@ -76,18 +79,20 @@ DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_st
     static_assert(K_PARTS % 2 == 0);
     Operands operands[2];
     next_stage(steps);
-    if (steps > 0) read(operands[0], 0, 0);
-    for (int step = 0; step < steps; ++step) {
+    read(operands[0], 0, 0);
+    for (int step = 0, slot = 0; step < steps; ++step) {
+        const int next = slot + 1 == STAGES ? 0 : slot + 1, free = slot == 0 ? STAGES - 1 : slot - 1;
         begin(step);
 #pragma unroll
         for (int part = 0; part < K_PARTS; ++part) {
             const bool is_last = part == K_PARTS - 1;
             if (is_last) next_stage(step + STAGES - 1);
-            if (!is_last || step + 1 < steps) read(operands[(part + 1) % 2], step + is_last, (part + 1) % K_PARTS);
-            if (part == 0) load(step + STAGES - 1);
+            read(operands[(part + 1) % 2], is_last ? next : slot, (part + 1) % K_PARTS);
+            if (part == 0) load(free);
             multiply(operands[part % 2], part);
         }
         end(step);
+        slot = next;
     }
 }
 
@@ -104,26 +109,24 @@ template <typename Tile, typename ScalesOf, typename Promote>
 DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory,
                           int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,
                           const ScalesOf& scales_of, const Promote& promote) {
-    const auto stage_of = [&](int step) {
-        return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
+    const auto stage_of = [&](int slot) {
+        return tile_t{reinterpret_cast<uint16_t*>(memory) + slot * (STAGE_BYTES / 2)};
     };
     // A stage holds the rows of a, then the rows of b.
     const int64_t first = first_step * STEP + threadIdx.x % 8 * CHUNK;
     OperandCopies<TILE_M, decltype(tile.copied_of_a(first))> a(tile.copied_of_a(first));
     OperandCopies<TILE_N, decltype(tile.copied_of_b(first))> b(tile.copied_of_b(first));
-    int64_t left = k - first;  // of a row, from the next k-tile on
-    const auto load = [&](int step) {
-        if (step < steps) {
-            a.load(stage_of(step), 0, tile.a_step, left);
-            b.load(stage_of(step), TILE_M, tile.b_step, left);
-            left -= STEP;
-        }
+    // Elements of a row from the next k-tile on. Copies of k-tiles after the last one are zeros.
+    int64_t left = min(k, (first_step + steps) * STEP) - first;
+    const auto load = [&](int slot) {
+        a.load(stage_of(slot), 0, tile.a_step, left);
+        b.load(stage_of(slot), TILE_M, tile.b_step, left);
+        left -= STEP;
         cp_async_commit();
     };
     const auto store_held = [&](int step) {
-        if (!HOLDS_COPIES || step >= steps) return;
-        a.held.store(stage_of(step), 0);
-        b.held.store(stage_of(step), TILE_M);
+        a.held.store(stage_of(step % STAGES), 0);
+        b.held.store(stage_of(step % STAGES), TILE_M);
     };
     // Afterwards the warp can read the next stage, and the stage before the present one can be filled.
     const auto next_stage = [] {
@@ -150,18 +153,19 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
                 store_held(step);
                 next_stage();
             },
-            [&](operands_t& operands, int step, int part) {
-                operands.load(stage_of(step), warp_row, TILE_M + warp_column, part);
+            [&](operands_t& operands, int slot, int part) {
+                operands.load(stage_of(slot), warp_row, TILE_M + warp_column, part);
             },
             [&](const operands_t& operands, int) { operands.multiply(accum); }, begin, end);
     } else {
         for (int step = 0; step < steps; ++step) {
             next_stage();
-            load(step + STAGES - 1);
+            load((step + STAGES - 1) % STAGES);
             begin(step);
-            multiply_step(accum, stage_of(step), warp_row, TILE_M + warp_column);
+            multiply_step(accum, stage_of(step % STAGES), warp_row, TILE_M + warp_column);
             store_held(step + STAGES - 1);
             end(step);
         }
     }
+    cp_async_wait<0>();
 }

@@ -4,23 +4,28 @@
 #pragma once
 #include "vec.cuh"
 
-// Rows a constant distance from each other.
+// Rows a constant distance from each other. Rows past the last one that exists repeat it: their results are not stored.
 struct StridedRows {
-    const scalar_t* first;
-    int64_t between;  // elements from each row to the next
-    int count;        // rows that exist
+    const uint8_t* first;
+    int64_t between;  // bytes from each row to the next
+    int last;         // row that exists
 
-    DEVICE bool exists(int i) const { return i < count; }
-    DEVICE const scalar_t* row(int i) const { return first + i * between; }
-    DEVICE void advance(int64_t elements) { first += elements; }
+    DEVICE bool exists(int) const { return true; }
+    DEVICE const scalar_t* row(int i) const {
+        return reinterpret_cast<const scalar_t*>(first + min(i, last) * between);
+    }
+    DEVICE void advance(int64_t elements) {
+        first += elements * int(sizeof(scalar_t));
+        last = made_anew(last);  // the offsets of all rows would take registers
+    }
 };
 
 // The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
-// from the first on. Rows past these are not read. If there is one row or none, the stride of a tensor of one row may
-// be anything, and copies need aligned addresses: so all rows get the address of the first.
+// from the first on. Without any, the thread copies row 0.
 DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
     const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(1 << 30)));
-    return {base + (count > 0 ? row : 0) * stride, count > 1 ? step * stride : 0, count};
+    const int64_t bytes = stride * int(sizeof(scalar_t));
+    return {reinterpret_cast<const uint8_t*>(base) + (count > 0 ? row : 0) * bytes, step * bytes, max(count - 1, 0)};
 }
 
 // Rows anywhere.
