@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import combinations as pairs_of
 from itertools import product
 from typing import Any, Literal, get_args, get_origin
@@ -18,6 +18,10 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import strategies as st
 
 from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker
+from tests.support.profiles import PROFILE
 
 Axes = dict[str, Any]
 
@@ -67,6 +71,9 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
 # Few tokens where rows are long or the op has no hidden_size: more tokens would test nothing new.
 _FEWER: dict[str, st.SearchStrategy[Any]] = {"num_tokens": st.integers(1, 12) | st.just(33)}
 _LONG = 1024  # elements
+_OF_PRODUCTS = "attention", "linear"  # families in which a token meets more elements than its own
+_MAX_ELEMENTS = 1 << 21  # of a call: the number of tokens times the elements of a call with one token
+_FEWEST = 3  # tokens that any call may have
 
 
 def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, tuple[Any, ...]]:
@@ -91,7 +98,26 @@ def drawn(op: Op, case: Axes) -> dict[str, st.SearchStrategy[Any]]:
     """The axes of `op` that do not compile into its kernels, each with its strategy, and those of `case`."""
     assert op.example is not None, f"{op.name} has no example"
     strategies = DRAWN if case.get("hidden_size", _LONG) < _LONG else DRAWN | _FEWER
+    strategies = strategies | {"num_tokens": strategies["num_tokens"].map(partial(bounded_tokens, op, case))}
     return {axis: strategies[axis] for axis in inspect.signature(op.example).parameters if axis in DRAWN}
+
+
+def bounded_tokens(op: Op, case: Axes, num_tokens: int) -> int:
+    """That many tokens, or fewer where the host would multiply for seconds, because a token meets many elements.
+
+    A token of a linear layer meets the whole weight, one of attention its keys. The profile "nightly" bounds nothing.
+    """
+    if PROFILE.variants is None or op.reference.__module__.split(".")[2] not in _OF_PRODUCTS:
+        return num_tokens
+    return min(num_tokens, max(_FEWEST, _MAX_ELEMENTS // _elements_of_one(op, tuple(case.items()))))
+
+
+@cache
+def _elements_of_one(op: Op, case: tuple[tuple[str, Any], ...]) -> int:
+    """Elements of all the tensors in a call with one token."""
+    assert op.example is not None
+    args = op.example(ArgMaker(device.host()), num_tokens=1, **dict(case))
+    return sum(arg.numel for arg in args if isinstance(arg, TensorArg))
 
 
 def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterator[Axes]:
