@@ -80,47 +80,80 @@ inline double power_of_two(int exponent) { return bits_as<double>(uint64_t(expon
 inline int larger(int a, int b) { return a > b ? a : b; }
 inline double whole(double value) { return double(int32_t(value)); }
 
+// Columns that are summed at a time, in vectors of the compilers. It divides the columns of every wgmma.
+constexpr unsigned LANES = 4;
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Doubles = double __attribute__((vector_size(8 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+
+template <typename Vector, typename T>
+inline Vector load(const T* from) {
+    Vector vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
 struct Operands {
     float a[64][32], b[32][256];  // b by k, then by column
-    int powers_of_a[64][32], powers_of_b[32][256];
+    // fp8: exponents, and the elements with zeros for infinity and NaN.
+    int32_t powers_of_a[64][32], powers_of_b[32][256];
+    float finite_a[64][32], finite_b[32][256];
+    bool finite_rows[64], finite_columns[256];
 };
 
-inline void find_powers(int* powers, const float* values, unsigned count, Element element) {
+inline void find_powers(int32_t* powers, float* finite, const float* values, unsigned count, Element element) {
     const int least = element == Element::E4M3 ? -6 : -14;
     for (unsigned i = 0; i < count; ++i) {
         powers[i] = values[i] == 0 ? exponent_of(0) : larger(exponent_of(values[i]), least);
+        finite[i] = __builtin_isfinite(values[i]) ? values[i] : 0.0f;
     }
 }
 
-inline void add_fp8(float* sums, bool accumulate, const Operands& of, unsigned row, unsigned columns) {
-    int largest[256];
-    double plain[256], units[256], cut[256];
-    for (unsigned j = 0; j < columns; ++j) {
-        plain[j] = accumulate ? sums[j] : 0.0f;
-        largest[j] = exponent_of(float(plain[j]));
-    }
+inline void find_powers(Operands& of, unsigned columns, Element element) {
+    find_powers(of.powers_of_a[0], of.finite_a[0], of.a[0], 64 * 32, element);
+    for (unsigned row = 0; row < 64; ++row) of.finite_rows[row] = memcmp(of.a[row], of.finite_a[row], 32 * 4) == 0;
+    memset(of.finite_columns, true, sizeof of.finite_columns);
     for (unsigned k = 0; k < 32; ++k) {
-        const double factor = of.a[row][k];
-        const int power = of.powers_of_a[row][k];
-        for (unsigned j = 0; j < columns; ++j) {
-            plain[j] += factor * of.b[k][j];
-            largest[j] = larger(largest[j], power + of.powers_of_b[k][j]);
+        find_powers(of.powers_of_b[k], of.finite_b[k], of.b[k], columns, element);
+        for (unsigned j = 0; j < columns; ++j) of.finite_columns[j] &= bool(__builtin_isfinite(of.b[k][j]));
+    }
+}
+
+// Adds the products of a row of A with LANES columns to `exact`: products and results are exact in double.
+inline Doubles add_products(Doubles exact, const Operands& of, unsigned row, unsigned first, unsigned depth) {
+    for (unsigned k = 0; k < depth; ++k) {
+        exact += double(of.a[row][k]) * __builtin_convertvector(load<Floats>(of.b[k] + first), Doubles);
+    }
+    return exact;
+}
+
+inline void add_fp8(float* sums, bool accumulate, const Operands& of, unsigned row, unsigned first) {
+    const Floats before = accumulate ? load<Floats>(sums) : Floats{};
+    Ints largest, cut = {};
+    Floats units;
+    for (unsigned j = 0; j < LANES; ++j) largest[j] = exponent_of(before[j]);
+    for (unsigned k = 0; k < 32; ++k) {
+        const Ints powers = of.powers_of_a[row][k] + load<Ints>(of.powers_of_b[k] + first);
+        largest = powers > largest ? powers : largest;
+    }
+    // A product of two elements is exact in float32, and so is its multiple of a power of two, unless it is cut to 0
+    // anyway. Where all products are 0, any power will do for them.
+    for (unsigned j = 0; j < LANES; ++j) units[j] = float(power_of_two(FP8_BITS - larger(largest[j], -64)));
+    for (unsigned k = 0; k < 32; ++k) {
+        cut += __builtin_convertvector(of.finite_a[row][k] * load<Floats>(of.finite_b[k] + first) * units, Ints);
+    }
+    Doubles plain = {};
+    bool has_plain = false;
+    for (unsigned j = 0; j < LANES; ++j) {
+        if (of.finite_rows[row] && of.finite_columns[first + j] && __builtin_isfinite(before[j])) {
+            const double unit = power_of_two(FP8_BITS - largest[j]), total = cut[j] + whole(before[j] * unit);
+            const double last = power_of_two(larger(exponent_of(float(total)) - FP8_BITS, 0));
+            sums[j] = float(whole(total / last) * last / unit);
+            continue;
         }
-    }
-    for (unsigned j = 0; j < columns; ++j) {
-        const bool finite = __builtin_isfinite(plain[j]);
-        units[j] = finite ? power_of_two(FP8_BITS - largest[j]) : 0.0;
-        cut[j] = accumulate && finite ? whole(sums[j] * units[j]) : 0.0;
-        if (!finite) sums[j] = float(plain[j]);
-    }
-    for (unsigned k = 0; k < 32; ++k) {
-        const double factor = of.a[row][k];
-        for (unsigned j = 0; j < columns; ++j) cut[j] += units[j] == 0.0 ? 0.0 : whole(factor * of.b[k][j] * units[j]);
-    }
-    for (unsigned j = 0; j < columns; ++j) {
-        if (units[j] == 0.0) continue;
-        const double unit = power_of_two(larger(exponent_of(float(cut[j])) - FP8_BITS, 0));
-        sums[j] = float(whole(cut[j] / unit) * unit / units[j]);
+        if (!has_plain) plain = add_products(__builtin_convertvector(before, Doubles), of, row, first, 32);
+        has_plain = true;
+        sums[j] = float(plain[j]);
     }
 }
 
@@ -130,37 +163,31 @@ inline void compute(TensorCores& cores, IssuedProduct& issued) {
     const Product& product = issued.product;
     Chain& chain = cores.chains[issued.chain];
     static Operands operands;
-    auto& [a, b, powers_of_a, powers_of_b] = operands;
     if (product.a_registers) {
-        read_fragments(a, issued);
+        read_fragments(operands.a, issued);
     } else {
         const auto operand = operand_of(product.a_descriptor, product.a_transposed, product.element, "A", issued.pc);
-        read_operand(a[0], 32, 1, operand, 64);
+        read_operand(operands.a[0], 32, 1, operand, 64);
     }
     const auto operand = operand_of(product.b_descriptor, product.b_transposed, product.element, "B", issued.pc);
-    read_operand(b[0], 1, 256, operand, product.columns);
+    read_operand(operands.b[0], 1, 256, operand, product.columns);
     const bool fp8 = product.element == Element::E4M3 || product.element == Element::E5M2;
-    if (fp8) {
-        find_powers(powers_of_a[0], a[0], 64 * 32, product.element);
-        find_powers(powers_of_b[0], b[0], 32 * 256, product.element);
-    }
+    if (fp8) find_powers(operands, product.columns, product.element);
     for (unsigned row = 0; row < 64; ++row) {
-        float* sums = chain.sums[row];
-        if (fp8) {
-            add_fp8(sums, product.accumulate, operands, row, product.columns);
-            continue;
-        }
-        double exact[256];
-        for (unsigned j = 0; j < product.columns; ++j) {
-            const double before = chain.integers ? double(bits_as<int32_t>(sums[j])) : double(sums[j]);
-            exact[j] = product.accumulate ? before : 0.0;
-        }
-        for (unsigned k = 0; k < depth_of(product.element); ++k) {
-            const double factor = a[row][k];
-            for (unsigned j = 0; j < product.columns; ++j) exact[j] += factor * b[k][j];
-        }
-        for (unsigned j = 0; j < product.columns; ++j) {
-            sums[j] = chain.integers ? bits_as<float>(uint32_t(int64_t(exact[j]))) : float(exact[j]);
+        for (unsigned first = 0; first < product.columns; first += LANES) {
+            float* sums = chain.sums[row] + first;
+            if (fp8) {
+                add_fp8(sums, product.accumulate, operands, row, first);
+                continue;
+            }
+            Doubles exact = {};
+            for (unsigned j = 0; product.accumulate && j < LANES; ++j) {
+                exact[j] = chain.integers ? double(bits_as<int32_t>(sums[j])) : double(sums[j]);
+            }
+            exact = add_products(exact, operands, row, first, depth_of(product.element));
+            for (unsigned j = 0; j < LANES; ++j) {
+                sums[j] = chain.integers ? bits_as<float>(uint32_t(int64_t(exact[j]))) : float(exact[j]);
+            }
         }
     }
     issued.warps = 0;
