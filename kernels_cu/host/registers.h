@@ -8,8 +8,8 @@
 namespace host {
 
 constexpr unsigned MAX_WATCHED = 8;  // fragments of a thread, and accumulator arrays, in use by wgmmas in flight
-constexpr unsigned MAX_TOUCHED = 64;
 constexpr unsigned WARPGROUP = 128;  // threads of a warpgroup
+constexpr size_t WORD = 4;           // bytes of a register
 
 // An array of registers that a wgmma in flight uses.
 struct Watched {
@@ -19,8 +19,8 @@ struct Watched {
     const void* pc;
 };
 struct Registers {
-    Range touched[MAX_TOUCHED];  // ranges since the last warpgroup_arrive: the newest ones, with adjacent ones merged
-    unsigned num_touched;
+    uint64_t touched[STACK_BYTES / WORD / 64];  // a bit for each word of the stack since the last warpgroup_arrive
+    size_t first, end;                          // the elements of `touched` that may have bits
     Watched fragments[MAX_WATCHED];
     unsigned num_fragments;
     Watched accumulators[MAX_WATCHED];
@@ -32,15 +32,38 @@ inline Registers registers[MAX_CLUSTER][MAX_THREADS];
 struct RegisterCount { unsigned count, num_threads; };
 inline RegisterCount register_counts[MAX_CLUSTER][MAX_THREADS / WARPGROUP];
 
+inline void forget_touched(Registers& own) {
+    if (own.first < own.end) memset(own.touched + own.first, 0, (own.end - own.first) * sizeof own.touched[0]);
+    own.first = STACK_BYTES;
+    own.end = 0;
+}
+
 inline void registers_begin_block(unsigned rank) {
     for (unsigned i = 0; i < num_threads(); ++i) {
         Registers& own = registers[rank][i];
-        own.num_touched = own.num_fragments = own.num_accumulators = 0;
+        forget_touched(own);
+        own.num_fragments = own.num_accumulators = 0;
     }
     memset(register_counts[rank], 0, sizeof register_counts[rank]);
 }
 
 inline bool overlap(Range a, Range b) { return a.begin < b.end && b.begin < a.end; }
+
+// Calls f(i, bits) for each element of `touched` with bits of these addresses; for none if they are on no stack of the
+// thread.
+template <typename F>
+inline void each_touched(const Thread& thread, Range range, F f) {
+    const size_t number = state.rank * num_threads() + thread.number;
+    const size_t stack = reinterpret_cast<uintptr_t>(scheduler.stacks) + number * STACK_BYTES;
+    if (range.begin == range.end || !Range{stack, stack + STACK_BYTES}.holds(range.begin, range.end - range.begin)) {
+        return;
+    }
+    const size_t last = (range.end - 1 - stack) / WORD;
+    for (size_t word = (range.begin - stack) / WORD; word <= last; word = (word | 63) + 1) {
+        const size_t stop = last < (word | 63) ? last : word | 63;
+        f(word / 64, ~uint64_t(0) >> (63 - (stop - word)) << word % 64);
+    }
+}
 
 // Handles an access of the running thread to a stack.
 inline void check_registers(const char* address, size_t bytes, Access kind, const void* pc) {
@@ -58,20 +81,16 @@ inline void check_registers(const char* address, size_t bytes, Access kind, cons
                     "%s of a register fragment that a wgmma in flight reads: no warpgroup_wait", verb_of(kind));
     }
     if (!thread.registers_fenced) return;  // without warpgroup_arrive, any wgmma is a fault already
-    for (unsigned i = own.num_touched; i-- > 0;) {
-        Range& other = own.touched[i];
-        if (range.begin > other.end || other.begin > range.end) continue;
-        if (range.begin < other.begin) other.begin = range.begin;
-        if (range.end > other.end) other.end = range.end;
-        return;
-    }
-    if (own.num_touched == MAX_TOUCHED) memmove(own.touched, own.touched + 1, sizeof(Range) * --own.num_touched);
-    own.touched[own.num_touched++] = range;
+    each_touched(thread, range, [&](size_t i, uint64_t bits) {
+        own.touched[i] |= bits;
+        if (i < own.first) own.first = i;
+        if (i >= own.end) own.end = i + 1;
+    });
 }
 
 __attribute__((noinline)) void wgmma_fence() {
     state.current->registers_fenced = true;
-    registers[state.rank][state.current->number].num_touched = 0;
+    forget_touched(registers[state.rank][state.current->number]);
 }
 
 // The thread issues a wgmma with these registers.
@@ -81,10 +100,13 @@ inline void check_fenced(const Thread& thread, Range accumulators, Range fragmen
     if (!thread.registers_fenced) {
         raise_fault("missing wgmma fence", where, "the first wgmma of a warp without warpgroup_arrive() before it");
     }
-    for (unsigned i = 0; i < own.num_touched; ++i) {
-        if (!overlap(own.touched[i], accumulators) && !overlap(own.touched[i], fragment)) continue;
-        raise_fault("missing wgmma fence", where,
-                    "the thread has used registers of this wgmma since its last warpgroup_arrive()");
+    const Range used[] = {accumulators, fragment};
+    for (const Range range : used) {
+        each_touched(thread, range, [&](size_t i, uint64_t bits) {
+            if (!(own.touched[i] & bits)) return;
+            raise_fault("missing wgmma fence", where,
+                        "the thread has used registers of this wgmma since its last warpgroup_arrive()");
+        });
     }
 }
 
