@@ -191,7 +191,7 @@ def test_head_scales_and_hostile_indices(on: str) -> None:
         ):
             call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32, device=on)
             call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32, device=on)
-            assert_matches_reference(VARLEN, **call | {"q_scale": of_heads})
+            assert_matches_reference(VARLEN, schedules=few(SCHEDULES, 3), **call | {"q_scale": of_heads})
         for q_scale, k_scale in ((of_heads, call["k_scale"]), (None, of_heads * call["k_scale"])):
             VARLEN.wrapper(**call | {"q_scale": q_scale, "k_scale": k_scale})
             found.append(call["out"].clone())
