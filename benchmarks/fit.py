@@ -190,7 +190,7 @@ Model = Callable[[Any], float]  # from rates to the microseconds of a sample
 
 
 def model(family: Family, one: Sample, device: Device) -> Model:
-    """The model of a sample, whose Config is among the `_proposed`."""
+    """The model of a sample. Its Config is among the `_proposed`."""
     engine = _engine(family, one)
     return partial(engine.time_us, _proposed(engine, one, device), one.shape, device)
 

@@ -43,7 +43,13 @@ def test_kernels_of_a_layer(model: str, layer: dict[str, int]) -> None:
     """Each kernel once, with those that a fused one replaces absent; and outside of layers only what a step needs."""
     found, rest = (named(one) for one in launches.layer_and_rest(launches.MODELS[model], num_seqs=16))
     assert found == layer
-    assert rest == {"index_select": 1, "vocab_parallel_embedding": 1, "rms_norm": 1, "gemm_sm90_swap_ab": 1, "argmax": 1}
+    assert rest == {
+        "index_select": 1,
+        "vocab_parallel_embedding": 1,
+        "rms_norm": 1,
+        "gemm_sm90_swap_ab": 1,
+        "argmax": 1,
+    }
 
 
 def test_command_prints_totals(capsys: pytest.CaptureFixture[str]) -> None:
