@@ -71,9 +71,6 @@ constexpr int PROBABILITY_BYTES = TOKENS * HEADS * 2;
 constexpr int TILES_AT = PROBABILITIES_AT + (IS_JOINT ? STAGES : 2) * PROBABILITY_BYTES;
 constexpr int GROUP_BYTES = 8 * ENTRY_BYTES, GROUP_PANEL_BYTES = 8 * PANEL_SIZE;  // of eight tokens, and of a panel
 constexpr int TILE_BYTES = TOKENS * ENTRY_BYTES;
-// Bytes from a staged row of partial results to the next one: the rows of a warp's heads are in different banks.
-constexpr int STAGED_PITCH = LATENT_SIZE * 4 + 32;
-static_assert(HEADS * STAGED_PITCH <= STAGES * TILE_BYTES);
 constexpr SmemSwizzle PROBABILITY_SWIZZLE = HEADS == 64 ? SWIZZLE_128B : SWIZZLE_64B;
 constexpr int BUFFERS = 3;  // A operands are in so many buffers in registers
 // The buffer of a tile's first values: that of the last ones is then the last, and keys begin with the first.
@@ -629,9 +626,6 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
         } else if (threadIdx.x == 0 && pieces && (item.begin | first_head) == 0) {
             pieces[item.seq] = {item.slot, item.pieces};
         }
-        // Partial results of the last item go through the tiles, which no warp needs any more: a warp has runs of 64 bytes
-        // of four heads, and L2 takes runs of 2 KB in less time.
-        const bool staged = !COMBINES && !direct && !schedule.has_item();
         const int first_element = warpgroup * (LATENT_SIZE / 2) + warp * 16 + 2 * g;
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) {
@@ -650,21 +644,8 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
                     Vec<out_t, 2>::from_floats(two).store(out + item.seq * out_stride + int64_t(head) * LATENT_SIZE +
                                                           element);
                 } else {
-                    uint8_t* const row_of_tiles = tiles + (head - first_head) * STAGED_PITCH;
-                    float* const to = staged ? reinterpret_cast<float*>(row_of_tiles) : tmp_out + part * LATENT_SIZE;
-                    *reinterpret_cast<float2*>(to + element) = {two[0], two[1]};
+                    Vec<float, 2>::from_floats(two).store(tmp_out + part * LATENT_SIZE + element);
                 }
-            }
-        }
-        if (staged) {
-            fence_proxy_async();
-            named_barrier_sync<ALL_WARPS>(CONSUMERS);
-            const int row = threadIdx.x;
-            if (row < HEADS && first_head + row < num_heads) {
-                const int64_t part = int64_t(item.slot) * num_heads + first_head + row;
-                bulk_store(tmp_out + part * LATENT_SIZE, tiles + row * STAGED_PITCH, LATENT_SIZE * 4);
-                tma_store_commit();
-                tma_store_wait<0>();
             }
         }
         named_barrier_sync<ALL_WARPS>(CONSUMERS);  // the next item's queries overwrite what others may still read
