@@ -2455,7 +2455,8 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
             p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
             out = T(sum_i p_i * c_i)
 
-        in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
+        in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. The
+        accumulators of logits of fp8 queries over an fp8 cache may have 14 bits (`fp8_accumulation.py`). Token i
         lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
         contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
         infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
@@ -2476,7 +2477,7 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
                 the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
                 heads.
             q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
-                likewise.
+                likewise. No scale is applied to queries of fp8: a caller who has quantized them multiplies `scale` by it.
             kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
                 or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
                 and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
@@ -2516,7 +2517,8 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
             p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
             out = T(sum_i p_i * c_i)
 
-        in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
+        in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. The
+        accumulators of logits of fp8 queries over an fp8 cache may have 14 bits (`fp8_accumulation.py`). Token i
         lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
         contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
         infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
@@ -2535,7 +2537,7 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
                 the last. With several query tokens, the stride of rows is num_heads times that of heads. Any number of
                 heads.
             q_pe: [num_seqs * query_tokens, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope; strides
-                likewise.
+                likewise. No scale is applied to queries of fp8: a caller who has quantized them multiplies `scale` by it.
             kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
                 or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
                 and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
