@@ -62,7 +62,6 @@ AXES: dict[str, axes.Axes] = {
 LARGE = {
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
     "gptq_gemm": "linear/gemm_sm90_swap_ab.cu",
-    "grouped_gemm": "linear/gemm_sm80.cu",
     "kda": "mamba/kda_chunk.cu",
     "lora_expand": "linear/lora_mma.cu",
     "mamba_chunk_scan_varlen": "mamba/chunk_scan_pass.cu",

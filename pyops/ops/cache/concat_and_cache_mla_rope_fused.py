@@ -221,7 +221,7 @@ def _launch(
     )
 
 
-@op(out="absorbed", inout=("q_pe", "k_pe", "kv_cache"), ulps=2, atol=2.0**-18)  # as `rms_norm`, and as `skinny_bmm`
+@op(inout=("absorbed", "q_pe", "k_pe", "kv_cache"), ulps=2, atol=2.0**-18)  # as `rms_norm`, and as `skinny_bmm`
 def mla_norm_rope_cache(
     positions: Tensor,
     q_pe: Tensor,
