@@ -44,12 +44,12 @@ concat_and_cache_mla_rope_fused(const position_t* positions,   // [num_tokens]
                                 int64_t num_blocks, int64_t max_position, int64_t positions_stride,
                                 int64_t slot_mapping_stride, int64_t q_stride, int64_t q_head_stride, int64_t k_stride,
                                 int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride, float epsilon) {
+    if constexpr (NORMALISED) prefetch_part(norm_weight, LATENT_SIZE - 1, threadIdx.x);
+    await_previous_kernel();
     const MlaRopeInsert insert{positions,           q_pe,          k_pe,          kv_c,
                                norm_weight,         cos_sin_cache, slot_mapping,  kv_cache,
                                kv_cache_scale,      num_blocks,    max_position,  positions_stride,
                                slot_mapping_stride, q_stride,      q_head_stride, k_stride,
                                kv_c_stride,         block_stride,  slot_stride,   epsilon};
-    insert.prefetch();
-    await_previous_kernel();
     insert.run(blockIdx.x, blockIdx.y);
 }

@@ -16,9 +16,6 @@
 #include "gemv_columns.cuh"
 #include "mla_rope_insert.cuh"
 
-// Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const ColumnProduct& product) { product.load_first(w); }
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 mla_absorb_rope_insert(scalar_t* absorbed,            // [NUM_HEADS, num_tokens, output_size]
                        const scalar_t* plain,         // [NUM_HEADS, num_tokens, HIDDEN_SIZE]
@@ -38,22 +35,25 @@ mla_absorb_rope_insert(scalar_t* absorbed,            // [NUM_HEADS, num_tokens,
                        int64_t q_head_stride, int64_t k_stride, int64_t kv_c_stride, int64_t block_stride,
                        int64_t slot_stride, float epsilon) {
     const int64_t token = blockIdx.y, head = blockIdx.z;
-    const MlaRopeInsert insert{positions,           q_pe,          k_pe,          kv_c,
-                               norm_weight,         cos_sin_cache, slot_mapping,  kv_cache,
-                               kv_cache_scale,      num_blocks,    max_position,  positions_stride,
-                               slot_mapping_stride, q_stride,      q_head_stride, k_stride,
-                               kv_c_stride,         block_stride,  slot_stride,   epsilon};
-    if (head == NUM_HEADS) {
-        insert.prefetch();
-        await_previous_kernel();
+    const bool inserts = head == NUM_HEADS;
+    vec_t next[BATCH];
+    if (!inserts) {
+        prefetch_chunk(next, up_keys + head * weight_batch_stride, weight_stride, output_size);
+    } else if constexpr (NORMALISED) {
+        prefetch_part(norm_weight, LATENT_SIZE - 1, threadIdx.x);
+    }
+    await_previous_kernel();
+    if (inserts) {
+        const MlaRopeInsert insert{positions,           q_pe,          k_pe,          kv_c,
+                                   norm_weight,         cos_sin_cache, slot_mapping,  kv_cache,
+                                   kv_cache_scale,      num_blocks,    max_position,  positions_stride,
+                                   slot_mapping_stride, q_stride,      q_head_stride, k_stride,
+                                   kv_c_stride,         block_stride,  slot_stride,   epsilon};
         insert.run(token, blockIdx.x);
         return;
     }
     const ColumnProduct product{up_keys + head * weight_batch_stride, weight_stride, output_size,
                                 int64_t(blockIdx.x) * COLUMNS};
-    vec_t next[BATCH];
-    prefetch_chunk(next, product);
-    await_previous_kernel();
     product.multiply(next, plain + head * input_batch_stride + token * input_stride,
                      absorbed + head * out_batch_stride + token * out_stride);
 }

@@ -84,10 +84,6 @@ struct MlaRopeInsert {
         kv_c_stride, block_stride, slot_stride;
     float epsilon;
 
-    // Before the previous kernel has ended.
-    DEVICE void prefetch() const {
-        if constexpr (NORMALISED) prefetch_part(norm_weight, LATENT_SIZE - 1, threadIdx.x);
-    }
     // Part `part` of the token's work, by a block.
     DEVICE void run(int64_t token, int part) const {
         const scalar_t* const latent = kv_c + token * kv_c_stride;

@@ -65,3 +65,8 @@ struct ColumnProduct {
         }
     }
 };
+
+// Loads the block's first chunk to registers before the previous kernel has ended.
+DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const scalar_t* weight, int64_t weight_stride, int64_t output_size) {
+    ColumnProduct{weight, weight_stride, output_size, int64_t(blockIdx.x) * COLUMNS}.load_first(w);
+}

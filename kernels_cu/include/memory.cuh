@@ -230,6 +230,7 @@ struct alignas(4 * N) Passed {
         for (int i = 0; i < N; ++i) words[i] = own[i];
 #endif
     }
+    static DEVICE float float_of(uint32_t word) { return __uint_as_float(word); }
     // The words as they are now; 0: that float has not arrived.
     DEVICE void load(uint32_t (&now)[N]) const {
 #if PYOPS_CUDA

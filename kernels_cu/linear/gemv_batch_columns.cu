@@ -11,9 +11,6 @@
 
 #include "gemv_columns.cuh"
 
-// Loads the first chunk to registers before the previous kernel has ended.
-DEVICE void prefetch_chunk(vec_t (&w)[BATCH], const ColumnProduct& product) { product.load_first(w); }
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemv_batch_columns(scalar_t* out,           // [matrices, num_tokens, output_size]
                    const scalar_t* input,   // [matrices, num_tokens, HIDDEN_SIZE]
@@ -21,11 +18,13 @@ gemv_batch_columns(scalar_t* out,           // [matrices, num_tokens, output_siz
                    int64_t output_size, int64_t out_batch_stride, int64_t out_stride, int64_t input_batch_stride,
                    int64_t input_stride, int64_t weight_batch_stride, int64_t weight_stride) {
     const int64_t matrix = blockIdx.z, token = blockIdx.y;
+    vec_t next[BATCH];
+    if constexpr (CONSTANT_WEIGHT) {
+        prefetch_chunk(next, weight + matrix * weight_batch_stride, weight_stride, output_size);
+    }
+    await_previous_kernel();
     const ColumnProduct product{weight + matrix * weight_batch_stride, weight_stride, output_size,
                                 int64_t(blockIdx.x) * COLUMNS};
-    vec_t next[BATCH];
-    if constexpr (CONSTANT_WEIGHT) prefetch_chunk(next, product);
-    await_previous_kernel();
     if constexpr (!CONSTANT_WEIGHT) product.load_first(next);
     product.multiply(next, input + matrix * input_batch_stride + token * input_stride,
                      out + matrix * out_batch_stride + token * out_stride);

@@ -77,7 +77,7 @@ gemv_router(input_t* normalised,         // [num_tokens, HIDDEN_SIZE]
         for (int i = 0; i < THREAD_EXPERTS; ++i) {
             uint32_t words[2];
             logits[min(first + i, NUM_EXPERTS - 1)].load(words);
-            own[i] = first + i < NUM_EXPERTS ? __uint_as_float(words[0]) : minus_infinity();
+            own[i] = first + i < NUM_EXPERTS ? Passed<2>::float_of(words[0]) : minus_infinity();
             least = min(least, words[0]);
         }
         return least > 0;

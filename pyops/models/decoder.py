@@ -194,8 +194,7 @@ class Decoder:
 
     def _through_streams(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
         """`forward` of a model with hyper-connections."""
-        assert self.config.streams is not None
-        assert self.stream_head is not None
+        assert self.config.streams is not None and self.stream_head is not None
         streams = Streams(self._embedded(batch.tokens), self.config.streams, self.config.rms_norm_eps)
         output = None
         for layer, kept in zip(self.layers, cache, strict=True):
@@ -210,29 +209,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits that these hidden states give: [num_tokens, vocab_size]."""
-        return self._multiplied(self.head(hidden))
-
-    def _multiplied(self, logits: Tensor) -> Tensor:
-        multipliers = self.config.multipliers
-        if multipliers.logits != 1:
-            logits = logits * multipliers.logits
-        if cap := multipliers.logits_soft_cap:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return _multiplied(self.config, self.head(hidden))
 
     def step(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
         """The logits after each token, `logits` of `forward`: with fewer kernels for a decode of one token."""
         if one_token.serves(self, batch) and isinstance(self.head, Linear):
             residual = one_token.residual(self.layers, self._embedded(batch.tokens), batch, cache, tables)
-            return self._multiplied(self.head.of_norm(residual, *self.norm.terms))
+            return _multiplied(self.config, self.head.of_norm(residual, *self.norm.terms))
         return self.logits(self.forward(batch, cache, tables))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        if gpu_of(tokens) is not None and isinstance(self.embedding, torch.Tensor):  # starts early
-            found = vocab_parallel_embedding.new(tokens, self.embedding, 0, self.config.vocab_size, 0, 0, 0)
-        else:
-            found = self.embedding[tokens]
-        return found if self._multiplier == 1 else found * self._multiplier
+        return _rows(self.embedding, tokens, self._multiplier)
 
     def _add_norm(self, hidden: Tensor, residual: Tensor, out_norm: Norm | None, norm: Norm | None) -> Tensor:
         """Add `out_norm` of `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum."""
@@ -282,3 +269,20 @@ def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iter
         else:
             tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
         yield name, tensor
+
+
+def _rows(embedding: Any, tokens: Tensor, multiplier: float) -> Tensor:
+    if gpu_of(tokens) is not None and isinstance(embedding, torch.Tensor):  # a kernel that starts early
+        found: Tensor = vocab_parallel_embedding.new(tokens, embedding, 0, len(embedding), 0, 0, 0)
+    else:
+        found = embedding[tokens]
+    return found if multiplier == 1 else found * multiplier
+
+
+def _multiplied(config: Config, logits: Tensor) -> Tensor:
+    multipliers = config.multipliers
+    if multipliers.logits != 1:
+        logits = logits * multipliers.logits
+    if cap := multipliers.logits_soft_cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits

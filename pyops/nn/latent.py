@@ -45,8 +45,8 @@ def latent_attention(
 
     Args:
         query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
-        cu_seqlens_q: [num_seqs + 1], the index of each sequence's first token, then num_tokens.
-        others: as in `absorbed_attention`.
+        cu_seqlens_q: [num_seqs + 1], the index of each sequence's first token, then num_tokens. Others are as in
+            `absorbed_attention`.
 
     Returns:
         [num_tokens, num_heads * v_head_dim].
@@ -54,8 +54,8 @@ def latent_attention(
     steps, prompts = slice(None, num_decodes), slice(num_decodes, None)
     parts, common = [], (scale, k_scale, factor)
     if num_decodes:
-        caches = entries, block_tables[steps], seq_lens[steps]
-        parts.append(absorbed_attention(query[steps], up, *caches, *common, absorbed=absorbed))
+        of_steps = block_tables[steps], seq_lens[steps], *common, None, absorbed
+        parts.append(absorbed_attention(query[steps], up, entries, *of_steps))
     if num_decodes < len(seq_lens):
         texts = block_tables[prompts], seq_lens[prompts], cu_seqlens_q[prompts] - num_decodes
         parts.append(expanded_attention(query[prompts], up, entries, *texts, *common))
@@ -96,9 +96,9 @@ def absorbed_attention(
     rank, rope_size = up.shape[2], entries.shape[2] - up.shape[2]
     plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
     up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
-    if absorbed is None:
-        absorbed = bmm_into(query.new_empty(len(up), len(query), rank), plain.transpose(0, 1), up_keys)
-    absorbed = absorbed.transpose(0, 1)
+    of_heads = plain.transpose(0, 1), up_keys
+    known = absorbed if absorbed is not None else bmm_into(query.new_empty(len(up), len(query), rank), *of_heads)
+    absorbed = known.transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
         # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.
@@ -128,9 +128,8 @@ def expanded_attention(
     k_scale: Tensor,
     factor: float = 1.0,
 ) -> Tensor:
-    """Prefill in the expanded form: the cached tokens of the sequences are projected to keys and values of heads.
-
-    The GEMMs project `_HEADS_AT_ONCE` heads at a time into one buffer, from which the attention op reads them.
+    """Prefill in the expanded form: the cached tokens of the sequences are projected to keys and values of heads, of
+    `_HEADS_AT_ONCE` heads at a time into one buffer, from which the attention op reads them.
 
     Args:
         query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
@@ -140,13 +139,12 @@ def expanded_attention(
     Returns:
         [num_tokens, num_heads * v_head_dim].
     """
-    num_heads, _, rank = up.shape
-    rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
+    (num_heads, _, rank), qk_head_dim, is_fp8 = up.shape, query.shape[2], entries.element_size() == 1
+    rope_size = entries.shape[2] - rank
     plain_size = qk_head_dim - rope_size
     # Indexed as bytes, because some versions of torch cannot index float8 tensors.
-    kept = entries.view(torch.uint8) if entries.element_size() == 1 else entries
-    kept = kept[block_tables.flatten().clamp(min=0)]
-    if entries.element_size() == 1:
+    kept = (entries.view(torch.uint8) if is_fp8 else entries)[block_tables.flatten().clamp(min=0)]
+    if is_fp8:
         kept = kept.view(entries.dtype).to(query.dtype).mul_(factor)
     kv_c, k_pe = kept.split([rank, rope_size], -1)
     heads = min(_HEADS_AT_ONCE, num_heads)
@@ -170,12 +168,7 @@ def expanded_attention(
 
 @dataclass
 class MLAModules:
-    """The modules of a `MultiHeadLatentAttentionWrapper`, by vLLM's names. A projection may return (output, bias).
-
-    Examples:
-        >>> q, kv_a, kv_b, o = map(torch.nn.Linear, (64, 64, 32, 64), (96, 40, 128, 64))
-        >>> modules = MLAModules(RMSNorm(32), kv_b, rotary_emb=None, o_proj=o, q_proj=q, kv_a_proj_with_mqa=kv_a)
-    """
+    """Modules of `MultiHeadLatentAttentionWrapper`, by vLLM's names. A projection may return (output, bias)."""
 
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Module

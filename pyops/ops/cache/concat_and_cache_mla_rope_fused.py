@@ -78,24 +78,6 @@ def concat_and_cache_mla_rope_fused(
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         kv_cache_scale: one float32, or a number; not read for "auto".
     """
-    _rotate_and_insert(
-        *(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox),
-        *(slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale),
-    )
-
-
-def _rotate_and_insert(
-    positions: Tensor,
-    q_pe: Tensor,
-    k_pe: Tensor,
-    kv_c: Tensor,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    slot_mapping: Tensor,
-    kv_cache: Tensor,
-    kv_cache_dtype: str,
-    kv_cache_scale: Tensor | float,
-) -> None:
     positions = positions[: len(slot_mapping)]
     known = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).nonzero().squeeze(1)
     cos, sin = cos_sin_cache[positions[known].long()].to(q_pe.dtype).chunk(2, -1)
@@ -256,7 +238,7 @@ def mla_norm_rope_cache(
     """
     if absorbed is not None and plain is not None and up_keys is not None:
         absorbed.copy_(plain.double() @ up_keys.double())
-    _rotate_and_insert(
+    concat_and_cache_mla_rope_fused.reference(
         *(positions, q_pe, k_pe, rms(kv_c.float(), norm_weight, epsilon, kv_c.dtype), cos_sin_cache, is_neox),
         *(slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale),
     )
