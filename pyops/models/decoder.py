@@ -178,8 +178,7 @@ class Decoder:
             return self.norm.of(one_token.residual(self.layers, self._embedded(batch.tokens), batch, cache, tables))
         residual, first = self._embedded(batch.tokens), self.layers[0].input_norm
         hidden = residual.clone() if first is None else first.of(residual)
-        if self.config.residual_in_float32:
-            residual = residual.float()
+        residual = residual.float() if self.config.residual_in_float32 else residual
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, kept, next_norm in zip(self.layers, cache, next_norms, strict=True):
             mixed = layer.mixer(hidden, batch, kept, tables)
@@ -194,7 +193,8 @@ class Decoder:
 
     def _through_streams(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
         """`forward` of a model with hyper-connections."""
-        assert self.config.streams is not None and self.stream_head is not None
+        assert self.config.streams is not None
+        assert self.stream_head is not None
         streams = Streams(self._embedded(batch.tokens), self.config.streams, self.config.rms_norm_eps)
         output = None
         for layer, kept in zip(self.layers, cache, strict=True):
