@@ -3735,7 +3735,7 @@ class _mla_norm_rope_cache(_Attributes, Protocol):
         """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
 
         As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed. For few tokens
-        the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: none of both needs the other.
+        the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: neither needs the other.
 
         Args:
             positions: [at least num_tokens] int64 or int32, any stride.

@@ -141,7 +141,7 @@ private:
         batch.clear(from, count - first);
         float larger = max_logit;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, __uint_as_float(batch.states[i][0]));
+        for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, result_t::float_of(batch.states[i][0]));
         const float correction = relative_exp2(max_logit, larger);
         max_logit = larger;
         exp_sum *= correction;
@@ -149,11 +149,12 @@ private:
         for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] *= correction;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const float factor = __uint_as_float(batch.states[i][1]) *
-                                 (1.0f / FULL_SCALE<float>)*relative_exp2(__uint_as_float(batch.states[i][0]), larger);
+            const float factor =
+                result_t::float_of(batch.states[i][1]) *
+                (1.0f / FULL_SCALE<float>)*relative_exp2(result_t::float_of(batch.states[i][0]), larger);
             exp_sum += factor;
 #pragma unroll
-            for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, __uint_as_float(batch.word(i, e)), sum[e]);
+            for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, result_t::float_of(batch.word(i, e)), sum[e]);
         }
     }
 };

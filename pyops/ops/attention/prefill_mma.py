@@ -32,9 +32,8 @@ _CTA_RESERVE = 1024  # bytes of an SM's shared memory reserved for each CTA
 # an H200 ("Short sequences"): where SMs are full of CTAs, and of a CTA alone on an SM.
 _SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
 _SHORT_ITEM_US_ALONE, _SHORT_TILE_US_ALONE = 3.0, 1.0
-_EXACT_TILE_US_ALONE = (
-    1.3  # likewise with p_hi_lo, of any head: latencies ("Many heads of short sequences" of decode.md)
-)
+# The same of a CTA alone with p_hi_lo, of any head size: latencies ("Many heads of short sequences" of decode.md).
+_EXACT_TILE_US_ALONE = 1.3
 _MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers; above, heads are wide
 _MAX_WIDE_HEAD_SIZE = {False: 256, True: 192}  # {an fp8 cache: largest wide head}
 

@@ -224,7 +224,7 @@ def mla_norm_rope_cache(
     """Rotate queries and keys in place, then write the norm of the latent and the key into a paged cache: one launch.
 
     As `rms_norm` of `kv_c`, then `concat_and_cache_mla_rope_fused`, but `kv_c` itself is not changed. For few tokens
-    the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: none of both needs the other.
+    the launch may also compute ``absorbed = plain @ up_keys``, as `skinny_bmm` does: neither needs the other.
 
     Args:
         positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping: as in `concat_and_cache_mla_rope_fused`.

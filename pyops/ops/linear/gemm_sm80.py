@@ -23,7 +23,7 @@ _MIN_SPLIT_K_TILES = 4  # split-K: fewest k-tiles of each block
 _MAX_ACCUMULATORS = 128  # most accumulators of a thread: half of its registers
 _MAX_RESIDENT = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
 # Row tiles that run together for each column tile: 132 CTAs of 128 x 256 are then about as high as wide, and read the
-# fewest rows. 8 took 2117 us, 16 2082 for 4096 x 28672 x 4096.
+# fewest rows. Of 4096 x 28672 x 4096, a standalone copy of the kernel took 2117 us with 8 and 2082 with 16.
 _GROUP_ROWS = 16
 
 
