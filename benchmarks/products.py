@@ -25,7 +25,7 @@ import pyops
 
 from . import drawn, packed_products
 from .installed import check_gpu, deep_gemm, libraries, load_vllm, reason
-from .timing import QUICK, Call, gpu_us
+from .timing import QUICK, Call, Spread, timer
 
 ROWS = (
     *(f"bf16:{m}x28672x4096" for m in (1, 16, 64, 256, 4096)),
@@ -137,13 +137,17 @@ def num_sets(nbytes: int) -> int:
 def in_turn(row: str, contenders: dict[str, Callable[..., Call]], sets: Sequence[tuple[Any, ...]]) -> dict[str, float]:
     """{contender: median time in microseconds}: these contenders alternately, calls rotating over sets of operands.
 
-    A contender that fails is reported and left out. Raises Fault if the GPU cannot be used after it.
+    The calls are made and captured once: of small operands there are hundreds, and rivals plan each. A contender that
+    fails is reported and left out. Raises Fault if the GPU cannot be used after it.
     """
+    timers: dict[str, Callable[[], Spread]] = {}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(_TURNS):
         for name in list(times) if turn % 2 == 0 else list(times)[::-1]:
             try:
-                times[name].append(gpu_us([contenders[name](*one) for one in sets], QUICK).median)
+                if name not in timers:
+                    timers[name] = timer([contenders[name](*one) for one in sets], QUICK)
+                times[name].append(timers[name]().median)
             except Exception as error:
                 del times[name]
                 print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)

@@ -72,6 +72,11 @@ def num_calls(sets: int, us: float) -> int:
 
 def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Spread:
     """Microseconds of GPU time per call, rotating over `calls`. `renew` restores edited tensors, untimed."""
+    return timer(calls, effort, renew)()
+
+
+def timer(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Callable[[], Spread]:
+    """A function that measures `gpu_us` of calls that are captured here, once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,16 +85,21 @@ def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) ->
         count = num_calls(len(calls), _eager_us(calls))
         graph = _capture(islice(cycle(calls), count))
         renewal = _capture(renew) if renew else None
+
+    def measure(_keep_alive: Sequence[Call] = calls) -> Spread:
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays + 2)]
-        torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays, so that no gaps are timed
-        for start, end in spans:
-            if renewal:
-                renewal.replay()
-            start.record()
-            graph.replay()
-            end.record()
-        stream.synchronize()
-    return spread([start.elapsed_time(end) * 1e3 / count for start, end in spans[2:]])
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays, so that no gaps are timed
+            for start, end in spans:
+                if renewal:
+                    renewal.replay()
+                start.record()
+                graph.replay()
+                end.record()
+            stream.synchronize()
+        return spread([start.elapsed_time(end) * 1e3 / count for start, end in spans[2:]])
+
+    return measure
 
 
 def _eager_us(calls: Sequence[Call]) -> float:
