@@ -26,6 +26,7 @@ from .gemm_layers import MODELS, PARTS
 
 KINDS = "decode", "decode_fp8", "prefill", "prefill_fp8", "prefill_e4m3", "mla", "mla_fp8", "mla_e4m3", "mla_656"
 BLOCKS = 8, 16, 32, 64, 128
+LATENT_BLOCKS = *BLOCKS, 64, 64, 64  # half of the rows of MLA have pages of 64 slots, as FlashMLA alone takes them
 MAX_LENGTH = 131072
 MAX_SEQS = 256
 _MAX_CACHE = 4 << 30  # most bytes of the caches of a row; larger draws are drawn again
@@ -130,7 +131,7 @@ def _row(kind: str, generator: random.Random) -> Row | None:
         heads = Heads(
             max(1, of.heads // parts) // kv_heads * kv_heads, kv_heads, of.size, of.window, of.soft_cap, of.sinks
         )
-    block = generator.choice(BLOCKS)
+    block = generator.choice(LATENT_BLOCKS if kind.startswith("mla") else BLOCKS)
     lengths = _lengths(generator)
     new = _new(generator, lengths) if kind.startswith("prefill") else (1,) * len(lengths)
     row = Row(kind, f"{layer} tp{parts}", heads, block, lengths, new)
