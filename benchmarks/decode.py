@@ -90,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-_BLOCK_SIZE, _WARM, _STEPS, _TURNS = 16, 8, 48, 3
+_BLOCK_SIZE, _WARM, _STEPS, _ROUNDS = 16, 8, 48, 3
 
 
 def weight_bytes(model: Decoder) -> int:
@@ -193,10 +193,10 @@ def step_us(step: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end)) * 1e3 / _STEPS
 
 
-def in_turn(calls: Sequence[Callable[[], Any]]) -> list[float]:
+def alternated(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """The median `step_us` of each of these calls, which alternate: the first one finds a GPU that was idle."""
-    turns = [[step_us(call) for call in calls] for _ in range(_TURNS)]
-    return [statistics.median(times) for times in zip(*turns, strict=True)]
+    rounds = [[step_us(call) for call in calls] for _ in range(_ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def engine_us(model: Decoder, batch: int, context: int) -> float:
@@ -222,7 +222,7 @@ def measure(name: str, batches: Sequence[int], context: int, bandwidth: float, t
     model.prepare()
     for batch in batches:
         floor = step_bytes(model, batch, context) / bandwidth / 1e3
-        graph, step = in_turn(ours(model, batch, context))
+        graph, step = alternated(ours(model, batch, context))
         torch.cuda.empty_cache()
         engine = engine_us(model, batch, context)
         torch.cuda.empty_cache()
