@@ -5296,6 +5296,7 @@ class _skinny_linear(_Attributes, Protocol):
         activation: str = 'none',
         norm_weight: Tensor | None = None,
         epsilon: float = 1e-06,
+        prefetched: Tensor | None = None,
     ) -> None:
         """A linear layer for small M: ``out = f(norm(input) @ weight.T + bias)``, accumulated in float32 and rounded once.
 
@@ -5316,6 +5317,9 @@ class _skinny_linear(_Attributes, Protocol):
             norm_weight: [hidden_size] of the same dtype, contiguous: input is normalised and rounded as by `rms_norm`; or
                 None for no norm. Rows have at most 32 KB then.
             epsilon: of the norm.
+            prefetched: rows that a later kernel reads, [rows, columns] of the same dtype, such as a part of each row of the
+                next weight, constant row stride; or None. The kernel prefetches them into L2 while the previous kernel,
+                which may leave memory idle, still runs. It does not read them.
         """
     @staticmethod
     def new(
@@ -5326,6 +5330,7 @@ class _skinny_linear(_Attributes, Protocol):
         activation: str = 'none',
         norm_weight: Tensor | None = None,
         epsilon: float = 1e-06,
+        prefetched: Tensor | None = None,
     ) -> Tensor:
         """A linear layer for small M: ``out = f(norm(input) @ weight.T + bias)``, accumulated in float32 and rounded once.
 
@@ -5345,6 +5350,9 @@ class _skinny_linear(_Attributes, Protocol):
             norm_weight: [hidden_size] of the same dtype, contiguous: input is normalised and rounded as by `rms_norm`; or
                 None for no norm. Rows have at most 32 KB then.
             epsilon: of the norm.
+            prefetched: rows that a later kernel reads, [rows, columns] of the same dtype, such as a part of each row of the
+                next weight, constant row stride; or None. The kernel prefetches them into L2 while the previous kernel,
+                which may leave memory idle, still runs. It does not read them.
 
         Returns:
             out: [..., output_size].
@@ -8280,7 +8288,14 @@ class _awq_marlin_moe_repack(_Attributes, Protocol):
 awq_marlin_moe_repack: _awq_marlin_moe_repack
 
 class _skinny_bmm(_Attributes, Protocol):
-    def __call__(self, out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool = False) -> None:
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        mat2: Tensor,
+        constant_weight: bool = False,
+        prefetched: Tensor | None = None,
+    ) -> None:
         """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
 
         It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
@@ -8292,9 +8307,10 @@ class _skinny_bmm(_Attributes, Protocol):
             mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
             constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
                 the weights of a model. The kernel then loads it while the previous kernel runs.
+            prefetched: as of `skinny_linear`.
         """
     @staticmethod
-    def new(input: Tensor, mat2: Tensor, constant_weight: bool = False) -> Tensor:
+    def new(input: Tensor, mat2: Tensor, constant_weight: bool = False, prefetched: Tensor | None = None) -> Tensor:
         """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
 
         It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
@@ -8305,6 +8321,7 @@ class _skinny_bmm(_Attributes, Protocol):
             mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
             constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
                 the weights of a model. The kernel then loads it while the previous kernel runs.
+            prefetched: as of `skinny_linear`.
 
         Returns:
             out: [B, M, N]; elements of a row, any strides else.

@@ -34,6 +34,17 @@ DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
     if (first <= last) prefetch_line(elements + first);
 }
 
+// Prefetches rows that a later kernel reads, or a part of each, into L2: `num_lines` lines of 128 bytes, `row_lines` of
+// each row. The threads of the grid take lines in turn.
+template <typename T>
+DEVICE void prefetch_rows(const T* rows, int num_lines, int row_lines, int64_t stride) {
+    const int block = int((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
+    const int num_threads = int(gridDim.x * gridDim.y * gridDim.z * blockDim.x);
+    for (int i = block * int(blockDim.x) + int(threadIdx.x); i < num_lines; i += num_threads) {
+        prefetch_line(rows + i / row_lines * stride + i % row_lines * (128 / int(sizeof(T))));
+    }
+}
+
 // Keeps the compiler from sinking loads above this call below it. Otherwise the compiler moves a load with only a
 // conditional use under the condition, where it is issued late.
 DEVICE void keep_loads() {

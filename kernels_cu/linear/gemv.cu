@@ -45,10 +45,12 @@ gemv(scalar_t* out,                // [num_tokens, output_size]
      const scalar_t* weight,       // [output_size, HIDDEN_SIZE], or [2 * output_size, HIDDEN_SIZE]
      const scalar_t* bias,         // an element for each row of weight
      const scalar_t* norm_weight,  // [HIDDEN_SIZE]
+     const scalar_t* prefetched,   // [rows, columns], read by a later kernel
      int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride,
-     float epsilon) {
+     int num_lines, int row_lines, int64_t prefetched_stride, float epsilon) {
     raw_t next[BATCH];
     prefetch_chunk(next, weight, output_size, weight_stride);
+    prefetch_rows(prefetched, num_lines, row_lines, prefetched_stride);
     if constexpr (NORMALISED) prefetch_part(norm_weight, HIDDEN_SIZE - 1, threadIdx.x);
     const int num_rows = count_rows<OUT_ROWS>(output_size);
     await_previous_kernel();

@@ -15,17 +15,20 @@
 DEVICE void prefetch_row(raw_t (&next)[BATCH], const scalar_t* row) { load_chunk(next, row, 0); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemv_batch(scalar_t* out,           // [matrices, num_tokens, output_size]
-           const scalar_t* input,   // [matrices, num_tokens, HIDDEN_SIZE]
-           const scalar_t* weight,  // [matrices, output_size, HIDDEN_SIZE]
+gemv_batch(scalar_t* out,               // [matrices, num_tokens, output_size]
+           const scalar_t* input,       // [matrices, num_tokens, HIDDEN_SIZE]
+           const scalar_t* weight,      // [matrices, output_size, HIDDEN_SIZE]
+           const scalar_t* prefetched,  // [rows, columns], read by a later kernel
            int64_t output_size, int64_t out_batch_stride, int64_t out_stride, int64_t input_batch_stride,
-           int64_t input_stride, int64_t weight_batch_stride, int64_t weight_stride) {
+           int64_t input_stride, int64_t weight_batch_stride, int64_t weight_stride, int num_lines, int row_lines,
+           int64_t prefetched_stride) {
     const int64_t matrix = blockIdx.z, token = blockIdx.y;
     const auto offset = [&](int i) {
         return matrix * weight_batch_stride + loaded_column<1>(i, output_size) * weight_stride;
     };
     raw_t next[BATCH];
     if constexpr (CONSTANT_WEIGHT) prefetch_row(next, weight + offset(0));
+    prefetch_rows(prefetched, num_lines, row_lines, prefetched_stride);
     const int num_rows = count_rows<1>(output_size);
     await_previous_kernel();
     const auto row = [&](int i) { return weight + offset(i); };

@@ -132,15 +132,13 @@ class Decoder:
         self._prepared = True
         for weights in experts:
             weights.prepare()
+        one_token.set_prefetches(self.layers, gpu_of(self.embedding))
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
         The weights of Gemma norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are the same
-        noise, rounded and clamped at four standard deviations.
-
-        Raises:
-            ModelError: weights are packed.
+        noise, rounded and clamped at four standard deviations. ModelError if weights are packed.
         """
         for name, tensor in random_tensors(self, seed, scale, self.device):
             self.write(name, tensor)

@@ -59,6 +59,7 @@ class LatentAttention:
         self.kv_norm = place.empty(rank)
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
+        self.prefetched: Tensor | None = None  # rows that a later kernel reads, which the product with W_v prefetches
         self.scales = KvScales(("k_scale",), 1, place.device)
         self.token_size, self.indexer = self.entry_size, None
         if latent.indexer is not None and not shares:
@@ -155,7 +156,9 @@ class LatentAttention:
         if latent.indexer is not None:
             return absorbed_attention(query, up, entries, *texts, *scales, batch.shared["slots"])
         batches = batch.cu_seqlens_q, batch.num_decodes
-        return latent_attention(query, up, entries, *texts, *batches, *scales, absorbed=absorbed)
+        return latent_attention(
+            query, up, entries, *texts, *batches, *scales, absorbed=absorbed, prefetched=self.prefetched
+        )
 
     def _absorbs_in_insert(self, batch: Batch) -> bool:
         """Whether the insert of one token also multiplies its queries by the projections of keys."""

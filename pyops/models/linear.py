@@ -38,11 +38,19 @@ def gpu_of(x: Tensor) -> Device | None:
 
 
 class Linear(NamedTuple):
-    """A projection, or several of the same input stacked: weight [out, in], bias [out] or None."""
+    """A projection, or several of the same input stacked.
+
+    Attributes:
+        weight: [out, in].
+        bias: [out] or None.
+        sizes: {name in the module: rows}.
+        prefetched: rows that a later kernel reads, which `add_to` of one token prefetches; or None.
+    """
 
     weight: Tensor
     bias: Tensor | None
     sizes: dict[str, int]
+    prefetched: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
@@ -64,7 +72,8 @@ class Linear(NamedTuple):
         cuBLAS for many rows and thus not batch-invariant."""
         if (gpu := gpu_of(x)) is not None:
             if x.shape[0] == 1:
-                return skinny_linear.new(x, self.weight, total.view(-1), constant_weight=True)
+                addend = total.view(-1)
+                return skinny_linear.new(x, self.weight, addend, constant_weight=True, prefetched=self.prefetched)
             if self._are_few(x, gpu):
                 return linear.new(x, self.weight, total, constant_weight=True)
         return total.addmm_(x, self.weight.t())

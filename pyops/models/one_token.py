@@ -8,18 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..ops.linear import gemm_rates
 from ..ops.linear.skinny_linear import MAX_NORMALISED_BYTES
 from ..tuning import batch_invariant
 from .attention import Attention
 from .batch import Batch
+from .experts import Experts
 from .latent_attention import LatentAttention
 from .layers import Layer
-from .linear import gpu_of
+from .linear import Linear, gpu_of
 from .parts import Norms
 from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .._core.system.device import Device
+
+# The bytes of a weight that are prefetched, in us at the memory's rate: by the product with W_v, which starts while MLA
+# decode runs, and by the output projection. Measured on an H200: docs/performance/products.md, "prefetches a part".
+_LATENT_AHEAD_US, _AHEAD_US = 3.0, 2.0
 
 
 def serves(decoder: Any, batch: Batch) -> bool:
@@ -41,6 +49,35 @@ def serves(decoder: Any, batch: Batch) -> bool:
 def _adds(layer: Layer) -> bool:
     is_attention = isinstance(layer.mixer, Attention | LatentAttention) and layer.mixer.adds
     return is_attention and layer.mlp is not None and layer.mlp.adds
+
+
+def set_prefetches(layers: Sequence[Layer], gpu: Device | None) -> None:
+    """Has a kernel that starts while attention runs prefetch a part of the weight that the layer's MLP reads first.
+
+    This is the product with W_v of latent attention, else the output projection. Where only the router says which
+    weights are first, the output projection prefetches its own.
+    """
+    if gpu is None or not gpu.overlaps:
+        return
+    rate = gemm_rates.of(gpu).bytes_per_us
+    for layer in filter(_adds, layers):
+        mixer, first = layer.mixer, _first_weight(layer.mlp)
+        if isinstance(mixer, LatentAttention):
+            mixer.prefetched = None if first is None else _part(first, _LATENT_AHEAD_US * rate)
+        elif isinstance(mixer, Attention) and isinstance(mixer.o, Linear):
+            weight = mixer.o.weight if first is None else first
+            mixer.o = mixer.o._replace(prefetched=_part(weight, _AHEAD_US * rate))
+
+
+def _first_weight(mlp: Any) -> Tensor | None:
+    """The weight that an MLP or the shared expert of a layer of experts reads first; None where there is none."""
+    mlp = mlp.shared if isinstance(mlp, Experts) else mlp
+    return mlp.gate_up.weight if mlp is not None and isinstance(mlp.gate_up, Linear) else None
+
+
+def _part(weight: Tensor, nbytes: float) -> Tensor:
+    """The first columns of a weight, about this many bytes: loads of a row then wait for memory and for L2 alike."""
+    return weight[:, : int(nbytes / (weight.shape[0] * weight.element_size()))]
 
 
 def residual(

@@ -39,14 +39,14 @@ def latent_attention(
     k_scale: Tensor,
     factor: float = 1.0,
     absorbed: Tensor | None = None,
+    prefetched: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest tokens of sequences: `absorbed_attention` of the first `num_decodes` sequences, which
     have one token each, and `expanded_attention` of the others.
 
     Args:
         query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
-        cu_seqlens_q: [num_seqs + 1], the index of each sequence's first token, then num_tokens. Others are as in
-            `absorbed_attention`.
+        cu_seqlens_q: [num_seqs + 1], each sequence's first token, then num_tokens. Others as in `absorbed_attention`.
 
     Returns:
         [num_tokens, num_heads * v_head_dim].
@@ -54,7 +54,7 @@ def latent_attention(
     steps, prompts = slice(None, num_decodes), slice(num_decodes, None)
     parts, common = [], (scale, k_scale, factor)
     if num_decodes:
-        of_steps = block_tables[steps], seq_lens[steps], *common, None, absorbed
+        of_steps = block_tables[steps], seq_lens[steps], *common, None, absorbed, prefetched
         parts.append(absorbed_attention(query[steps], up, entries, *of_steps))
     if num_decodes < len(seq_lens):
         texts = block_tables[prompts], seq_lens[prompts], cu_seqlens_q[prompts] - num_decodes
@@ -73,6 +73,7 @@ def absorbed_attention(
     factor: float = 1.0,
     slots: Tensor | None = None,
     absorbed: Tensor | None = None,
+    prefetched: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
@@ -85,10 +86,10 @@ def absorbed_attention(
         entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], of the queries' dtype or float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention_v1`.
         scale: of the logits.
-        k_scale: [1] float32, the scale of an fp8 cache; not read for other caches.
-        factor: `k_scale` as a Python number; 1 if the cache is not fp8.
+        k_scale, factor: the scale of an fp8 cache, [1] float32 and as a Python number; for other caches unread and 1.
         slots: [num_seqs, top_k] int32, those that a token attends to (`sparse_mla_attention`); None for its sequence.
         absorbed: [num_heads, num_seqs, kv_lora_rank], the queries times the projections of keys, if they are known.
+        prefetched: rows that a later kernel reads, as of `skinny_linear`.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
@@ -96,9 +97,9 @@ def absorbed_attention(
     rank, rope_size = up.shape[2], entries.shape[2] - up.shape[2]
     plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
     up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
-    of_heads = plain.transpose(0, 1), up_keys
-    known = absorbed if absorbed is not None else bmm_into(query.new_empty(len(up), len(query), rank), *of_heads)
-    absorbed = known.transpose(0, 1)
+    if absorbed is None:
+        absorbed = bmm_into(query.new_empty(len(up), len(query), rank), plain.transpose(0, 1), up_keys)
+    absorbed = absorbed.transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
         # The op ignores the scale of fp8 values, so the scale multiplies the logits and the result.
@@ -113,7 +114,7 @@ def absorbed_attention(
         paged_attention_v1(whole, joined, cache, cache, 1, scale, block_tables, seq_lens, *options)
         out, factor = whole[..., :rank], 1.0
     values = query.new_empty(len(query), len(up), up_values.shape[1])
-    bmm_into(values.transpose(0, 1), out.transpose(0, 1), up_values.transpose(1, 2), factor)
+    bmm_into(values.transpose(0, 1), out.transpose(0, 1), up_values.transpose(1, 2), factor, prefetched)
     return values.flatten(1)
 
 

@@ -17,6 +17,7 @@ from pyops.models import (
     Engine,
     SamplingParams,
     attention,
+    decoder,
     experts,
     linear,
     load,
@@ -24,6 +25,7 @@ from pyops.models import (
     serving_kernels,
 )
 from pyops.models.batch import Batch
+from pyops.ops.linear import gemm_rates
 from tests.support.small_models import PROMPTS, folders, texts
 
 COUNT = 8
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoders take the CPU for a GPU; references of ops compute the steps. The list gets an entry for each of them."""
-    for module in (attention, experts, linear, one_token):
+    for module in (attention, decoder, experts, linear, one_token):
         monkeypatch.setattr(module, "gpu_of", lambda x: device.model())
     found: list[int] = []
     inner = one_token.residual
@@ -85,6 +87,22 @@ def test_one_kernel_up_to_the_cache(steps: list[int], monkeypatch: pytest.Monkey
     for at_once, one_by_one, before in zip(*results, (None, *chain(*empty)), strict=True):
         torch.testing.assert_close(at_once, one_by_one, rtol=2.0**-5, atol=2.0**-5)
         assert before is None or (at_once != before).flatten(0, 1).any(-1).any(-1).nonzero().tolist() == [[20]]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3 moe in every second layer", "deepseek v3"])
+@pytest.mark.usefixtures("steps")
+def test_weights_that_are_prefetched(case: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first columns of what follows: a dense MLP's or a shared expert's first weight, else the projection's own."""
+    monkeypatch.setattr(one_token, "_AHEAD_US", (64 * 8 * 4 + 2) / gemm_rates.of(device.model()).bytes_per_us)
+    for layer in load(folder(case)).layers:
+        mixer, mlp = layer.mixer, getattr(layer.mlp, "shared", layer.mlp)
+        is_latent = hasattr(mixer, "prefetched")
+        found = mixer.prefetched if is_latent else mixer.o.prefetched
+        weight = mixer.o.weight if mlp is None else mlp.gate_up.weight
+        assert found.data_ptr() == weight.data_ptr()
+        assert found.shape == (len(weight), 64 if is_latent else 64 * 8 // len(weight))
+        assert found.stride() == weight.stride()
+        assert not is_latent or mixer.o.prefetched is None
 
 
 def test_biases_of_outputs(folder: Callable[[str], Path], steps: list[int]) -> None:

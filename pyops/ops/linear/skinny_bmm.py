@@ -12,6 +12,7 @@ from ..._core.op.planner import Result
 from ..._core.tensors.tensor import TensorArg
 from ...tuning import batch_invariant
 from .._shared.columns import NUM_THREADS, batch_strides, check_batch, column_blocks, column_constants
+from .prefetch import prefetch_arguments
 from .skinny_linear import config_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ _gemv_batch_columns = Kernel("linear/gemv_batch_columns.cu")
 
 
 @op(out="out", atol=2.0**-18)
-def skinny_bmm(out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool = False) -> None:
+def skinny_bmm(
+    out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool = False, prefetched: Tensor | None = None
+) -> None:
     """A batch of small GEMMs for few tokens: ``out[b] = input[b] @ mat2[b]``, accumulated in float32, rounded once.
 
     It is meant for the decode step of one sequence, where each head of multi-head latent attention has a matrix. Each
@@ -36,18 +39,19 @@ def skinny_bmm(out: Tensor, input: Tensor, mat2: Tensor, constant_weight: bool =
         mat2: [B, K, N] of the same dtype, contiguous along N or along K, any strides else.
         constant_weight: a promise that no kernel which may still run when this one starts writes `mat2`, as is so for
             the weights of a model. The kernel then loads it while the previous kernel runs.
+        prefetched: as of `skinny_linear`.
     """
     out.copy_(input.double() @ mat2.double())
 
 
-def bmm_into(out: Tensor, input: Tensor, mat2: Tensor, factor: float = 1.0) -> Tensor:
+def bmm_into(out: Tensor, input: Tensor, mat2: Tensor, factor: float = 1.0, prefetched: Tensor | None = None) -> Tensor:
     """``out[b] = factor * input[b] @ mat2[b]`` with weights of a model: `skinny_bmm` for one row, else torch's GEMM.
 
     Returns:
         `out`.
     """
     if input.shape[1] == 1 and factor == 1 and not batch_invariant():
-        skinny_bmm(out, input, mat2, constant_weight=True)
+        skinny_bmm(out, input, mat2, constant_weight=True, prefetched=prefetched)
         return out
     return out.baddbmm_(input, mat2, beta=0, alpha=factor)
 
@@ -60,14 +64,16 @@ def result_skinny_bmm(input: TensorArg, mat2: TensorArg) -> Result:
 
 
 @skinny_bmm.plan
-def plan_skinny_bmm(out: TensorArg, input: TensorArg, mat2: TensorArg, constant_weight: bool) -> Launch | list[Launch]:
+def plan_skinny_bmm(
+    out: TensorArg, input: TensorArg, mat2: TensorArg, constant_weight: bool, prefetched: TensorArg | None
+) -> Launch | list[Launch]:
     check_batch(out, input, mat2)
     batch, rows, k = input.shape
     columns = mat2.shape[2]
     if not out.numel:
         return []
     weight = replace(mat2, shape=(batch, columns, k), strides=(mat2.strides[0], mat2.strides[2], mat2.strides[1]))
-    sizes = batch_strides(out, input, mat2)
+    sizes = batch_strides(out, input, mat2) | prefetch_arguments(prefetched, mat2.dtype)
     constants = {"scalar_t": input.dtype, "CONSTANT_WEIGHT": constant_weight}
     if columns == 1 or mat2.strides[2] == 1:
         vec_size = check.vector_width(columns, mat2)
@@ -104,6 +110,7 @@ def example_skinny_bmm(
     dtype: str = "bfloat16",
     constant_weight: bool = False,
     by_columns: bool = True,
+    with_prefetch: bool = False,
 ) -> tuple[Any, ...]:
     sizes = (input_size, output_size) if by_columns else (output_size, input_size)
     mat2 = make.randn(num_heads, *sizes, dtype=dtype, scale=input_size**-0.5)
@@ -112,4 +119,5 @@ def example_skinny_bmm(
         make.randn(num_heads, num_tokens, input_size, dtype=dtype),
         mat2 if by_columns else make.transposed(mat2),
         constant_weight,
+        make.randn(5, 100, dtype=dtype) if with_prefetch else None,
     )

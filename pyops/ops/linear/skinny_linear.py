@@ -14,6 +14,7 @@ from .._shared.norms import rms
 from .gemm_problem import GemmProblem, activated
 from .gemm_shape import GemmShape
 from .linear_problem import check_linear, linear_result
+from .prefetch import prefetch_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,11 +95,12 @@ class SkinnyConfig:
             tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if self.tokens > 1 else (),
         )
 
-    def launch(self, problem: GemmProblem, has_epsilon: bool = False) -> Launch:
+    def launch(self, problem: GemmProblem, has_epsilon: bool = False, prefetched: TensorArg | None = None) -> Launch:
         """The launch for a problem with the epilogue of a linear layer: at most a bias and an activation.
 
         Args:
             has_epsilon: whether the op has an argument `epsilon`, which feeds the kernel's.
+            prefetched: the argument of `skinny_linear`.
         """
         epilogue = problem.epilogue
         given = (epilogue.out, problem.a.source, problem.b.source, epilogue.bias, problem.norm_weight)
@@ -126,6 +128,7 @@ class SkinnyConfig:
             out_stride=epilogue.arguments()["out_stride"],
             input_stride=problem.a.stride,
             weight_stride=problem.b.stride,
+            **prefetch_arguments(prefetched, problem.b.dtype),
             **arguments,
         )
 
@@ -172,6 +175,7 @@ def skinny_linear(
     activation: str = "none",
     norm_weight: Tensor | None = None,
     epsilon: float = 1e-6,
+    prefetched: Tensor | None = None,
 ) -> None:
     """A linear layer for small M: ``out = f(norm(input) @ weight.T + bias)``, accumulated in float32 and rounded once.
 
@@ -192,6 +196,9 @@ def skinny_linear(
         norm_weight: [hidden_size] of the same dtype, contiguous: input is normalised and rounded as by `rms_norm`; or
             None for no norm. Rows have at most 32 KB then.
         epsilon: of the norm.
+        prefetched: rows that a later kernel reads, [rows, columns] of the same dtype, such as a part of each row of the
+            next weight, constant row stride; or None. The kernel prefetches them into L2 while the previous kernel,
+            which may leave memory idle, still runs. It does not read them.
     """
     x = input if norm_weight is None else rms(input.float(), norm_weight.reshape(-1), epsilon, input.dtype)
     product = x.float() @ weight.float().T
@@ -213,13 +220,14 @@ def plan_skinny_linear(
     activation: str,
     norm_weight: TensorArg | None,
     epsilon: float,
+    prefetched: TensorArg | None,
 ) -> Launch:
     problem = check_linear(out, input, weight, bias, activation, constant_weight, norm_weight)
     if not problem.k:
         raise input.error(f"expected rows of at least one element, got shape {input.shape}")
     if norm_weight is not None and problem.k * input.dtype.itemsize > MAX_NORMALISED_BYTES:
         raise input.error(f"expected rows of at most {MAX_NORMALISED_BYTES} bytes with norm_weight, got {input.shape}")
-    return tuning.config(problem.op, problem, problem.device, choose).launch(problem, has_epsilon=True)
+    return tuning.config(problem.op, problem, problem.device, choose).launch(problem, True, prefetched)
 
 
 @skinny_linear.example
@@ -234,6 +242,7 @@ def example_skinny_linear(
     constant_weight: bool = False,
     activation: Literal["none", "gelu", "silu_and_mul"] = "none",
     with_norm: bool = False,
+    with_prefetch: bool = False,
 ) -> tuple[Any, ...]:
     rows = output_size * (2 if activation == "silu_and_mul" else 1)
     return (
@@ -245,4 +254,5 @@ def example_skinny_linear(
         activation,
         make.randn(input_size, dtype=dtype) if with_norm else None,
         1e-6,
+        make.randn(5, 100, dtype=dtype) if with_prefetch else None,
     )

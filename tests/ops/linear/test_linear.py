@@ -127,6 +127,11 @@ def test_refused() -> None:
         ((out, x, weight.half()), "weight: expected dtype float32, got float16"),
         ((out, x, weight, None, False, "tanh"), "activation: expected none or gelu or silu_and_mul, got tanh"),
         ((out, x, weight, None, False, "none", x[0, :7]), "norm_weight: expected 8 elements, got shape (7,)"),
+        ((out, x, weight, None, False, "none", None, 0.0, x.half()), "prefetched: expected dtype float32, got float16"),
+        (
+            (out, x, weight, None, False, "none", None, 0.0, x[0]),
+            "prefetched: expected shape (rows, columns), got (8,)",
+        ),
         ((out, x, weight, torch.ones(2)), "bias: expected 3 elements, got shape (2,)"),
         ((out, x[:, :0], torch.ones(3, 0)), "input: expected rows of at least one element, got shape (2, 0)"),
         ((out, x, torch.ones(8, 3).T), "weight: expected a last dimension of stride 1, got strides (1, 3)"),

@@ -37,6 +37,7 @@ def test_refused() -> None:
         ((out, x.half(), mat2), "out: expected dtype float16, got float32"),
         ((out, x.mT.contiguous().mT, mat2), "input: expected a last dimension of stride 1"),
         ((out, x, torch.ones(3, 8, 8)[..., ::2]), "mat2: expected columns or rows of stride 1, got strides (64, 8, 2)"),
+        ((out, x, mat2, False, mat2[0].T), "prefetched: expected a last dimension of stride 1, got strides (1, 4)"),
         ((out, x[..., :0], mat2[:, :0]), "input: expected rows of at least one element"),
     ):
         with pytest.raises(pyops.OpError) as caught:
