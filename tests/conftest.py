@@ -20,7 +20,7 @@ import kernels_cu
 import pyops
 from pyops._core import config
 from pyops._core.op import torch_library
-from pyops._core.op.op import registry
+from pyops._core.op.op import Op, registry
 from pyops._core.system import device
 from pyops.host import run as host
 from tests.support import profiles
@@ -84,7 +84,7 @@ def _device() -> str | None:
 
 def pytest_report_header() -> str:
     device = _device() or "none, tests marked gpu are skipped"
-    return f"gpu: {device}; profile: {profiles.NAME}, of dev, ci and nightly"
+    return f"gpu: {device}; profile: {profiles.NAME}, of dev, ci and nightly; share: {profiles.name_of_share()}"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -118,13 +118,39 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
 
 
-def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests of a run that names none: every test of every op, and a profile's number of variants of others."""
-    variants: dict[str, list[pytest.Item]] = {}
+def _rotated(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The tests that do not rotate, and one share of the others: of the ops, of the cases of each op, or of tests.
+
+    An op is in the same share in every test, so that its kernels are compiled in few runs.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        mark = item.get_closest_marker("rotates") or item.get_closest_marker("slow")
+        name, callspec = item.nodeid.partition("[")[0], getattr(item, "callspec", None)
+        op = callspec.params.get("op") if callspec else None
+        if mark is None or PROFILE.shares == 1:
+            yield item
+        elif "cases" in mark.args:
+            cases.setdefault(op.name, []).append(item)
+        elif profiles.is_in_share(op.name if isinstance(op, Op) else name):
+            yield item
+    for name, few in cases.items():
+        yield from profiles.share(few, name)
+
+
+def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests of a run that names none: every test of every op, and a profile's number of variants of others.
+
+    Of tests that rotate, it is a share.
+    """
+    runnable = [
+        item
+        for item in items
+        if (_device() or not item.get_closest_marker("gpu")) and (PROFILE.slow or not item.get_closest_marker("slow"))
+    ]
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in _rotated(runnable):
         on_gpu = bool(item.get_closest_marker("gpu"))
-        if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
-            continue
         name, _, parameters = item.nodeid.partition("[")
         of_every_op = item.path.parent.name == "every_op"
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)

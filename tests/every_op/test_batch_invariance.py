@@ -132,6 +132,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=NUM_SMS, **changes))
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", DECODER)
 def test_rows_have_the_same_bits_in_any_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +265,7 @@ def _convolution(batch: Sequences) -> Tensor:
     return pyops.causal_conv1d_prefill.new(states, x, weight, None, batch.starts)
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("of", [_paged, _ragged, _delta_rule, _selective_scan, _chunk_scan, _convolution])
 def test_sequences_have_the_same_bits_in_any_batch(

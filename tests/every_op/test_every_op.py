@@ -175,6 +175,7 @@ def test_launches_hold_no_scalar_of_a_call(op: Op) -> None:
                 assert launches(replaced(op, args, **{name: value})) == launches(args), name
 
 
+@pytest.mark.rotates("cases")
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
@@ -182,6 +183,7 @@ def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
     assert_results(op, expected(op, args), run(op, args))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 @given(data=st.data())
@@ -204,6 +206,7 @@ def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
     return {name: arg for name, arg in shaped.items() if num_tokens in arg.shape[:-1] and arg.shape[-1] > 1}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_rows_of_any_stride(op: Op, device: str) -> None:
@@ -239,6 +242,7 @@ def test_strides_of_rows_compile_no_kernel(op: Op) -> None:
     assert texts(64) == texts(128) == texts(4096)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ANY_SIZE)
 def test_any_size(op: Op, device: str) -> None:
@@ -249,6 +253,7 @@ def test_any_size(op: Op, device: str) -> None:
             assert_results(op, expected(op, args), run(op, args))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_writes_every_element_and_reads_no_output(op: Op, device: str) -> None:
@@ -279,6 +284,7 @@ def test_in_place(op: Op, device: str) -> None:
     assert_same(op, run_in_place(op, args), run(op, args))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("transposed", [False, True])

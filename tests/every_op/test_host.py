@@ -66,6 +66,7 @@ if PROFILE.variants is not None:
 SCHEDULED = [pytest.param(op, id=op.name) for op in _SCHEDULED]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("op", SCHEDULED)
 def test_matches_reference_under_every_schedule(op: Op) -> None:
     """All schedules give the same bits. In-place calls detect a row that is read again after it was written."""
@@ -83,6 +84,7 @@ def test_matches_reference_under_every_schedule(op: Op) -> None:
                     assert_same(op, run_in_place(op, args), first)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("op", OPS)
 def test_one_empty_tensor(op: Op) -> None:
     """It is refused as such, or accepted: a tensor without elements is never read."""
@@ -108,6 +110,7 @@ def _far_apart(value: torch.Tensor) -> torch.Tensor:
     return memory.as_strided((rows, columns), (stride, 1)).copy_(value)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("op", OPS)
 def test_64_bit_offsets(op: Op) -> None:
     """Row strides that do not fit in 32 bits. An op may refuse gaps, by name."""
@@ -125,6 +128,7 @@ def test_64_bit_offsets(op: Op) -> None:
     assert_results(op, expected(op, args), written(op, held))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("op", SCHEDULED)
 def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
     args = _args(op)

@@ -129,6 +129,7 @@ def _cases() -> list[Any]:
     return [pytest.param(op, arch, id=f"{op.name}-{arch}") for op, arch in every]
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("op", "arch"), _cases())
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:

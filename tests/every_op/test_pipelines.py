@@ -383,6 +383,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, fewest: Callable[[str], int] | None =
     return seen
 
 
+@pytest.mark.rotates
 @cases(CASES)
 def test_more_k_tiles_than_stages(file: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """With two stages, or as few as the kernel takes. Every tile goes round them more than twice."""

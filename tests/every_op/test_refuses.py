@@ -134,6 +134,7 @@ def test_wrong_dtype_everywhere(op: Op) -> None:
         refusal(op, replaced(op, args, **{name: x.float().to(dtype) for name, x in named(op, args).items()}))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_longer_rows(op: Op, p: Parameter, device: str) -> None:
@@ -147,6 +148,7 @@ def _counts_tokens(tensors: dict[str, torch.Tensor]) -> int:
     return sum(x.shape[0] == NUM_TOKENS for x in tensors.values())
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @_each([case for case in CASES if case[2][case[1].name].shape[0] == NUM_TOKENS and _counts_tokens(case[2]) > 1])
 def test_more_rows(op: Op, p: Parameter, device: str) -> None:
@@ -156,6 +158,7 @@ def test_more_rows(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, torch.cat((value, value[:1])))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_extra_dimension(op: Op, p: Parameter, device: str) -> None:
@@ -164,6 +167,7 @@ def test_extra_dimension(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, _value(op, args, p).unsqueeze(-1))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_strided_elements(op: Op, p: Parameter, device: str) -> None:
@@ -344,6 +348,7 @@ def _allocates(op: Op, call: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.rotates
 @_each(FORMS)
 def test_refused_call_allocates_nothing(op: Op, p: Parameter) -> None:
     """With any replacement for an argument."""

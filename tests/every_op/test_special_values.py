@@ -73,6 +73,7 @@ def test_softmax_at_zero_temperature(device: str) -> None:
         assert not out[3:].isnan().any()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("filters", [(), ("top_p",), ("top_k", "top_p")])
 @pytest.mark.parametrize("name", ROWS)
@@ -296,6 +297,7 @@ def _special(x: torch.Tensor, seed: int, has_largest: bool, has_subnormal: bool 
     return torch.where(which < len(values), special, x)
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS])
 @settings(max_examples=6)

@@ -184,6 +184,7 @@ def within_range(op: Op) -> tuple[list[Any], Expected, dict[str, torch.Tensor]]:
     return args, clean, left
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("op", "index"), CASES)
 def test_hostile_indices_among_many_tokens(op: Op, index: str) -> None:
     args, clean, left = within_range(op)

@@ -176,6 +176,7 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.rotates
 @pytest.mark.usefixtures("float8_allclose", "filled_memory")
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", FORMS)

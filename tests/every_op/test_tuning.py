@@ -122,6 +122,7 @@ def test_every_family_has_an_op_here() -> None:
     assert families <= {param.id for param in OPS}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("op", OPS)
 def test_forced_config_is_used(op: Op, aligned: bool) -> None:
@@ -138,6 +139,7 @@ def test_forced_config_is_used(op: Op, aligned: bool) -> None:
                     assert tuning.last[op.name] is candidate
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("op", OPS)
 def test_table_is_used(op: Op, tables: Path) -> None:
     """As tuning writes it, for every problem of the bucket with a choice of this class."""
@@ -185,6 +187,7 @@ def test_tuning_finds_the_fastest_candidate(op: Op) -> None:
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 
+@pytest.mark.rotates
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_gives_the_same_result(op: Op) -> None:

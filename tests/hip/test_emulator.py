@@ -181,6 +181,7 @@ def test_functions_of_a_reference_are_noticed(name: str, calls: bool) -> None:
     assert cases._calls_functions(op, op.example(TorchMaker("cpu", 0), num_tokens=2)) is calls
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("arch", cases.FAMILIES)
 def test_cases_reach_every_kernel_of_few_blocks(arch: str) -> None:
     chosen = cases.cases(arch, list(pyops.registry.values()))

@@ -201,6 +201,7 @@ def test_text_without_an_architecture_is_compiled_for_one_or_two(monkeypatch: py
     assert sorted(device.model(arch).warp_size for arch in archs("sum.cu", every_arch=False)) == [32, 64]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_with_nvidia_mma_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))

@@ -86,6 +86,7 @@ def test_states_of_others_are_not_read(folder: Path) -> None:
     assert found == expected[2]
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 def test_kernels_generate_the_same_tokens() -> None:
     """On the host backend, which checks every access: prefill in chunks, then padded decode steps."""

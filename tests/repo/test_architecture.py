@@ -242,6 +242,7 @@ def test_kernel_may_be_started_early(name: str) -> None:
     assert source.is_tile(name) or all(starts)  # CUDA Tile C++ has no programmatic dependent launch
 
 
+@pytest.mark.rotates
 def test_every_kernel_is_launched() -> None:
     """By an op's example; other tests launch those of several ranks, and those in CUDA Tile C++."""
     launched = {kernel for op in pyops.registry.values() if op.example for kernel in kernels_of(op)}

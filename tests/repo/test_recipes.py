@@ -77,6 +77,7 @@ def assert_prints_what_its_page_shows(path: Path) -> None:
     assert varies.get(path.stem) or found == page(path), MEND
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which recipes run")
 @pytest.mark.parametrize("path", RECIPES, ids=IDS)
 def test_recipe_prints_what_its_page_shows(path: Path) -> None:

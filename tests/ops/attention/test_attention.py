@@ -23,6 +23,8 @@ from pyops.testing.calls import assert_results, clones, expected, named, replace
 from tests.support.calls import DEVICES, Host, example, refusal
 from tests.support.kernels import launched
 
+pytestmark = pytest.mark.rotates
+
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 

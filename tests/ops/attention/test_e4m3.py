@@ -29,6 +29,8 @@ from tests.ops.attention.test_varlen import _call as varlen_call
 from tests.support.calls import KERNELS
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 BITS = 2.0**-8  # rounding to bfloat16 changes a result by at most this factor

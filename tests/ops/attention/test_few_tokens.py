@@ -23,6 +23,8 @@ from tests.ops.attention.test_hopper import _in_codes as over_fp8
 from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_call, reference
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 COUNTS = [3, 0, 1, 17, 2]
 LENGTHS = [70, 9, 1, 30, 2]
 WIDE = replace(ONE_WARP, heads_per_block=16, ahead=True)

@@ -47,6 +47,8 @@ from tests.support.calls import KERNELS
 from tests.support.kernels import launched
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 NAME = "paged_attention_varlen"

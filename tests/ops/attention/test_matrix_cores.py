@@ -13,6 +13,8 @@ from pyops._core.system import device
 from pyops.testing import SCHEDULES, assert_matches_reference
 from tests.support.calls import example
 
+pytestmark = pytest.mark.rotates
+
 V1, RAGGED = pyops.registry["paged_attention_v1"], pyops.registry["attention_varlen"]
 CORES = {"gfx1100": "WMMA_11", "gfx1201": "WMMA_12"}
 

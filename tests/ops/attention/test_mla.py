@@ -27,6 +27,8 @@ from tests.every_op.test_nvrtc import MISSING
 from tests.support.calls import DEVICES
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 MLA = pyops.registry["sm100_cutlass_mla_decode"]
 LATENT, ROPE = 512, 64
 ENTRY = LATENT + ROPE

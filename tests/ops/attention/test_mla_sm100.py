@@ -22,6 +22,8 @@ from tests.ops.attention.test_mla_sparse import SPARSE
 from tests.ops.linear.test_products import needs_compiler
 from tests.support.blackwell import BLACKWELL, forget, mistaken, on_blackwell
 
+pytestmark = pytest.mark.rotates
+
 FILE, COMBINE = "attention/mla_decode_sm100.cu", "attention/decode_combine.cu"
 
 

@@ -30,6 +30,8 @@ from tests.ops.attention.test_varlen import _assert_is_attention as assert_is_va
 from tests.ops.attention.test_varlen import _call as varlen_call
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 # Lengths around multiples of 16-token blocks and of KV tiles; an empty sequence; one of a single token.
 LENGTHS = [0, 1, 63, 129, 400]
 # Errors of results near 1: rounding to the type of the queries; with an fp8 cache also weights rounded to float16.

@@ -26,6 +26,8 @@ from tests.ops.attention.test_varlen import TOLERANCE, VARLEN, _call, hostile_ca
 from tests.ops.linear.test_products import needs_compiler
 from tests.support.blackwell import BLACKWELL, forget, mistaken, on_blackwell
 
+pytestmark = pytest.mark.rotates
+
 FILE = "attention/prefill_sm100.cu"
 COUNTS, LENGTHS = [41, 0, 1, 30, 5], [75, 9, 40, 90, 5]
 SMALL = PrefillTileConfig(16, 16)

@@ -30,6 +30,8 @@ from tests.ops.attention.test_varlen import TOLERANCE, reference
 from tests.support.calls import DEVICES, KERNELS, Host
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 RAGGED = pyops.registry["attention_varlen"]
 PAGED = pyops.registry["paged_attention_varlen"]
 

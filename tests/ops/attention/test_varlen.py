@@ -19,6 +19,8 @@ from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
 from tests.support.calls import DEVICES, Host
 from tests.support.profiles import few
 
+pytestmark = pytest.mark.rotates
+
 VARLEN = pyops.registry["paged_attention_varlen"]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -17,6 +17,8 @@ from tests.support import axes
 from tests.support.cache import FAMILY, HOSTILE, bytes_of, ints, make
 from tests.support.calls import DEVICES, example, refusal
 
+pytestmark = pytest.mark.rotates
+
 WITH_SLOTS = [name for name in FAMILY if "slot_mapping" in {p.name for p in pyops.registry[name].tensors}]
 
 

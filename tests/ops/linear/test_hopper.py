@@ -20,6 +20,8 @@ from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests.ops.linear.test_products import assert_rounded_once, columns, draw, forced, positive, problem
 
+pytestmark = pytest.mark.rotates
+
 HOPPER = device.model("sm_90")
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 

@@ -9,6 +9,8 @@ import pyops
 from pyops._core import config
 from tests.support.calls import DEVICES
 
+pytestmark = pytest.mark.rotates
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -17,6 +17,8 @@ from tests.ops.linear.test_products import assert_rounded_once
 from tests.support import packed
 from tests.support.calls import DEVICES
 
+pytestmark = pytest.mark.rotates
+
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 FP8 = torch.float8_e4m3fn
 

@@ -25,6 +25,8 @@ from tests.ops.linear.test_packed import activations, check_product, check_scale
 from tests.ops.linear.test_products import forced
 from tests.support import packed
 
+pytestmark = pytest.mark.rotates
+
 HOPPER = device.model("sm_90")
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 

@@ -34,6 +34,8 @@ from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
 from tests.support.calls import DEVICES, KERNELS
 
+pytestmark = pytest.mark.rotates
+
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]

@@ -22,6 +22,8 @@ from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core
 from tests.support.calls import CUDA
 
+pytestmark = pytest.mark.rotates
+
 # For results; the tolerances of vLLM's own tests.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 

@@ -15,6 +15,8 @@ import pyops
 from pyops import testing
 from pyops.host.toolchain import toolchains
 
+pytestmark = pytest.mark.rotates
+
 Tensor = torch.Tensor
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -21,6 +21,8 @@ from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core
 from tests.support.calls import CUDA, example
 
+pytestmark = pytest.mark.rotates
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

@@ -14,6 +14,8 @@ from pyops._core.system import device as devices
 from pyops.ops.mamba._scan_geometry import ScanConfig, ScanProblem, TokensConfig, choose
 from tests.support.calls import DEVICES, Host
 
+pytestmark = pytest.mark.rotates
+
 NAN = float("nan")
 
 

@@ -19,6 +19,8 @@ from tests.ops.linear.test_grouped import activated, needs_compiler
 from tests.ops.linear.test_products import draw, positive
 from tests.support.calls import DEVICES
 
+pytestmark = pytest.mark.rotates
+
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 

@@ -27,6 +27,8 @@ from tests.ops.moe.test_experts import experts_in_float64
 from tests.support import packed
 from tests.support.calls import DEVICES
 
+pytestmark = pytest.mark.rotates
+
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EXPERTS, HIDDEN, CHANNELS, GROUP = 4, 128, 64, 32
 

@@ -19,6 +19,8 @@ from pyops.testing import CONTENTS, Layout, filled
 from tests.support.calls import DEVICES
 from tests.support.quantize_truth import _VALUES, _quietly, absmax, draw, exact, f32, fp8, nearest, new
 
+pytestmark = pytest.mark.rotates
+
 __all__ = ["_quietly"]  # a fixture
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -22,6 +22,8 @@ from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.support.calls import DEVICES, KERNELS
 
+pytestmark = pytest.mark.rotates
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
 _MAX_BLOCK_LOGITS = plan._MAX_BLOCK_LOGITS
