@@ -149,6 +149,7 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     return run
 
 
+@pytest.mark.rotates
 def test_parts_cover_all_specialisations(compile_: Callable[..., list[str]]) -> None:
     every = compile_("--all")
     assert len(every) == len(set(every)) > 20
@@ -171,6 +172,7 @@ def test_run_resumes_where_another_stopped(
     assert capsys.readouterr().out.count(f"{total} of {total} compiled") == 2
 
 
+@pytest.mark.rotates
 def test_every_matrix_core_architecture_is_compiled_for() -> None:
     assert {*specialisations.ARCHS, *specialisations.RELATIVES} == set(device._MATRIX_CORES)
     found = specialisations.of_relatives(["gfx942", "gfx1201"])

@@ -114,6 +114,7 @@ def test_logits_of_bfloat16(folder: Path) -> None:
     assert error.square().mean().sqrt() < 0.05 * found["float32"].square().mean().sqrt()
 
 
+@pytest.mark.rotates
 def test_every_kernel_is_found_without_weights() -> None:
     values = SIZES | CASES[CASE][1] | {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16"}
     limits = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 16}

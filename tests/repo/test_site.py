@@ -126,6 +126,7 @@ def test_pages_of_ops_begin_with_what_people_look_for(site: ModuleType) -> None:
     assert set(named) <= {name for names in documented.values() for name in names}
 
 
+@pytest.mark.rotates
 def test_search_finds_what_people_type(tmp_path: Path) -> None:
     """The index of the built site, searched by the theme's own worker. SITE names a site that is built already."""
     pytest.importorskip("material", reason="the site is built with the extra docs")

@@ -41,7 +41,7 @@ class Profile:
 _ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 PROFILES = {
     # Every op, and one variant of any other test: minutes on two cores with empty caches.
-    "dev": Profile(3, 2, 1, 2, 1, 1, 2, False, False, {"sm_90": 1}, 0, shares=4),
+    "dev": Profile(3, 2, 1, 2, 1, 1, 2, False, False, {"sm_90": 1}, 0, shares=8),
     "ci": Profile(3, 3, 1, 3, 1, 1, 2, True, True, dict.fromkeys(_ARCHS, 1), 2, shares=4),
     # On a GPU only compiling takes long.
     "gpu": Profile(10, 24, 4, None, 3, None, None, True, True, dict.fromkeys(_ARCHS, 1) | {"sm_90": 2}, 2),

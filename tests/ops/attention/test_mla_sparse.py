@@ -18,6 +18,8 @@ from pyops.testing import assert_matches_reference, same_bits
 from tests.ops.attention.test_mla import BF16, ENTRY, FP8, LATENT, ROPE, TOLERANCE
 from tests.support.calls import DEVICES
 
+pytestmark = pytest.mark.rotates
+
 SPARSE = pyops.registry["sparse_mla_attention"]
 PAGE_SIZE, NUM_PAGES = 16, 9
 SLOTS = PAGE_SIZE * NUM_PAGES
