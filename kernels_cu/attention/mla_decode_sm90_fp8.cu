@@ -407,9 +407,8 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
 #pragma unroll
         for (int n = 0; n < ROWS; ++n) top[n] = fmaxf(s[n / 2 * 4 + n % 2], s[n / 2 * 4 + 2 + n % 2]);
         reduce_rows(top, [](float x, float y) { return fmaxf(x, y); });
-        float (&own_max)[8][HEADS] = warp_max;
 #pragma unroll
-        for (int i = 0; i < OWN_ROWS; ++i) own_max[warpgroup * 4 + warp][head_of(g * OWN_ROWS + i)] = top[i];
+        for (int i = 0; i < OWN_ROWS; ++i) warp_max[warpgroup * 4 + warp][head_of(g * OWN_ROWS + i)] = top[i];
         sync_of_scores();
         float correction[ROWS];
 #pragma unroll
@@ -417,7 +416,7 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
             const float before = max_of(n);
             float larger = before;
 #pragma unroll
-            for (int w = 0; w < WARPS_OF_SCORES; ++w) larger = fmaxf(larger, own_max[first_of_scores + w][head_of(n)]);
+            for (int w = 0; w < WARPS_OF_SCORES; ++w) larger = fmaxf(larger, warp_max[first_of_scores + w][head_of(n)]);
             correction[n] = relative_exp2(before, larger);
             max_logit[n] = larger;
             exp_sum[n] *= correction[n];
@@ -498,19 +497,19 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
     };
 
     // Queries of an item are loaded while the results of the one before are exchanged and stored.
-    Queries of_item;
+    Queries next_queries;
     const auto load_queries = [&] {
         const int64_t seq = schedule.seq, of = first_head + made_anew(threadIdx.x / QUERY_LANES);
         const bool has_item = schedule.has_item(), is_head = has_item && of < num_heads;
         const query_t* const nope = q_nope + seq * nope_stride + of * nope_head_stride;
         const query_t* const pe = q_pe + seq * pe_stride + of * pe_head_stride;
-        if constexpr (!IS_JOINT) of_item.load(is_head, nope, pe);
+        if constexpr (!IS_JOINT) next_queries.load(is_head, nope, pe);
         else if (has_item) Queries::copy(queries, is_head, nope, pe);
     };
     load_queries();
     while (schedule.has_item()) {
         if constexpr (IS_JOINT) cp_async_wait<0>();
-        else of_item.store(queries, units, scale);
+        else next_queries.store(queries, units, scale);
         if (QUERY_TOKENS > 1 && threadIdx.x < HEADS) {
             const int length = schedule.length_of(schedule.seq);
             row_ends[threadIdx.x] = attended_tokens(length, first_head + threadIdx.x, num_heads);
@@ -527,7 +526,7 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
         for (int i = 0; i < OWN_PANELS * HEADS / 2; ++i) o[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
 
         const int begin = schedule.item().begin, end = schedule.item().end;
-        const Ring<STAGES> of_item = ring;
+        const Ring<STAGES> ring_of_item = ring;
         ring.skip(warpgroup);
         // IS_JOINT: a warpgroup without a token in the last pair has a tile, too.
         const int tiles_end = IS_JOINT ? begin + ceil_div(end - begin, 2 * TOKENS) * 2 * TOKENS : end;
@@ -559,7 +558,7 @@ mla_decode_sm90_fp8(const __grid_constant__ TensorMap
 #pragma unroll
             for (int i = 0; i < OWN_PANELS; ++i) warpgroup_fence_operand(o[i]);
         }
-        ring = of_item;
+        ring = ring_of_item;
         ring.skip((tiles_end - begin + TOKENS - 1) / TOKENS);
         reduce_rows(exp_sum, [](float x, float y) { return x + y; });
 #pragma unroll
