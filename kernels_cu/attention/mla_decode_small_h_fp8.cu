@@ -23,7 +23,7 @@
 // A token with an invalid page or slot number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
-//     query_t        element type of queries: half_t or bf16_t
+//     query_t        element type of queries: half_t, bf16_t or fp8_e4m3_t
 //     cache_t        element type of the cache: fp8_e4m3_t
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens

@@ -99,10 +99,11 @@ AnyConfig = MlaConfig | MlaTileConfig | MlaSm80Config | SharesConfig
 def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     is_pinned = tuning.batch_invariant()  # the other kernels cut all sequences into equal shares
+    uses_wgmma = problem.uses_wgmma and (not problem.has_fp8_queries or mla_sm90_fp8.serves(problem))
+    if uses_wgmma and not is_pinned and (problem.has_fp8_queries or not problem.has_few_heads):
+        return _choose_for_wgmma(problem, device)
     if problem.has_few_heads and not is_pinned:
         return _choose_for_few_heads(problem, device)
-    if problem.uses_wgmma and not is_pinned and (not problem.has_fp8_queries or mla_sm90_fp8.serves(problem)):
-        return _choose_for_wgmma(problem, device)
     if mla_sm100.refusal(problem) is None:
         heads, tokens = mla_sm100.HEADS, mla_sm100.TOKENS
         return MlaTileConfig(heads, tokens, *_choose_splits(problem, device, heads, mla_sm100.HALVES))
@@ -138,12 +139,10 @@ def _choose_for_few_heads(problem: MlaProblem, device: Device) -> CodesConfig | 
 def _choose_for_wgmma(problem: MlaProblem, device: Device) -> SharesConfig:
     """A kernel with WGMMA, or several blocks or clusters of a kernel for few heads where the model says that they take
     less time: WGMMA computes a pair of KV tiles of 64 heads for the shortest sequence."""
-    if problem.has_fp8_queries:
-        return mla_sm90_fp8.choose(problem, device)
-    config: SharesConfig = mla_sm90.choose(problem, device)
-    if mla_sm90_fp8.serves(problem):
-        both: tuple[SharesConfig, ...] = mla_sm90_fp8.choose(problem, device), config
-        config = min(both, key=lambda one: mla_schedule.call_us(problem, one, device))
+    serving: list[SharesConfig] = [mla_sm90_fp8.choose(problem, device)] if mla_sm90_fp8.serves(problem) else []
+    if not problem.has_fp8_queries:
+        serving.append(mla_sm90.choose(problem, device))
+    config = min(serving, key=lambda one: mla_schedule.call_us(problem, one, device))
     if not problem.allows_few_heads:
         return config
     few_heads: SharesConfig = _choose_for_few_heads(problem, device)

@@ -147,14 +147,15 @@ class MlaProblem:
     @property
     def allows_few_heads(self) -> bool:
         """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu supports the call: a few blocks of 16
-        heads, aligned 16-bit queries."""
+        heads, aligned queries of 16 bits, or of fp8 over plain fp8."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
             and device.shared_memory >= _FEW_HEADS_SHARED
             and self.num_heads <= _MAX_FEW_HEADS * _MAX_FEW_BLOCKS
             and self.cache_dtype in (self.q_nope.dtype, float8_e4m3fn)
-            and all(arg.dtype in (float16, bfloat16) and arg.alignment == 16 for arg in args)
+            and self.product_dtype is not float32
+            and all(arg.alignment == 16 for arg in args)
             and all(rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
             and self.out.alignment == 16

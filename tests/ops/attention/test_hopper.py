@@ -20,6 +20,7 @@ from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops.example import ArgMaker
 from pyops.ops.attention import (
+    mla_problem,
     mla_schedule,
     mla_sm90,
     mla_sm90_fp8,
@@ -774,8 +775,12 @@ def test_mla_fp8_shares_of_mixed_lengths(
     [([65, 129, 0], 64, 64, 1), ([450, 3], 17, 8, 1), ([0, 1, 66, 130], 20, 48, 4), ([128], 130, 16, 1)],
     ids=str,
 )
-def test_mla_queries_of_fp8(on: str, lengths: list[int], num_heads: int, page_size: int, query_tokens: int) -> None:
-    """The plan takes MMAs of fp8: heads that fill a block and others, several query tokens."""
+def test_mla_queries_of_fp8(
+    on: str, lengths: list[int], num_heads: int, page_size: int, query_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MMAs of fp8, as the plan takes them for longer sequences: heads that fill a block and others, several query
+    tokens."""
+    monkeypatch.setattr(mla_problem, "_MAX_FEW_BLOCKS", 0)
     MLA.forget()
     call = mla_call(lengths, num_heads, page_size, dtype=FP8, device=on)
     call = with_tokens(call, query_tokens) if query_tokens > 1 else call
@@ -1201,23 +1206,24 @@ def test_mla_fp8_compiles_without_spills(query_t: dtypes.DType, heads: int, quer
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("kernel", "cache_t", "is_ds_mla", "split_ctas"),
+    ("kernel", "query_t", "cache_t", "is_ds_mla", "split_ctas"),
     few(
         [
-            (mla_small_h._decode, dtypes.float8_e4m3fn, True, 1),
-            (mla_small_h._decode, dtypes.bfloat16, False, 1),
-            (mla_small_h._decode, dtypes.bfloat16, False, 16),
-            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False, 16),
+            (mla_small_h._decode, dtypes.bfloat16, dtypes.float8_e4m3fn, True, 1),
+            (mla_small_h._decode, dtypes.bfloat16, dtypes.bfloat16, False, 1),
+            (mla_small_h._decode, dtypes.bfloat16, dtypes.bfloat16, False, 16),
+            (mla_small_h_fp8._decode, dtypes.bfloat16, dtypes.float8_e4m3fn, False, 16),
+            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, dtypes.float8_e4m3fn, False, 16),
         ],
         2,
     ),
 )
 def test_mla_small_h_compiles_without_spills(
-    kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool, split_ctas: int
+    kernel: Kernel, query_t: dtypes.DType, cache_t: dtypes.DType, is_ds_mla: bool, split_ctas: int
 ) -> None:
     groups = 4 if is_ds_mla or split_ctas > 1 else 1
     one = kernel(
-        query_t=dtypes.bfloat16,
+        query_t=query_t,
         cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
