@@ -9,7 +9,8 @@
 // there are few tasks, several warps of a CTA share one: each takes every `sharers`-th piece.
 //
 // Constants
-//     out_t    element type of out
+//     out_t     element type of out
+//     BLOCKS    CTAs that an SM holds; bounds the registers
 
 #include "attention.cuh"
 #include "mla_schedule.cuh"
@@ -20,7 +21,7 @@ constexpr int NUM_WARPS = 8, VEC_SIZE = 4, PART_SIZE = 32 * VEC_SIZE, LATENT_SIZ
 constexpr int BATCH = 8;      // pieces that a warp loads at once
 constexpr int MAX_BATCH = 4;  // row maxima that a lane loads at once
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 3)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, BLOCKS)
 mla_combine(out_t* out,               // [num_seqs, num_heads, LATENT_SIZE]
             float* lse,               // [num_seqs, num_heads]
             const float* tmp_out,     // [slots, num_heads, LATENT_SIZE]

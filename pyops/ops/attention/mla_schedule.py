@@ -16,14 +16,14 @@ from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 _combine = Kernel("attention/mla_combine.cu")
 
 MAX_SHARES = 2**15 - 1  # most shares: a grid has fewer than 2^16 blocks along y, and a cluster two per share
-_NUM_THREADS, _BLOCKS = 256, 3  # threads of a block of mla_combine.cu, blocks that an SM holds
+_NUM_THREADS, _BLOCKS = 256, (3, 4)  # threads of a block of mla_combine.cu, blocks that an SM holds
 _PARTS = 4  # parts of a head in mla_combine.cu
 # The cost model: us of the combine kernel, bytes per us of partial results that blocks write and it reads (of most
 # kernels), and us of the schedule that reads all lengths. docs/performance/mla.md, "Clusters for short calls".
 _JOIN_US, PARTIAL_BYTES_PER_US, _SCHEDULE_US = 3.8, 2.8e6, 0.6
 # The cost model of mla_tree_combine.cuh: us of a node without its bytes (a load, a store, an exchange and a load, one
-# after another), and bytes per us between an SM and L2: 64 per cycle.
-_NODE_US, _SM_BYTES_PER_US = 1.7, 1.1e5
+# after another), and bytes per us between an SM and L2 (of most kernels): 64 per cycle.
+_NODE_US, SM_BYTES_PER_US = 1.7, 1.1e5
 # The cost model: bytes of a query row and its result, and bytes per us of DRAM.
 _ROW_BYTES, _DRAM_BYTES_PER_US = (ENTRY_SIZE + LATENT_SIZE) * 2, 4.1e6
 BLOCK_US = 3.0  # the cost model: us of a block without its units: launch, lengths, page numbers and the first tile
@@ -53,6 +53,7 @@ class SharesConfig(tuning.Config, Protocol):
         WARPS, PARTIALS: warps of a block with results, and float32 numbers of a lane's partial result, for
             mla_tree_combine.cuh: accumulators, row maxima and row sums.
         PARTIAL_RATE: bytes per us of partial results that blocks write and mla_combine.cu reads.
+        TREE_RATE: bytes per us of partial results that a block writes or reads for mla_tree_combine.cuh.
     """
 
     @property
@@ -73,6 +74,8 @@ class SharesConfig(tuning.Config, Protocol):
     def PARTIALS(self) -> int: ...
     @property
     def PARTIAL_RATE(self) -> float: ...
+    @property
+    def TREE_RATE(self) -> float: ...
 
     def block_us(self, problem: MlaProblem) -> float:
         """The time of a block without its units, in us."""
@@ -211,9 +214,11 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
         arguments["nodes"] = Scratch(shares * groups * config.WARPS * 4, zeroed=True)
     launches = [config.launch(problem, shared | arguments)]
     if by_kernel:
-        kernel = _combine(out_t=problem.out.dtype, HAS_LSE=problem.lse is not None)
-        grid = min(num_seqs * num_heads * _PARTS, _BLOCKS * device.num_sms)
-        launches.append(kernel.launch(grid, _NUM_THREADS, **shared))
+        tasks = num_seqs * num_heads * _PARTS
+        # With fewer blocks a warp has more loads in flight; more blocks where they have less than a warp for each task.
+        blocks = _BLOCKS[tasks > _BLOCKS[0] * device.num_sms * _NUM_THREADS // 32]
+        kernel = _combine(out_t=problem.out.dtype, HAS_LSE=problem.lse is not None, BLOCKS=blocks)
+        launches.append(kernel.launch(min(tasks, blocks * device.num_sms), _NUM_THREADS, **shared))
     return launches
 
 
@@ -244,7 +249,7 @@ def _partial_bytes(config: SharesConfig) -> int:
 
 def _level_us(config: SharesConfig) -> float:
     """The time of a level of the tree of TreeCombine."""
-    return _NODE_US + 2 * _partial_bytes(config) / _SM_BYTES_PER_US
+    return _NODE_US + 2 * _partial_bytes(config) / config.TREE_RATE
 
 
 def _tree_us(config: SharesConfig, pieces: int) -> float:
@@ -272,7 +277,7 @@ def may_be_long(problem: MlaProblem, config: SharesConfig) -> bool:
     """Whether sequences may be long enough to be worth a cut: the bytes of two partial results take the time of some
     units. The latency of a combine does not count. Where sequences are many, a block goes through several of them: 195
     of 190 tokens with 128 heads took 50.3 us, and 53.1 with a block for each."""
-    two_us = min(2 * _partial_bytes(config) / _SM_BYTES_PER_US, 2 * _piece_us(problem, config.PARTIAL_RATE))
+    two_us = min(2 * _partial_bytes(config) / config.TREE_RATE, 2 * _piece_us(problem, config.PARTIAL_RATE))
     return _units(problem, config) > 1 + two_us / config.unit_us(problem, problem.cache.device)
 
 

@@ -9,7 +9,7 @@ from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, PARTIAL_BYTES_PER_US, choose_shares, head_groups
+from .mla_schedule import MAX_SHARES, PARTIAL_BYTES_PER_US, SM_BYTES_PER_US, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm80.cu")
 
@@ -43,7 +43,8 @@ class MlaSm80Config:
     num_shares: int
 
     HEADS, BLOCKS, UNIT, split_ctas = HEADS, 1, 128, 1
-    WARPS, PARTIALS, PARTIAL_RATE = _NUM_WARPS, LATENT_SIZE // 4 + 4, PARTIAL_BYTES_PER_US
+    WARPS, PARTIALS = _NUM_WARPS, LATENT_SIZE // 4 + 4
+    PARTIAL_RATE, TREE_RATE = PARTIAL_BYTES_PER_US, SM_BYTES_PER_US
     combines = False  # mla_combine.cu combines the pieces of a sequence
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm80Config]:

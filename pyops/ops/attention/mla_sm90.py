@@ -12,7 +12,7 @@ from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
-from .mla_schedule import MAX_SHARES, choose_shares, head_groups
+from .mla_schedule import MAX_SHARES, SM_BYTES_PER_US, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
@@ -43,7 +43,7 @@ class MlaSm90Config:
     combines: bool
 
     HEADS, BLOCKS, UNIT, split_ctas = _HEADS, 1, 2 * _TOKENS, 1
-    WARPS, PARTIALS, PARTIAL_RATE = 8, LATENT_SIZE // 4 + 4, _PARTIAL_RATE
+    WARPS, PARTIALS, PARTIAL_RATE, TREE_RATE = 8, LATENT_SIZE // 4 + 4, _PARTIAL_RATE, SM_BYTES_PER_US
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
         """Other clusters and numbers of shares."""

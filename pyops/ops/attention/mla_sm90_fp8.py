@@ -11,7 +11,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of, query_strides
-from .mla_schedule import MAX_SHARES, PARTIAL_BYTES_PER_US, choose_shares, head_groups
+from .mla_schedule import MAX_SHARES, PARTIAL_BYTES_PER_US, SM_BYTES_PER_US, choose_shares, head_groups
 
 _decode = Kernel("attention/mla_decode_sm90_fp8.cu")
 
@@ -20,8 +20,11 @@ _HEADS = (32, 64)  # query heads of a block: 64 with queries of fp8 alone
 _MIN_HEADS = 17  # fewest query heads of 16 bits: mma.sync has 16 rows
 _PANEL_SIZE = 64  # bytes of a row of a TMA box, and of its swizzle
 _STAGES = 4  # tiles in shared memory
-# The cost model, by an H200: us of two KV tiles, also with queries of fp8, and us of a block without its tiles.
-_PAIR_US, _FP8_PAIR_US, _BLOCK_US = 3.2, 2.8, 3.5
+# The cost model, by an H200: us of two KV tiles, also with queries of fp8, and us of a block without its tiles, with
+# queries of 16 bits, and of fp8 for 32 and 64 heads; bytes per us of partial results of 64 heads for mla_combine.cu,
+# and for mla_tree_combine.cuh, where registers leave five loads in flight (docs/performance/mla.md, "Queries of fp8").
+_PAIR_US, _FP8_PAIR_US, _BLOCK_US, _FP8_BLOCK_US = 3.2, 2.8, 3.5, {32: 5.4, 64: 11.5}
+_WIDE_PARTIAL_RATE, _WIDE_TREE_RATE = 5e6, 6.5e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class MlaSm90Fp8Config:
     combines: bool
 
     BLOCKS, UNIT, split_ctas = 1, 2 * _TOKENS, 1
-    WARPS, PARTIAL_RATE = 8, PARTIAL_BYTES_PER_US
+    WARPS = 8
 
     @property
     def HEADS(self) -> int:
@@ -49,6 +52,14 @@ class MlaSm90Fp8Config:
     def PARTIALS(self) -> int:
         return self.heads * LATENT_SIZE // 256 + 2 * (self.heads // 4)
 
+    @property
+    def PARTIAL_RATE(self) -> float:
+        return PARTIAL_BYTES_PER_US if self.heads == _HEADS[0] else _WIDE_PARTIAL_RATE
+
+    @property
+    def TREE_RATE(self) -> float:
+        return SM_BYTES_PER_US if self.heads == _HEADS[0] else _WIDE_TREE_RATE
+
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Fp8Config]:
         """Other numbers of shares, and the other combine."""
         del problem, device
@@ -57,8 +68,7 @@ class MlaSm90Fp8Config:
 
     def block_us(self, problem: MlaProblem) -> float:
         """The time of a block without its units, in us."""
-        del problem
-        return _BLOCK_US
+        return _FP8_BLOCK_US[self.heads] if problem.has_fp8_queries else _BLOCK_US
 
     def unit_us(self, problem: MlaProblem, device: Device) -> float:
         """The time of a block for two KV tiles, in us, if all SMs are busy."""

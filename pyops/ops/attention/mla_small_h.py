@@ -14,6 +14,7 @@ from .mla_schedule import (
     BLOCK_US,
     MAX_SHARES,
     PARTIAL_BYTES_PER_US,
+    SM_BYTES_PER_US,
     call_us,
     choose_shares,
     cluster_sizes,
@@ -56,7 +57,7 @@ class FewHeadsConfig:
     split_ctas: int = 1
     HEADS: int = _HEADS
 
-    UNIT, PARTIAL_RATE = 64, PARTIAL_BYTES_PER_US
+    UNIT, PARTIAL_RATE, TREE_RATE = 64, PARTIAL_BYTES_PER_US, SM_BYTES_PER_US
 
     @property
     def BLOCKS(self) -> int:

@@ -13,6 +13,7 @@ from .mla_schedule import (
     BLOCK_US,
     MAX_SHARES,
     PARTIAL_BYTES_PER_US,
+    SM_BYTES_PER_US,
     choose_shares,
     cluster_sizes,
     head_groups,
@@ -45,7 +46,7 @@ class CodesConfig:
 
     HEADS, BLOCKS, UNIT = _HEADS, _BLOCKS, _TOKENS
     WARPS, PARTIALS = _NUM_THREADS // 32, _HEADS * LATENT_SIZE // _NUM_THREADS + 4
-    PARTIAL_RATE = PARTIAL_BYTES_PER_US
+    PARTIAL_RATE, TREE_RATE = PARTIAL_BYTES_PER_US, SM_BYTES_PER_US
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
         """Other numbers of shares, and the other combine."""

@@ -297,6 +297,7 @@ FEW_BLOCKS = [
     (CodesConfig(5, combines=True), 20, torch.float16, FP8, 2),
     (FewHeadsConfig(4, 5, combines=False), 17, BF16, torch.uint8, 1),
     (CodesConfig(5, combines=False), 33, BF16, FP8, 1),
+    (CodesConfig(5, combines=True), 20, FP8, None, 1),
 ]
 
 
@@ -338,6 +339,7 @@ def _launches(
     device: Any = None,
     cache: str = "bfloat16",
     pages: int = 64,
+    queries: str = "bfloat16",
 ) -> list[Launch]:
     """The launches planned for page tables with some pages of 64 tokens. A `cache` of uint8 has the format
     "fp8_ds_mla".
@@ -346,8 +348,8 @@ def _launches(
     args = (
         make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
         make.empty(num_seqs, num_heads, dtype="float32"),
-        make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
-        make.empty(num_seqs, num_heads, ROPE, dtype="bfloat16"),
+        make.empty(num_seqs, num_heads, LATENT, dtype=queries),
+        make.empty(num_seqs, num_heads, ROPE, dtype=queries),
         make.empty(999, 64, 656 if cache == "uint8" else ENTRY, dtype=cache),
         make.empty(num_seqs, dtype="int32"),
         make.empty(num_seqs, pages, dtype="int32"),
@@ -422,6 +424,35 @@ def test_short_sequences_choose_blocks_of_few_heads(
     if kernel == "small_h":
         num_blocks = math.prod(grid)
         assert launch.specialisation.constants["GROUPS"] == (4 if num_blocks <= 132 else 2 if num_blocks <= 264 else 1)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "pages", "kernel", "grid", "combines", "combine_blocks"),
+    [
+        (15, 20, 1, "small_h_fp8", (2, 15), False, None),
+        (149, 2, 1, "small_h_fp8", (1, 149), False, None),
+        (8, 64, 10, "small_h_fp8", (4, 32), False, None),  # clusters of four
+        (64, 16, 64, "sm90_fp8", (1, 132), True, None),
+        (33, 128, 47, "sm90_fp8", (2, 66), True, None),  # one level of the tree
+        (7, 128, 63, "sm90_fp8", (2, 66), False, 4),  # three levels took 42.5 us, the combine kernel 30.8
+        (16, 128, 64, "sm90_fp8", (2, 66), False, 4),
+        (1, 128, 625, "sm90_fp8", (2, 66), False, 3),
+    ],
+)
+def test_queries_of_fp8_choose(
+    num_seqs: int,
+    num_heads: int,
+    pages: int,
+    kernel: str,
+    grid: tuple[int, int],
+    combines: bool,
+    combine_blocks: int | None,
+) -> None:
+    """Blocks of few heads serve short sequences. The combine kernel has a warp for each task if an SM can hold it."""
+    first, *combine = _launches(0, num_seqs, num_heads, cache="float8_e4m3fn", pages=pages, queries="float8_e4m3fn")
+    assert (first.specialisation.kernel.file, first.grid[:2]) == (f"attention/mla_decode_{kernel}.cu", grid)
+    assert first.specialisation.constants["COMBINES"] == combines
+    assert [one.specialisation.constants["BLOCKS"] for one in combine] == [combine_blocks][: combine_blocks is not None]
 
 
 @pytest.mark.parametrize(
