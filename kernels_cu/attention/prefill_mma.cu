@@ -108,6 +108,10 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     };
     // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of up to WARP_SIZE
     // sequences during the search, and threads for the block numbers of the first tokens before they know the length.
+    // Loads stay in order with the copies of the queries, so a scale is asked for before these.
+    const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
+    const float key_scale = IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
+    const float value_scale = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
     const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
     const auto length_of = [&](int64_t seq) {
         return RAGGED ? ragged.length_of(seq)
@@ -138,7 +142,6 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     if (tile_row < 0 || tile_row >= num_rows) return;
 
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
-    const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
     // Row i of the tile: its token, counted from that of row 0, and its head. The main loop keeps 32-bit numbers,
     // because accumulators need most registers.
     const int first_head = int(tile_row % GROUP), tile_rows = int(min(num_rows - tile_row, int64_t(TILE_ROWS)));
@@ -207,8 +210,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
         o[i / OUT_SUMS][i / PRODUCT_SUMS % OUT_TILES][i % PRODUCT_SUMS] = 0.0f;
     }
-    const float unit =
-        logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
+    const float unit = logit_unit<HAS_SOFTCAP>(scale * key_scale, logits_soft_cap);
 
     bool scale_first = false;  // |row max| exceeds 2^24
     int stage = 0;
@@ -222,11 +224,11 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         Tiles::offsets_t found;
         tiles.find_keys(0, found);
         tiles.load_keys(0, found, held_keys);
-        tiles.store_keys(held_keys);
         if constexpr (IS_AHEAD) {
             tiles.find_values(0, found);
             tiles.load_values(0, found, held_values);
         }
+        tiles.store_keys(held_keys);  // waits for keys in registers, so values are in flight, too
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
@@ -439,7 +441,13 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     const Results results{{out, lse, tmp_out, max_logits, exp_sums, sinks, num_tokens, max_splits, out_stride,
                            int64_t(gridDim.y) * GROUP},
-                          FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f)};
+                          FULL_SCALE<scalar_t> * value_scale};
+    float sink[ROW_TILES * LANE_ROWS];  // no load moves above the store of another row
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        const int row = min(warp_row + i * ROW_STEP + g, tile_rows - 1);
+        sink[i] = HAS_SINKS ? sinks[head_of(row)] : minus_infinity();
+    }
 #pragma unroll
     for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
         float& row_sum = exp_sum[i / LANE_ROWS][i % LANE_ROWS];
@@ -452,8 +460,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         const int r = i / LANE_ROWS, half = i % LANE_ROWS, row = warp_row + i * ROW_STEP + g;
         const float row_sum = exp_sum[r][half] * FULL_SCALE<scalar_t>;
         if (row >= tile_rows) continue;
-        results.store(o[r], half, part * WARP_STEPS * 16 + t, max_logit[r][half], row_sum, tile_token + token_of(row),
-                      slice_of(row), splits);
+        results.store(o[r], half, part * WARP_STEPS * 16 + t, max_logit[r][half], row_sum, sink[i],
+                      tile_token + token_of(row), slice_of(row), splits);
     }
     if constexpr (HAS_SPLITS) {
         __shared__ uint32_t is_last;

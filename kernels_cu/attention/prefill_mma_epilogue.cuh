@@ -14,7 +14,7 @@ struct Results {
     // Stores row `half` of the lane's rows of a tile `o`, from column `t` on: the final result if splits == 1,
     // else that of split blockIdx.z. As in PartialRows, `head` counts slices.
     DEVICE void store(const float (&o)[OUT_TILES][PRODUCT_SUMS], int half, int t, float row_max, float row_sum,
-                      int64_t token, int64_t head, int splits) const {
+                      float sink, int64_t token, int64_t head, int splits) const {
         if (HAS_SPLITS && splits > 1) {
             // The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
             const float mean = value_unit / (row_sum + 1e-20f);
@@ -33,7 +33,7 @@ struct Results {
             }
             return;
         }
-        const float correction = HAS_SINKS ? count_sink(rows.sinks[head / SLICES], row_max, row_sum) : 1.0f;
+        const float correction = HAS_SINKS ? count_sink(sink, row_max, row_sum) : 1.0f;
         const float factor = correction / (row_sum + 1e-6f) * value_unit;
         scalar_t* const to = rows.out + token * rows.out_stride + head * VALUE_SIZE + t;
 #pragma unroll
