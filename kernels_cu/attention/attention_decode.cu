@@ -83,7 +83,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  int64_t sliding_window, int64_t min_split, int64_t out_stride, int64_t query_stride,
                  int64_t table_stride, int64_t table_step, int64_t length_step, int64_t key_block_stride,
                  int64_t key_token_stride, int64_t key_head_stride, int64_t value_block_stride,
-                 int64_t value_token_stride, int64_t value_head_stride, float wave_splits, float scale,
+                 int64_t value_token_stride, int64_t value_head_stride, float wave_splits, float two_waves,
+                 float three_waves, float two_mixed_waves, float three_mixed_waves, float scale,
                  float logits_soft_cap) {
     prefetch_first(MAY_BALANCE && wave_splits > 0.0f, query, block_tables, seq_lens, num_seqs, num_rows, max_tokens,
                    query_stride, table_stride, table_step, length_step);
@@ -104,7 +105,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     int seq = blockIdx.x / ROW_BLOCKS, split = CLUSTER > 1 ? 0 : blockIdx.y;
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
     if (balanced) {
-        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
+        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window,
+                                        {wave_splits, {two_waves, three_waves}, {two_mixed_waves, three_mixed_waves}},
                                         max_splits, HEAD_SIZE);
         split = seq;
         seq = balance.find(split);

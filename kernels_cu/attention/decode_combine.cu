@@ -44,7 +44,8 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
                const float* sinks,               // [NUM_HEADS]
                const float* fp8_out_scale,       // [1]
                int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
-               int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits) {
+               int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits, float two_waves,
+               float three_waves, float two_mixed_waves, float three_mixed_waves) {
     await_previous_kernel();
     constexpr int BLOCKS = NUM_HEADS / HEADS,
                   PARTS = ceil_div(HEAD_SIZE, LANES * VEC_SIZE);  // CTAs of a sequence; parts of a head
@@ -54,7 +55,8 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
     const int part = blockIdx.x % PARTS;
     int planned_splits = int(max_splits);
     if (MAY_BALANCE && wave_splits > 0.0f) {
-        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
+        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window,
+                                        {wave_splits, {two_waves, three_waves}, {two_mixed_waves, three_mixed_waves}},
                                         max_splits, HEAD_SIZE);
         planned_splits = balance.splits_of(seq);
     }

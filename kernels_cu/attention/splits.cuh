@@ -30,24 +30,26 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
+// The waves of splits that take the least time, by the mean length of the sequences: two from `two` tokens on, three
+// from `three` on. decode_waves.py computes them.
+struct WavesFrom {
+    float two, three;
+    DEVICE float waves(float tokens) const { return tokens < two ? 1.0f : tokens < three ? 2.0f : 3.0f; }
+};
+
+// Waves: of all sequences, `splits` run at once.
+struct Waves {
+    float splits;
+    WavesFrom equal, mixed;
+};
+
 // Balance: the number of splits of each sequence, chosen so that all CTAs of a launch end at about the same time.
-// `wave_splits` is the number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length get the number of splits that fills one wave. They get two waves if the sequences are long,
-// or one wave would be partly empty, and if the splits of one wave are long (a second wave costs the start of a CTA, as
-// long as several steps); three waves if whole splits leave too much of two empty. Sequences of mixed lengths get splits
-// in proportion to their length, and at most whole waves of them: a last wave with few CTAs leaves memory bandwidth
-// idle. Where whole sequences of equal length would leave less than MIN_TAIL of a wave, the last ones are split so that
-// they fill it. More than two waves of sequences of mixed lengths need no whole waves. All lanes of a warp must call
-// every function.
-constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster, if their splits are not short
-// By the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest; for mixed lengths, if it has
-// two splits for each sequence. Mixed lengths from LONG_SPLIT on: three waves are fastest, and also if there are more
-// sequences than splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
-constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
-// Least part of one wave, and of two, that splits of equal sequences fill. docs/performance/decode.md, "Three waves of
-// equal splits"
-constexpr float MIN_ONE_WAVE = 0.7f, MIN_OF_TWO_WAVES = 0.75f;
+// Sequences of equal length get as many splits as fit in whole waves (`equal`). Sequences of mixed lengths get splits in
+// proportion to their length, and at most whole waves of them (`mixed`): a last wave with few CTAs leaves memory
+// bandwidth idle. Where whole sequences of equal length would leave less than MIN_TAIL of a wave, the last ones are split
+// so that they fill it. More than two waves of sequences of mixed lengths need no whole waves. All lanes of a warp must
+// call every function.
 constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are faster
 // With more sequences than splits in a wave, the last sequences of the batch, one of LATE_PART, have LATE_WEIGHT times
 // the splits per token: their CTAs start last, and are to end together. docs/performance/decode.md, "Short splits last"
@@ -68,13 +70,13 @@ struct Balance {
     float late_weight = LATE_WEIGHT;  // the others have a weight of one
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
-                   float wave_splits, int64_t max_splits, int head_size)
+                   const Waves& wave, int64_t max_splits, int head_size)
         : seq_lens(seq_lens),
           step(step),
           num_seqs(num_seqs),
           max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
           max_splits(float(max_splits)) {
-        const float seqs = float(num_seqs);
+        const float seqs = float(num_seqs), wave_splits = wave.splits;
         first_late = seqs > wave_splits ? num_seqs - num_seqs / LATE_PART : num_seqs;
         float total = 0.0f, weighted = 0.0f, longest = 0.0f;
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
@@ -96,17 +98,15 @@ struct Balance {
             fill_last_wave(wave_splits, tail, longest);
             return;
         }
-        // Whether sequences of one length, with equally many splits each, fill a part of so many waves.
-        const auto fill = [&](float waves, float part) {
-            return floorf(waves * wave_splits / seqs) * seqs >= part * waves * wave_splits;
-        };
-        const bool may_be_several = seqs <= wave_splits && total >= SHORT_SPLIT * wave_splits;
-        const bool are_several = may_be_several && (total > LONG_TOKENS * seqs || !fill(1.0f, MIN_ONE_WAVE));
-        const float waves = !are_several ? 1.0f : fill(2.0f, MIN_OF_TWO_WAVES) ? 2.0f : 3.0f;
-        if (alike) equal_splits = int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits));
+        const float mean = total / seqs;
+        if (alike) {
+            const float whole =
+                floorf(wave.equal.waves(mean) * wave_splits / seqs + 1e-4f);  // less is a rounding error
+            equal_splits = int(fminf(fmaxf(whole, 1.0f), this->max_splits));
+        }
         splits_per_token = 2.0f * wave_splits / fmaxf(weighted, 1.0f);
         if (!alike && seqs <= 2.0f * wave_splits) {
-            fill_waves(wave_splits, total, weighted, head_size >= MIN_WHOLE_HEAD);
+            fill_waves(wave_splits, weighted, wave.mixed.waves(mean), head_size >= MIN_WHOLE_HEAD);
         }
     }
     DEVICE float weight_of(int64_t seq) const { return seq < first_late ? 1.0f : late_weight; }
@@ -128,15 +128,12 @@ struct Balance {
         first_late = num_seqs - int64_t(fminf(floorf(idle / (late_weight - 1.0f)), seqs));
         splits_per_token = 0.9999f / fmaxf(longest, 1.0f);  // rounding up must not make a second split
     }
-    // Sets splits_per_token for whole waves; unless may_be_long, only if one wave is fastest. Rounding up adds less than
-    // one split per sequence, so TRIES values are tested; the first one with a total that fits in the waves is taken.
-    DEVICE void fill_waves(float wave_splits, float total, float weighted, bool may_be_long) {
+    // Sets splits_per_token for whole waves; unless may_be_several, only for one wave. Rounding up adds less than one
+    // split per sequence, so TRIES values are tested; the first one with a total that fits in the waves is taken.
+    DEVICE void fill_waves(float wave_splits, float weighted, float waves, bool may_be_several) {
+        if (waves > 1.0f && !may_be_several) return;
         constexpr int TRIES = 4;
-        const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
-        const bool is_short = wave_tokens < SHORT_SPLIT && 2.0f * seqs <= wave_splits;
-        if (!is_short && !may_be_long) return;
-        const bool is_long = wave_tokens >= LONG_SPLIT || seqs > wave_splits;
-        const float most = (is_short ? 1.0f : is_long ? 3.0f : 2.0f) * wave_splits;
+        const float seqs = float(num_seqs), most = waves * wave_splits;
         const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / weighted; };
         int counts[TRIES] = {};
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..._core.system.device import Device
+from .decode_waves import MOST_WAVES
 
 NUM_WARPS = 4  # warps of a block by default
 
@@ -23,7 +24,7 @@ _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave; MIN_T
 _MOST_TAIL_SPLITS = 8  # MOST_TAIL_SPLITS of splits.cuh
 # The cost model of blocks with 16 columns, "Four warps for 16 columns": us of a step of a warp, bytes per us of DRAM,
 # us of a block without its steps, and of one that leaves a partial result, times its warps: each combines some heads.
-STEP_US, _BYTES_PER_US, _BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
+STEP_US, BYTES_PER_US, BLOCK_US, _SPLIT_WARPS_US = 1.69, 4.35e6, 5.5, 28.0
 STEP_US_OF_8 = 1.1  # us of a step of a warp with 8 columns: "What a short call waits for"
 CTA_US = 3.0  # us of a block before its first loads and after its last: "fixed cost of a CTA"
 # Heads for which a warp loads queries, and combines results, at the same time, and us of the next ones: a latency of
@@ -114,9 +115,25 @@ def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int,
     def time(num_warps: int) -> tuple[float, float]:
         waves = _waves(blocks, num_warps, min_blocks, device)
         one_us = block_us(num_warps, heads, work)
-        return max(max(1.0, waves) * one_us, blocks * work.nbytes / _BYTES_PER_US), waves / num_warps
+        return max(max(1.0, waves) * one_us, blocks * work.nbytes / BYTES_PER_US), waves / num_warps
 
     return min((n for n in _WARPS_OF_MANY_WAVES if n % work.slices == 0 and n <= max(most, work.slices)), key=time)
+
+
+def whole_is_faster(share: float, steps: int, step_us: float) -> bool:
+    """Whether blocks that take whole sequences, which are `share` of a wave, take less time than one wave of splits or
+    several.
+
+    The plan takes sequences to have half of the longest one's steps on average. Rounding up adds half a split to each,
+    and half a step.
+    """
+    if share > 1:
+        return False
+
+    def steps_of_splits(waves: int) -> float:
+        return (waves - 1) * CTA_US / step_us + steps * waves * share / 2 / (waves - share / 2)
+
+    return steps <= STEPS_OF_SPLITTING + 0.5 + min(map(steps_of_splits, range(1, MOST_WAVES + 1)))
 
 
 def warps_of_few(blocks: int, device: Device, heads: int, work: BlockWork) -> int:
@@ -143,8 +160,8 @@ def call_us(blocks: int, at_once: int, num_warps: int, work: BlockWork) -> float
     steps = work.steps(num_warps)
 
     def wave(of: int, splits: int) -> float:
-        block_us = _BLOCK_US if splits == 1 else _SPLIT_WARPS_US / num_warps
-        return max(steps / splits * work.step_us, of * work.nbytes / _BYTES_PER_US) + block_us
+        block_us = BLOCK_US if splits == 1 else _SPLIT_WARPS_US / num_warps
+        return max(steps / splits * work.step_us, of * work.nbytes / BYTES_PER_US) + block_us
 
     waves, last = divmod(blocks, at_once)
     if not last:

@@ -12,6 +12,8 @@ from ... import tuning
 from ..._core.system.device import Device
 from .combine import CombineConfig, choose_combine, lanes_of
 from .decode_blocks import (
+    BLOCK_US,
+    BYTES_PER_US,
     FEW_BLOCKS,
     MAX_CLUSTER_STEPS,
     MAX_WIDE_ELEMENTS,
@@ -27,9 +29,11 @@ from .decode_blocks import (
     choose_short_warps,
     most_cluster_steps,
     warps_of_few,
+    whole_is_faster,
 )
 from .decode_problem import DecodeProblem
 from .decode_step import TILE_TOKENS, can_step, choose_pieces, choose_step, has_memory, is_ahead
+from .decode_waves import Waves
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 _MAX_SPLITS = 128  # most splits of a sequence
@@ -40,7 +44,8 @@ _MIN_WANTED_SPLITS = 4  # fewest splits planned per sequence, in case one sequen
 # Warps of an SM that saturate memory. "Half of the resident warps saturate memory": one sequence takes 40.4 us with 33
 # splits, eight warps per SM, and 42.3 us with the 49 splits of a full wave of twelve.
 _SATURATING_WARPS = 8
-_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu, which distributes splits by sequence length
+# Waves of splits from which sequences have so many that a combine kernel takes less time than the last CTA of a row.
+_WAVES_OF_COMBINE = 8
 _MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
 # Waves of unsplit sequences from which split-KV is off: a long sequence then hardly extends the last wave.
 _WAVES_WITHOUT_SPLITS = 4
@@ -157,7 +162,9 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     work = work_of(problem, heads, tiles)
-    is_short = problem.uses_mma and not is_pinned and work.steps(NUM_WARPS) <= STEPS_OF_SPLITTING
+    share, steps = blocks / blocks_at_once(NUM_WARPS, min_blocks, device), work.steps(NUM_WARPS)
+    is_short = steps <= STEPS_OF_SPLITTING or (not problem.partials and whole_is_faster(share, steps, work.step_us))
+    is_short &= problem.uses_mma and not is_pinned
     if problem.uses_mma:
         if is_short:
             num_warps = choose_short_warps(blocks, min_blocks, device, min(heads, problem.columns), work)
@@ -165,7 +172,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
             num_warps = _choose_num_warps(problem, device, blocks, heads, min_blocks, work)
         while not has_memory(problem, device, num_warps, heads, tiles):
             num_warps -= slices
-    wave = wave_splits(problem, device, num_warps, heads, min_blocks)
+    wave = _waves(problem, device, num_warps, heads, min_blocks).splits
     rounds = problem.attended_tokens / (num_warps // slices * step)  # steps of a warp without splits
     heads_of_warp = -(-min(heads, problem.used_columns) // num_warps)
     max_splits = problem.num_partitions or (
@@ -217,9 +224,8 @@ def _choose_few(problem: DecodeProblem, device: Device) -> tuple[int, int, int] 
 
 def work_of(problem: DecodeProblem, heads: int, tiles: int) -> BlockWork:
     """The work of a block with `heads` columns, and steps of `tiles` KV tiles."""
-    token_bytes = 2 * problem.head_size * problem.layout.dtype.itemsize
     step_us = STEP_US if heads > 8 else STEP_US_OF_8
-    return BlockWork(problem.attended_tokens, token_bytes, TILE_TOKENS * tiles, step_us, problem.slices)
+    return BlockWork(problem.attended_tokens, problem.token_bytes, TILE_TOKENS * tiles, step_us, problem.slices)
 
 
 def _choose_num_warps(
@@ -231,7 +237,7 @@ def _choose_num_warps(
     idle, but combine splits in more time. "Four warps for 16 columns", fitted to heads of 128 elements.
     """
     num_warps = choose_num_warps(blocks, min_blocks, device, problem.slices)
-    wave = wave_splits(problem, device, NUM_WARPS, heads, min_blocks)
+    wave = _waves(problem, device, NUM_WARPS, heads, min_blocks).splits
     may_split = wave < problem.num_seqs <= _WAVES_WITHOUT_SPLITS * wave and not problem.partials
     has_16_columns = device.supports("mma") and min(heads, problem.columns) > 8 and not problem.any_tokens
     if not may_split or not has_16_columns or problem.head_size < MIN_WHOLE_HEAD:
@@ -261,10 +267,22 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
     return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.columns // heads_per_block)
 
 
-def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
-    """Splits, over all sequences, that are resident on the device at once."""
-    wave_blocks = blocks_at_once(num_warps, min_blocks, device)
-    return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
+def waves_of(problem: DecodeProblem, device: Device, config: DecodeConfig) -> Waves:
+    """The waves of splits of this geometry."""
+    return _waves(problem, device, config.num_warps, config.heads_per_block, config.min_blocks)
+
+
+def equal_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> int:
+    """The splits of each sequence, if all are as long as the block table allows."""
+    waves, tokens = waves_of(problem, device, config), problem.attended_tokens
+    return min(waves.equal_splits(waves.equal_from.waves(tokens)), -(-tokens // config.min_split))
+
+
+def _waves(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> Waves:
+    at_once = blocks_at_once(num_warps, min_blocks, device)
+    splits = at_once * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
+    start_tokens = BLOCK_US * BYTES_PER_US / at_once / problem.token_bytes
+    return Waves(problem.num_seqs, splits, at_once / device.num_sms, start_tokens)
 
 
 def _fastest_splits(rounds: float, heads: int) -> int:
@@ -280,7 +298,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
     """The most splits of a sequence, where `wave` splits of all sequences run at once, and a warp takes `rounds` steps
     of an unsplit sequence.
 
-    The last block combines those of several query tokens.
+    Those of the longest sequence may be many more than the mean.
     """
     num_seqs = problem.num_seqs
     if tuning.batch_invariant():
@@ -288,11 +306,12 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
     if _WAVES_WITHOUT_SPLITS * wave < num_seqs:
         return 1
     if num_seqs <= 1:
-        wanted = wave * min(1.0, _SATURATING_WARPS / (min_blocks * NUM_WARPS))
+        most = int(wave * min(1.0, _SATURATING_WARPS / (min_blocks * NUM_WARPS)))
+    elif not problem.uses_mma:
+        most = int(max(_MIN_WANTED_SPLITS, _MAX_WAVES_OF_SIMT * wave / num_seqs))
+    elif problem.any_tokens or num_seqs * MAX_SPLITS_OF_LAST_BLOCK > _WAVES_OF_COMBINE * wave:
+        most = _fastest_splits(rounds, heads_of_warp)
+        most = most if problem.any_tokens else min(most, MAX_SPLITS_OF_LAST_BLOCK)
     else:
-        max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
-        wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
-    most = _MAX_SPLITS
-    if problem.any_tokens:
-        most = min(most, _fastest_splits(rounds, heads_of_warp))
-    return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), most, int(wanted)))
+        most = _MAX_SPLITS
+    return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), _MAX_SPLITS, most))

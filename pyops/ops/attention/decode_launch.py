@@ -11,9 +11,10 @@ from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
 from .combine import TILE_TOKENS, launch_combine
-from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, wave_splits
+from .decode_choose import MIN_WHOLE_HEAD, DecodeConfig, blocks_of_one_split, waves_of
 from .decode_problem import DecodeProblem
 from .decode_step import shared_memory
+from .decode_waves import Waves, wave_arguments
 from .layout import CacheLayout, absent, heads_stride
 
 _decode = Kernel("attention/attention_decode.cu")
@@ -21,9 +22,6 @@ decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_COMBINE = {"arrived": 0, "results": 0}
 _FLOAT_BYTES = 4
-_LONG_SPLIT = 4096  # tokens; LONG_SPLIT of splits.cuh
-# Waves that splits of equal sequences fill, to be two waves: 2 * MIN_OF_TWO_WAVES of splits.cuh, which rounds to float.
-_MIN_OF_TWO = 1.5001
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -54,15 +52,13 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         "DIRECT": problem.partials is None,
         **_starts(problem.query_start_loc),
     }
-    wave = 0.0  # if positive, kernels distribute the splits of a wave by the lengths of all sequences
+    waves = None  # if there are any, kernels distribute their splits by the lengths of all sequences
     if problem.uses_mma:
         may_balance = problem.num_seqs > 1 or problem.any_tokens
         if may_balance and max_splits > 1 and not problem.partials and not tuning.batch_invariant():
-            wave = wave_splits(
-                problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
-            )
-        arguments_of_combine = _combine_of_last_blocks(problem, wave) if is_combined and not combines else _NO_COMBINE
-        launches = [_launch_mma(problem, config, wave, constants, arguments | arguments_of_combine)]
+            waves = waves_of(problem, problem.query.device, config)
+        of_combine = _combine_of_last_blocks(problem, waves) if is_combined and not combines and waves else _NO_COMBINE
+        launches = [_launch_mma(problem, config, waves, constants, arguments | wave_arguments(waves) | of_combine)]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
     if combines:
@@ -74,7 +70,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
             "LSE_BY_ROW": False,
             "SPLIT_UNIT": TILE_TOKENS,
         }
-        arguments |= {**absent(fp8_out_scale=problem.fp8_out_scale), "wave_splits": wave}
+        arguments |= absent(fp8_out_scale=problem.fp8_out_scale) | wave_arguments(waves)
         launches.append(
             launch_combine(
                 combines,
@@ -90,7 +86,11 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
 
 
 def _launch_mma(
-    problem: DecodeProblem, config: DecodeConfig, wave: float, constants: dict[str, Any], arguments: dict[str, Any]
+    problem: DecodeProblem,
+    config: DecodeConfig,
+    waves: Waves | None,
+    constants: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Launch:
     """The launch of attention_decode.cu."""
     kernel = _decode(
@@ -113,8 +113,8 @@ def _launch_mma(
     )
     blocks = blocks_of_one_split(problem, config.heads_per_block)
     grid = (blocks, max(config.cluster_size, arguments["max_splits"]))
-    if wave:
-        grid = (_balanced_splits(problem, wave) * blocks // problem.num_seqs, 1)
+    if waves:
+        grid = (_balanced_splits(problem, waves) * blocks // problem.num_seqs, 1)
     if problem.any_tokens:
         grid = (grid[0] + problem.max_other_tiles * problem.kv.num_kv_heads, config.cluster_size)
     return kernel.launch(
@@ -123,7 +123,6 @@ def _launch_mma(
         shared_memory(problem, config.num_warps, config.heads_per_block, config.tiles_per_step),
         **arguments,
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
-        wave_splits=wave,
     )
 
 
@@ -135,27 +134,23 @@ def _query_access(problem: DecodeProblem) -> int:
     return bits & -bits
 
 
-def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
-    """The most splits of all sequences, as Balance of splits.cuh distributes them with `wave` splits per wave."""
+def _balanced_splits(problem: DecodeProblem, waves: Waves) -> int:
+    """The most splits of all sequences, as Balance of splits.cuh distributes them."""
     num_seqs = problem.num_seqs
-    if num_seqs > 2 * wave:
-        return int(num_seqs + 2 * wave + 1)
-    has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
-    # Three waves of equal splits: those of two leave a part of a wave empty.
-    has_three_waves = (
-        num_seqs > wave or has_long_splits or int(1.9999 * wave / num_seqs) * num_seqs < _MIN_OF_TWO * wave
-    )
-    whole = int((3 if has_three_waves else 2) * wave) + 1
-    return whole if problem.head_size >= MIN_WHOLE_HEAD else max(whole, int(num_seqs + 2 * wave + 1))
+    rounded_up = int(num_seqs + 2 * waves.splits + 1)
+    if num_seqs > 2 * waves.splits:
+        return rounded_up
+    whole = int(waves.most_of(problem.attended_tokens) * waves.splits) + 1
+    return whole if problem.head_size >= MIN_WHOLE_HEAD else max(whole, rounded_up)
 
 
-def _combine_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
+def _combine_of_last_blocks(problem: DecodeProblem, waves: Waves) -> dict[str, Scratch]:
     """Workspace for the results of splits that the last block of a row combines, as decode_combine.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     access = 2 if problem.head_size <= 2 * warp_size else 4  # RESULT_ACCESS of decode_combine.cuh
     parts = -(-problem.head_size // (access * warp_size)) * warp_size + 1
     columns = problem.num_heads * problem.cta_tokens
-    nbytes = _balanced_splits(problem, wave) * columns * parts * access * _FLOAT_BYTES
+    nbytes = _balanced_splits(problem, waves) * columns * parts * access * _FLOAT_BYTES
     counters = problem.num_seqs * columns * 4
     return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}
 

@@ -103,7 +103,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     if may_split and config.max_splits > decode_choose.MAX_SPLITS_OF_LAST_BLOCK:
         return False
     seq_bytes = nbytes / problem.num_seqs
-    us = CTA_US + _combine_us(problem, config, rows.few_rows or problem.cta_heads)
+    us = CTA_US + _combine_us(problem, config, rows.few_rows or problem.cta_heads, device)
     us += max(nbytes / _READ_RATE, (ctas / slots - 1) * _block_us(problem, config))
     if others:
         steps = -(-problem.attended_tokens // config.round_tokens)
@@ -115,10 +115,10 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     return us <= _rows_us(rows, nbytes, device)
 
 
-def _combine_us(problem: DecodeProblem, config: DecodeConfig, heads: int) -> float:
+def _combine_us(problem: DecodeProblem, config: DecodeConfig, heads: int, device: Device) -> float:
     """The time in which the last CTA of a sequence combines its splits: each warp those of one head after another.
     Slices of a head have not been measured."""
-    splits = min(config.max_splits, -(-problem.attended_tokens // config.min_split))
+    splits = min(config.max_splits, decode_choose.equal_splits(problem, config, device))
     if splits == 1 or config.combine or config.slices > 1:
         return 0.0
     return -(-heads // config.num_warps) * splits / _SPLITS_OF_A_STEP * STEP_US_OF_8

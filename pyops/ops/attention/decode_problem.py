@@ -166,6 +166,11 @@ class DecodeProblem:
         )
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a key and its value of a head."""
+        return 2 * self.head_size * self.layout.dtype.itemsize
+
+    @property
     def partial_dtype(self) -> DType:
         """The dtype of the results of splits before they are combined."""
         return self.partials.tmp_out.dtype if self.partials else float32

@@ -14,6 +14,7 @@ from .arguments import Options
 from .combine import TILE_TOKENS, CombineConfig, choose_combine, lanes_of, launch_combine
 from .decode_choose import PINNED_SPLIT
 from .decode_launch import NO_STARTS, workspace
+from .decode_waves import wave_arguments
 from .layout import absent, heads_stride
 from .mla_problem import (
     ENTRY_SIZE,
@@ -231,8 +232,8 @@ def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
             **NO_STARTS,
         }
         arguments |= dict.fromkeys(
-            ("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "wave_splits", "sliding_window"), 0
-        )
+            ("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "sliding_window"), 0
+        ) | wave_arguments(None)
         arguments["num_rows"] = problem.num_seqs
         options = Options(lse=problem.lse)
         launches.append(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +20,6 @@ from pyops.ops.attention import combine, decode_choose
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, run, written
 from tests.support.calls import DEVICES, Host, example, refusal
-from tests.support.kernels import launched
 
 pytestmark = pytest.mark.rotates
 
@@ -710,62 +708,6 @@ def test_splits_of_mixed_lengths_fit_the_grid(
     with config.cpu("kernels"):
         _assert_is_attention(paged_call(lengths, heads, head_size, dtype=torch.bfloat16))
     V1.forget()
-
-
-SPLITS = """
-#include "attention/splits.cuh"
-extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
-count_splits(int* found,               // [num_seqs]
-             const int64_t* seq_lens,  // [num_seqs]
-             int64_t num_seqs, int64_t max_tokens, float wave_splits, int head_size) {
-    const Balance<int64_t> balance(seq_lens, 1, num_seqs, max_tokens, 0, wave_splits, 50, head_size);
-    for (int seq = threadIdx.x; seq < num_seqs; seq += WARP_SIZE) found[seq] = balance.splits_of(seq);
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "head_size", "late", "splits"),
-    [
-        (60, 128, 0, 1),  # one wave
-        (66, 128, 7, 8),  # a tenth of a wave is left: 54 more splits fill it
-        (84, 128, 36, 2),  # two fifths are left, for two splits of a sequence
-        (100, 128, 0, 1),  # two thirds are left
-        (66, 64, 0, 1),
-    ],
-)
-def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: int, late: int, splits: int) -> None:
-    """60 splits run at once. Each sequence has one, but the last ones share what is left of the last wave."""
-    found = numpy.zeros(num_seqs, numpy.int32)
-    lengths = numpy.full(num_seqs, 900, numpy.int64)
-    lengths[0] = 700
-    sizes = {"num_seqs": num_seqs, "max_tokens": 1000, "wave_splits": 60.0, "head_size": head_size}
-    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, **sizes)
-    assert found.tolist() == [1] * (num_seqs - late) + [splits] * late
-    assert found.sum() <= -(-num_seqs // 60) * 60
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "tokens", "splits"),
-    [
-        (4, 4252, 12),  # one wave: its splits have 354 tokens, those of two would have 177
-        (16, 4096, 3),  # one wave
-        (16, 8192, 6),  # two waves
-        (2, 32768, 49),
-        (34, 8192, 4),  # two splits of each would be 1.37 waves: three
-        (40, 8192, 2),
-        (41, 3000, 1),  # 0.83 of a wave
-        (34, 3000, 4),  # 0.69 of a wave
-        (26, 3000, 3),
-        (26, 1000, 1),  # short splits
-    ],
-)
-def test_waves_of_long_splits(num_seqs: int, tokens: int, splits: int) -> None:
-    """Sequences of equal length, 49.5 splits at once."""
-    found, lengths = numpy.zeros(num_seqs, numpy.int32), numpy.full(num_seqs, tokens, numpy.int64)
-    sizes = {"num_seqs": num_seqs, "max_tokens": tokens, "wave_splits": 49.5, "head_size": 128}
-    launched(SPLITS, 1, 32, found=found, seq_lens=lengths, **sizes)
-    assert found.tolist() == [splits] * num_seqs
 
 
 def test_rocm_refuses_a_table_without_rows() -> None:
