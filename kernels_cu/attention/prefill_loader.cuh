@@ -47,7 +47,7 @@ constexpr int boxes_at_once(int most) {
     while (BOXES % most) --most;
     return most < 4 && most < BOXES ? 1 : most;
 }
-constexpr int BOXES_AT_ONCE = VALUE_SIZE > 192 && !IS_FP8 && !IS_E4M3 ? 1 : boxes_at_once(HAS_SPLITS ? 4 : 8);
+constexpr int BOXES_AT_ONCE = VALUE_SIZE > 192 && !IS_FP8 && !IS_E4M3 ? 1 : boxes_at_once(8);
 
 // HAS_INVALID_PAGES: the block table may have invalid block numbers. Ragged tensors have no block table.
 constexpr bool HAS_INVALID_PAGES = !RAGGED;

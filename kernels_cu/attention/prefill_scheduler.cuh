@@ -12,9 +12,10 @@
 // one query token, row s, and the tile with number s.
 //
 // HAS_SPLITS (split-KV): CTAs share the keys of an item. Only the device knows how long the sequences are, so each CTA
-// computes from all lengths how many KV tiles a split has at most, so that splits are of about equal size and about as
-// many as the plan expects. Numbers then count splits: by sequences, by tiles of query tokens, by splits, and by heads.
-// An item with fewer keys than the last one of its sequence may have fewer splits, and its other numbers have no work.
+// computes from all lengths how many KV tiles a split has at most, so that splits are of about equal size and no more than
+// the plan wants. Numbers then count splits: by sequences, by tiles of query tokens, by splits, and by heads. Splits that
+// later items of a sequence have and the first one does not follow those that all items have. Under a sliding window a
+// number may have no work, because an item has as many as one without a window, at most those of the last one.
 #pragma once
 #include "arith.cuh"
 #include "ragged.cuh"
@@ -87,44 +88,87 @@ struct Sequences {
         work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
     }
 
-    // The items of a sequence for PACKED_HEADS heads: their number, and the KV tiles of the last one, which has most
-    // keys.
-    struct Items { int count, tiles; };
+    // The items of a sequence for PACKED_HEADS heads: their number, their query tokens, the keys before these (CAUSAL;
+    // else all keys), and the most KV tiles of the last item.
+    struct Items {
+        int count, tokens, keys, last;
+
+        // The most KV tiles of an item. They do not descend.
+        DEVICE int tiles(int item) const {
+            const int seen = keys + (CAUSAL ? min((item + 1) * ITEM_TOKENS, tokens) : 0);
+            return min(max(seen - 1, 0) / TOKENS + 1, last);
+        }
+        // The first item with so many KV tiles or more, if there is one.
+        DEVICE int first_with(int tiles) const {
+            const int missing = (tiles - 1) * TOKENS + 1 - keys;  // query tokens up to the end of the item
+            return CAUSAL && missing > 0 ? min(ceil_div(missing, ITEM_TOKENS), count) - 1 : 0;
+        }
+    };
     DEVICE Items items_of(int seq, const Window& window) const {
         const Tokens own = tokens_of(seq);
-        if (!own.exist) return {0, 0};
+        if (!own.exist) return {0, 0, 0, 1};
+        const int tokens = int(own.end - own.begin), length = length_of(seq);
         Work last;
-        last.tokens = int((own.end - own.begin - 1) % ITEM_TOKENS) + 1;
-        set_keys(last, length_of(seq), window);
-        return {int((own.end - own.begin - 1) / ITEM_TOKENS) + 1, last.last_tile - last.first_tile + 1};
+        last.tokens = (tokens - 1) % ITEM_TOKENS + 1;
+        set_keys(last, length, window);
+        return {(tokens - 1) / ITEM_TOKENS + 1, tokens, CAUSAL ? length - tokens : length,
+                last.last_tile - last.first_tile + 1};
     }
-    // The splits of an item with so many KV tiles.
-    DEVICE int splits_of(int tiles) const {
-        return count_splits(tiles, min(ceil_div(tiles, division->split_tiles), int(max_splits)));
+    // The splits of an item with so many KV tiles, if a split has at most split_tiles.
+    DEVICE int splits_of(int tiles, int split_tiles) const {
+        return count_splits(tiles, min(ceil_div(tiles, split_tiles), int(max_splits)));
     }
-    // The splits of a sequence and all heads.
-    DEVICE uint32_t splits_of(const Items& items) const {
-        return uint32_t(items.count) * splits_of(items.tiles) * num_groups();
+    // Calls f(first item, number of items, split) for the items of a sequence that have a split, for each split that the
+    // first item does not have, until f returns true.
+    template <typename F>
+    DEVICE void each_later_split(const Items& items, int split_tiles, const F& f) const {
+        const int of_last = splits_of(items.tiles(items.count - 1), split_tiles);
+        for (int split = splits_of(items.tiles(0), split_tiles); split < of_last; ++split) {
+            const int first = items.first_with(max(split * split_tiles + 1, (split + 1) * MIN_SPLIT_TILES));
+            if (f(first, items.count - first, split)) return;
+        }
     }
-    // Divides the keys of all items into about num_items splits. The splits of an item are rounded up, by one half on
-    // average. Every lane of the warp must call.
+    // The splits of all items of a sequence, for PACKED_HEADS heads.
+    DEVICE int splits_of(const Items& items, int split_tiles) const {
+        int splits = items.count * splits_of(items.tiles(0), split_tiles);
+        each_later_split(items, split_tiles, [&](int, int count, int) {
+            splits += count;
+            return false;
+        });
+        return splits;
+    }
+    // Divides the keys of all items into as many splits as num_items admits. Rounding up adds less than one split to
+    // each item, so TRIES lengths of a split are tested; the first one is taken with which all splits are num_items or
+    // less. Every lane of the warp must call.
     DEVICE void divide(const Window& window) const {
+        constexpr int TRIES = 4;
         const int lane = threadIdx.x % WARP_SIZE;
         float items = 0.0f, tiles = 0.0f;
         for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) {
             const Items own = items_of(seq, window);
             items += float(own.count);
-            tiles += float(own.count) * float(own.tiles);
+            tiles += float(own.count) * 0.5f * float(own.tiles(0) + own.tiles(own.count - 1));
         }
         items = lane_reduce<Sum, WARP_SIZE>(items);
         tiles = lane_reduce<Sum, WARP_SIZE>(tiles);
-        const float splits = fmaxf(float(num_items) / float(num_groups()) - 0.5f * items, 1.0f);
-        if (lane == 0) division->split_tiles = int(fminf(fmaxf(ceilf(tiles / splits), 1.0f), 0x1p30f));
-        sync_warp();
-        uint32_t count = 0;
-        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) count += splits_of(items_of(seq, window));
-        count = lane_reduce<Sum, WARP_SIZE>(count);
-        if (lane == 0) division->num_splits = int(count);
+        const float wanted = float(num_items) / float(num_groups());
+        const auto split_tiles = [&](int i) {
+            const float splits = fmaxf(wanted - i * (1.0f / (TRIES - 1)) * items, 1.0f);
+            return int(fminf(fmaxf(ceilf(tiles / splits), 1.0f), 0x1p30f));
+        };
+        int counts[TRIES] = {};
+        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) {
+            const Items own = items_of(seq, window);
+#pragma unroll
+            for (int i = 0; i < TRIES; ++i) counts[i] += splits_of(own, split_tiles(i));
+        }
+        Division found;
+#pragma unroll
+        for (int i = TRIES - 1; i >= 0; --i) {
+            const int count = lane_reduce<Sum, WARP_SIZE>(counts[i]);
+            if (i == TRIES - 1 || float(count) <= wanted) found = {split_tiles(i), count * num_groups()};
+        }
+        if (lane == 0) *division = found;
         sync_warp();
     }
     // The number of work items, with all their splits.
@@ -138,12 +182,26 @@ struct Sequences {
         int64_t tile;  // of the sequence
         work.split = 0;
         if constexpr (HAS_SPLITS) {
-            seq = find_item(number, int(num_seqs), [&](int of) { return int(splits_of(items_of(of, window))); });
+            seq = find_item(number, int(num_seqs), [&](int of) {
+                return splits_of(items_of(of, window), division->split_tiles) * num_groups();
+            });
             if (seq < 0) return false;
-            splits = splits_of(items_of(seq, window).tiles);
+            const Items items = items_of(seq, window);
+            const int of_all = splits_of(items.tiles(0), division->split_tiles);  // splits that all items have
             group = number % num_groups();
-            work.split = number / num_groups() % splits;
-            tile = number / num_groups() / splits;
+            int left = number / num_groups(), item = left / of_all;
+            work.split = left % of_all;
+            if (item >= items.count) {
+                left -= items.count * of_all;
+                each_later_split(items, division->split_tiles, [&](int first, int count, int split) {
+                    item = first + left;
+                    work.split = split;
+                    left -= count;
+                    return left < 0;
+                });
+            }
+            splits = splits_of(items.tiles(item), division->split_tiles);
+            tile = item;
         } else {
             const int section_tiles = int((HAS_STARTS ? num_tokens / ITEM_TOKENS : 0) + num_seqs),
                       heads = int(section_heads);

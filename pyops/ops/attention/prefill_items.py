@@ -38,7 +38,7 @@ class ItemConfig:
         tokens: keys of a KV tile.
         consumers: consumer warpgroups, each with 64 rows of queries.
         max_splits: split-KV: most splits of a work item; a CTA takes one split.
-        splits: splits of all work items that the kernel aims at; it gives each item splits in proportion to its keys.
+        splits: the most splits of all work items; the kernel gives each item splits in proportion to its keys.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ class ItemConfig:
     def us(self, problem: PrefillProblem, device: Device) -> float:
         """The time of a call by the cost model of split-KV."""
         work = self.work(problem, device)
-        splits = self.splits // work.items if self.max_splits > 1 else 1
+        splits = max(1, self.splits // work.items) if self.max_splits > 1 else 1
         return work.time(splits, self.tile_us(problem), TILE_US)
 
     def work(self, problem: PrefillProblem, device: Device) -> Work:
@@ -83,7 +83,8 @@ class ItemConfig:
             items = problem.num_seqs * -(-problem.tokens_of_each // item_tokens) * num_groups
             empty_items = max(0, count_tiles(problem, item_tokens) * num_groups - items)
         kv_tiles = count_kv_tiles(problem, item_tokens, self.tokens)
-        return Work(items, empty_items, kv_tiles, self.min_blocks * device.num_sms, problem.is_mixed)
+        mean = kv_tiles / 2 if problem.is_mixed else 0.0
+        return Work(items, empty_items, kv_tiles, self.min_blocks * device.num_sms, mean)
 
     def fastest_splits(self, problem: PrefillProblem, work: Work) -> int:
         """The splits of a work item with the least time by the cost model: more than one where there are fewer items
@@ -97,7 +98,7 @@ class ItemConfig:
             return self
         work = self.work(problem, device)
         most = work.splits_of_longest(splits) if problem.num_seqs > 1 else splits
-        return replace(self, max_splits=most, splits=splits * work.items)
+        return replace(self, max_splits=most, splits=work.whole_waves(splits))
 
     def launch_items(
         self,

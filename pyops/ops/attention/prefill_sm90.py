@@ -205,7 +205,7 @@ def _time(problem: PrefillProblem, config: PrefillSm90Config, device: Device) ->
     # The last item of a sequence is half full on average, and so is its last tile. A window ends within two tiles.
     seen = most_keys(problem, rows // packed_heads(problem, config))
     keys, part_tiles = (seen, 1.0) if seen < keys else (keys, 0.5)
-    work = config.work(problem, device)._replace(is_mixed=False)
+    work = config.work(problem, device)._replace(mean=0.0)
     items = problem.num_seqs * problem.layout.num_kv_heads * max(1.0, tokens * problem.group / rows + 0.5)
     if problem.tokens_of_each and not problem.single_rows:
         items = work.items

@@ -26,33 +26,40 @@ class Work(NamedTuple):
         empty_items: numbers of work items without work.
         tiles: KV tiles of an item of the longest sequence.
         slots: CTAs that run at once.
-        is_mixed: lengths are mixed, so that the mean of the KV tiles is half of the most.
+        mean: KV tiles of an item on average; 0: all items have as many as the longest.
     """
 
     items: int
     empty_items: int
     tiles: int
     slots: int
-    is_mixed: bool = False
+    mean: float = 0.0
 
     def time(self, splits: int, tile: float = 1.0, unit: float = 1.0) -> float:
         """The time with `splits` splits of each item, if a KV tile takes `tile`, and other costs are in `unit`."""
         rounds, empty_rounds = (-(-count * splits // self.slots) for count in (self.items, self.empty_items))
         item_time = -(-self.tiles // splits) * tile + ITEM_TILES * unit
         all_time = rounds * item_time
-        if self.is_mixed:
-            mean = self.tiles / 2
-            # The kernel rounds the splits of each item up, which adds half a split.
-            longest = self.tiles if splits == 1 else max(mean / (splits - 0.5), _MIN_SPLIT_TILES)
+        if self.mean:
+            # The kernel rounds the splits of each item up, which adds half a split. No item has more than `splits` if
+            # the longest split is that part of the longest item.
+            part = min(self.mean / (splits - 0.5), self.tiles / splits)
+            longest = self.tiles if splits == 1 else max(part, _MIN_SPLIT_TILES)
             mean_rounds = max(1.0, self.items * splits / self.slots)
-            all_time = max(mean_rounds * (mean / splits * tile + ITEM_TILES * unit), longest * tile + ITEM_TILES * unit)
+            all_time = max(
+                mean_rounds * (self.mean / splits * tile + ITEM_TILES * unit), longest * tile + ITEM_TILES * unit
+            )
         join_time = (_JOIN_TILES + splits * _TILES_OF_A_SPLIT) * unit if splits > 1 else 0
         return all_time + join_time + empty_rounds * _NUMBER_TILES * unit
 
     def fastest_splits(self) -> int:
         """The number of splits of an item with the least time, at most those that the kernels make."""
         fastest = min(range(1, min(_MAX_SPLITS, self.most_splits) + 1), key=self.time)
-        return fastest if not self.is_mixed or self.time(fastest) < _MOST_OF_UNSPLIT * self.time(1) else 1
+        return fastest if not self.mean or self.time(fastest) < _MOST_OF_UNSPLIT * self.time(1) else 1
+
+    def whole_waves(self, splits: int) -> int:
+        """Splits of all items in as many waves as `splits` of each take."""
+        return -(-self.items * splits // self.slots) * self.slots
 
     @property
     def most_splits(self) -> int:
@@ -73,7 +80,6 @@ class ShortItems(NamedTuple):
         part_tiles: KV tiles of an item on top of those that its keys fill, on average. A window begins and ends within
             a tile. Of sequences of one length, each has a last tile that is half full; most of mixed lengths have one
             tile.
-        tile_factor: times of a KV tile of 16 bits that a KV tile takes.
     """
 
     items: float
