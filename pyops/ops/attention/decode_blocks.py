@@ -30,6 +30,9 @@ CTA_US = 3.0  # us of a block before its first loads and after its last: "fixed 
 # Heads for which a warp loads queries, and combines results, at the same time, and us of the next ones: a latency of
 # 0.5 us, and 450 cycles ("What a short call waits for").
 _HEADS_OF_WARP, _HEADS_US = 4, 0.75
+# us that a block with eight columns and a step takes of the issue slots of an SM; us of an fp8 cache on top of CTA_US:
+# "Short calls".
+_CROWD_US, FP8_US = 0.425, 0.8
 # Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
 # waits for": 4.4 us for 44 sequences of 1 to 103 tokens, and 1.1 us for a step.
 STEPS_OF_SPLITTING = 4
@@ -97,8 +100,13 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device, slices: int =
     return next(n for n in (*of_one_wave, *of_many_waves) if n % slices == 0)
 
 
+def crowd_us(blocks: int, at_once: int, columns: int, device: Device) -> float:
+    """What the blocks of an SM beyond the first one add to the time of a wave."""
+    return _CROWD_US * columns / 8 * max(0.0, min(blocks, at_once) / device.num_sms - 1)
+
+
 def block_us(num_warps: int, heads: int, work: BlockWork) -> float:
-    """Microseconds of a block that takes few steps for so many heads."""
+    """Microseconds of a block that takes few steps for so many heads, without others on its SM."""
     batches = -(-heads // (_HEADS_OF_WARP * num_warps))
     return CTA_US + _HEADS_US * (batches - 1) + work.steps(num_warps) * work.step_us
 

@@ -95,7 +95,7 @@ def _columns_are_faster(problem: DecodeProblem, rows: PrefillProblem, device: De
     ctas = (problem.num_seqs + others) * problem.layout.num_kv_heads
     short = prefill_mma.choose_short(rows, device) if rows.uses_wgmma and rows.codes is None else None
     if short:
-        own_us = -(-ctas // slots) * _block_us(problem, config) + _SEARCH_US * (others > 0)
+        own_us = _short_us(problem, config, ctas, device) + _SEARCH_US * (others > 0)
         # Few query tokens come after cached ones. attention_decode.cu takes about as long for many of these as for few.
         mma_us = prefill_mma.us_of_short(rows, short, device, longest=others == 0)
         return own_us <= min(mma_us, prefill_sm90.us_of_short(rows, device))
@@ -122,6 +122,14 @@ def _combine_us(problem: DecodeProblem, config: DecodeConfig, heads: int, device
     if splits == 1 or config.combine or config.slices > 1:
         return 0.0
     return -(-heads // config.num_warps) * splits / _SPLITS_OF_A_STEP * STEP_US_OF_8
+
+
+def _short_us(problem: DecodeProblem, config: DecodeConfig, ctas: int, device: Device) -> float:
+    """The time of so many CTAs of attention_decode.cu that take whole short sequences."""
+    at_once = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
+    us = _block_us(problem, config) + decode_blocks.crowd_us(ctas, at_once, config.heads_per_block, device)
+    is_fp8 = problem.layout.dtype is not problem.query.dtype
+    return -(-ctas // at_once) * (us + decode_blocks.FP8_US * is_fp8)
 
 
 def _block_us(problem: DecodeProblem, config: DecodeConfig) -> float:
@@ -151,9 +159,8 @@ def _short_rows_are_faster(problem: DecodeProblem, rows: PrefillProblem, device:
     if not short:
         return False
     config = decode_choose.choose(problem, device)
-    slots = decode_blocks.blocks_at_once(config.num_warps, config.min_blocks, device)
     blocks = decode_choose.blocks_of_one_split(problem, config.heads_per_block) * config.cluster_size
-    own_us = -(-blocks // slots) * _block_us(problem, config)
+    own_us = _short_us(problem, config, blocks, device)
     return prefill_mma.us_of_short(rows, short, device, longest=True) < own_us
 
 

@@ -29,6 +29,7 @@ _MAX_VALUE_SIZE_OF_TWO_CTAS = 192  # largest value size with two CTAs per SM: a 
 # combine kernel; bytes that L2 gives an SM in a microsecond; the most time of small items next to that of large ones,
 # which are measured for more batches.
 COMBINE_US, _L2_BYTES_PER_US, _MOST_OF_LARGE = 3.7, 40e3, 0.9
+_FP8_TILE = 2.4  # times of a KV tile of 16 bits that one of an fp8 cache takes in small work items
 _MAX_VALUE_SIZE_OF_SHORT = 128  # largest value size with small work items
 # Microseconds of a call before its first items, and of the launch of decode attention for sequences of one token.
 _CALL_US, _SINGLE_ROWS_US = 1.0, 4.0
@@ -226,5 +227,6 @@ def us_of_short(problem: PrefillProblem, device: Device) -> float:
     small ones do not fit."""
     one = _SHORT if _SHORT.fits(problem, device) else _fitting(problem, device)
     items, slots = ShortItems.of(problem, one.rows), one.min_blocks * device.num_sms
-    found = items.us(slots, ITEM_TILES * TILE_US, one.tile_us(problem), one.tokens)
+    tile_us = one.tile_us(problem) * (_FP8_TILE if problem.is_fp8 else 1.0)
+    found = items.us(slots, ITEM_TILES * TILE_US, tile_us, one.tokens)
     return found + _CALL_US + (_SINGLE_ROWS_US if problem.single_rows else 0.0)

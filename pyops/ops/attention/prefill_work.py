@@ -15,7 +15,6 @@ ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 _TILES_OF_A_SPLIT = 0.025  # the combine of one more split: eight are loaded at once, in 0.35 us
 _MOST_OF_UNSPLIT = 0.9  # most time with splits, as a part of that without, where lengths are a guess
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
-_FP8_TILE = 1.5  # times of a KV tile of 16 bits that one of an fp8 cache takes in short items; an estimate
 
 
 class Work(NamedTuple):
@@ -85,7 +84,6 @@ class ShortItems(NamedTuple):
     items: float
     keys: float
     part_tiles: float
-    tile_factor: float
 
     @classmethod
     def of(cls, problem: PrefillProblem, item_rows: int, longest: bool = False) -> ShortItems:
@@ -102,12 +100,12 @@ class ShortItems(NamedTuple):
         keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
         items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
         part_tiles = new / max(1, problem.expected_tokens) / 2 if keys <= seen else 1.0
-        return cls(items, seen if longest else min(keys, seen), part_tiles, _FP8_TILE if problem.is_fp8 else 1.0)
+        return cls(items, seen if longest else min(keys, seen), part_tiles)
 
     def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:
-        """The time if an item takes `item_us`, and `tile_us` for each KV tile of 16 bits; so many items run at once."""
+        """The time if an item takes `item_us`, and `tile_us` for each KV tile; so many items run at once."""
         tiles = max(1.0, self.keys / tile_tokens + self.part_tiles)
-        return max(1.0, self.items / slots) * (item_us + tiles * tile_us * self.tile_factor)
+        return max(1.0, self.items / slots) * (item_us + tiles * tile_us)
 
 
 def most_keys(problem: PrefillProblem, item_tokens: int) -> int:
