@@ -2,12 +2,11 @@
 //
 //     l = T(l / p) if l > 0 else T(l * p)    where prompt_mask or output_mask is set, p = repetition_penalties[row]
 //
-// T is the dtype of the logits and penalties. Each thread edits BATCH vectors of the flattened matrix: it loads all
-// their masks, then loads and stores only the vectors of logits that hold a set mask.
+// T is the dtype of the logits and penalties. A block edits a piece of a row (masked_edit.cuh).
 //
 // Constants:
-//     VOCAB_SIZE    elements in a row
-//     BATCH         vectors per thread
+//     SHIFTED    rows are not whole vectors
+//     EAGER      logits are loaded together with their masks
 
 #include "masked_edit.cuh"
 
@@ -15,15 +14,52 @@
 // enough to round to 16 bits. Refined twice, the quotient is the nearest float.
 constexpr int REFINEMENTS = is_same<scalar_t, float> ? 2 : 1;
 
-// x = x / penalty where x > 0, else x * penalty. Multiplying by the reciprocal is fast but needs operands of ordinary
-// size; otherwise every quotient is a true division.
+// Whether x > 0, also for a subnormal x, which a float comparison flushes to 0.
+DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
+
+// Whether 2^-60 <= x <= 2^60.
+DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
+
+// Which of N tokens have come before: a byte each, not 0 for those.
 template <int N>
-DEVICE void penalise(float (&x)[N], float penalty) {
-    bool ordinary = is_ordinary(penalty);
+struct Seen {
+    static constexpr int WORD = N < 4 ? N : 4;  // bytes of an access
+    uint32_t words[N / WORD];
+
+    DEVICE bool any() const {
+        uint32_t all = 0;
 #pragma unroll
-    for (int j = 0; j < N; ++j) ordinary &= !is_positive(x[j]) || is_ordinary(x[j]);
-    if (ordinary) {
-        const float reciprocal = reciprocal_of(penalty);
+        for (int i = 0; i < N / WORD; ++i) all |= words[i];
+        return all != 0;
+    }
+    DEVICE bool reads() const { return any(); }
+    DEVICE bool at(int j) const { return words[j / WORD] & 0xffu << j % WORD * 8; }
+};
+
+struct Penalty {
+    const uint8_t *prompt_mask, *output_mask;  // of the row
+    float penalty, reciprocal;
+
+    template <int N> using Marks = Seen<N>;
+
+    template <int N>
+    DEVICE Seen<N> marks(int64_t column) const {
+        const auto prompt = Vec<uint8_t, N>::load(prompt_mask + column);
+        const auto output = Vec<uint8_t, N>::load(output_mask + column);
+        constexpr int WORD = Seen<N>::WORD;
+        Seen<N> seen;
+#pragma unroll
+        for (int i = 0; i < N / WORD; ++i) {
+            seen.words[i] = uint32_t(prompt.template word<WORD>(i * WORD)) | output.template word<WORD>(i * WORD);
+        }
+        return seen;
+    }
+    // Multiplying by the reciprocal is fast but needs operands of ordinary size.
+    template <int N>
+    DEVICE bool operator()(float (&x)[N], const Seen<N>&) const {
+        bool ordinary = is_ordinary(penalty);
+#pragma unroll
+        for (int j = 0; j < N; ++j) ordinary &= !is_positive(x[j]) || is_ordinary(x[j]);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             float quotient = x[j] * reciprocal;
@@ -31,28 +67,23 @@ DEVICE void penalise(float (&x)[N], float penalty) {
             for (int i = 0; i < REFINEMENTS; ++i) quotient = nearer(quotient, x[j], penalty, reciprocal);
             x[j] = is_positive(x[j]) ? quotient : ieee_multiply(x[j], penalty);
         }
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            x[j] = is_positive(x[j]) ? ieee_divide(x[j], penalty) : ieee_multiply(x[j], penalty);
-        }
+        return ordinary;
     }
-}
+    DEVICE float one(float x, const Seen<1>&) const {
+        return is_positive(x) ? ieee_divide(x, penalty) : ieee_multiply(x, penalty);
+    }
+};
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-apply_repetition_penalties(scalar_t* logits,                      // [num_seqs, VOCAB_SIZE]
-                           const uint8_t* prompt_mask,            // [num_seqs, VOCAB_SIZE]
-                           const uint8_t* output_mask,            // [num_seqs, VOCAB_SIZE]
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+apply_repetition_penalties(scalar_t* logits,                      // [num_seqs, vocab_size]
+                           const uint8_t* prompt_mask,            // [num_seqs, vocab_size]
+                           const uint8_t* output_mask,            // [num_seqs, vocab_size]
                            const scalar_t* repetition_penalties,  // [num_seqs]
-                           int64_t size) {
+                           int64_t num_rows, int64_t vocab_size) {
     await_previous_kernel();
-    const auto load = [&](int64_t element, int count, uint32_t (&mask)[VEC_SIZE]) {
-        uint8_t prompt[VEC_SIZE] = {}, output[VEC_SIZE] = {};
-        load_some(prompt_mask + element, count, prompt);
-        load_some(output_mask + element, count, output);
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) mask[j] = prompt[j] | output[j];
-    };
-    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(
-        logits, load, [&](auto& x, const auto&, int64_t row) { penalise(x, to_float(repetition_penalties[row])); });
+    const Piece<VEC_SIZE, BATCH> piece(vocab_size);
+    if (PLANES && piece.row >= num_rows) return;
+    const int64_t begin = piece.row * vocab_size;
+    const float penalty = to_float(repetition_penalties[piece.row]);
+    piece(logits + begin, Penalty{prompt_mask + begin, output_mask + begin, penalty, reciprocal_of(penalty)});
 }

@@ -1,104 +1,91 @@
-// masked_edit.cuh: edits the masked elements of a packed matrix of logits.
+// masked_edit.cuh: edits the marked elements of rows of logits, in place.
 
 #pragma once
 #include "vec.cuh"
 
-// Whether x > 0, also for a subnormal x, which a float comparison flushes to 0.
-DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
+// The vectors of N elements of a thread: BATCH of them, with a stride of NUM_THREADS vectors. x of the grid counts the pieces of a
+// row, y its rows; with PLANES, z continues y. With SHIFTED, rows of a packed matrix begin anywhere in a vector, so that
+// the first and the last vector of a row are shared with the rows before and after it.
+template <int N, int BATCH>
+struct Piece {
+    int64_t row, row_size;
+    int64_t first;  // column of the first element of vector 0; negative where it belongs to the row before
 
-// Whether 2^-60 <= x <= 2^60.
-DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
-
-template <typename T, int N>
-DEVICE constexpr int length(const T (&)[N]) {
-    return N;
-}
-
-// The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes
-// BATCH vectors of N elements, with a stride of NUM_THREADS vectors. A vector may span two rows, so that vectors are
-// aligned for any row size.
-template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
-struct Flat {
-    static_assert(N == 1 || N <= ROW_SIZE);
-    int64_t begin, first_row, size;
-    int first_column;
-
-    explicit DEVICE Flat(int64_t size) : size(size) {
-        begin = int64_t(blockIdx.x) * (NUM_THREADS * BATCH * N);
-        first_row = uint64_t(begin) / ROW_SIZE;
-        first_column = int(begin - first_row * ROW_SIZE);
+    explicit DEVICE Piece(int64_t row_size)
+        : row(PLANES ? blockIdx.y + int64_t(gridDim.y) * blockIdx.z : blockIdx.y), row_size(row_size) {
+        const int head = SHIFTED ? int(row * row_size % N) : 0;
+        first = (int64_t(blockIdx.x) * (NUM_THREADS * BATCH) + threadIdx.x) * N - head;
     }
+    DEVICE int64_t column(int b) const { return first + b * (NUM_THREADS * N); }
+    DEVICE bool exists(int b) const { return column(b) < row_size; }
+    DEVICE bool is_whole(int b) const { return SHIFTED ? column(b) >= 0 && column(b) + N <= row_size : exists(b); }
 
-    // Edits `logits`. load(element, count, mask) fills the masks of `count` elements from number `element` on. f(x,
-    // mask, row) then changes x, the values of one element or of N elements of one row; logits whose mask is not 0
-    // become T(x). A vector with only zero masks is not touched. The loads of all masks are in flight together, and
-    // then the loads of all vectors.
-    template <typename T, typename LOAD, typename F>
-    DEVICE void edit(T* logits, LOAD load, F f) const {
+    // Edits `logits`, a row. EDIT has:
+    //     Marks<M> marks<M>(column)    of M elements: .any(), .at(j), and .reads(), whether their logits are needed
+    //     bool operator()(x, marks)    changes the floats x; false: some of them are for `one` to change
+    //     float one(x, mark)           for a single float
+    // Marked logits become T(x); a vector without marks is not touched. With EAGER, logits are loaded together with
+    // their marks, otherwise only those that are needed. The loads of all marks are in flight together, and those of all
+    // logits.
+    template <typename T, typename EDIT>
+    DEVICE void operator()(T* logits, const EDIT& edit) const {
+        using marks_t = typename EDIT::template Marks<N>;
         using vec_t = Vec<T, N>;
-        uint32_t mask[BATCH][N] = {};
-        bool any[BATCH];
-        vec_t vecs[BATCH];
-        logits += begin;
+        marks_t marks[BATCH] = {};
+        vec_t vecs[BATCH] = {};
+        unsigned single = 0;  // bit b: the elements of vector b are edited one by one
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int elements = count(b);
-            if (elements > 0) load(begin + offset(b), elements, mask[b]);
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            any[b] = false;
-#pragma unroll
-            for (int j = 0; j < N; ++j) any[b] |= mask[b][j] != 0;
-            if (any[b] && count(b) == N) vecs[b] = vec_t::load(logits + offset(b));
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (!any[b]) continue;
-            const unsigned column = unsigned(first_column) + offset(b);
-            const int64_t row = first_row + column / ROW_SIZE;
-            const int in_row = ROW_SIZE - int(column % ROW_SIZE);
-            T* at = logits + offset(b);
-            if (count(b) == N && in_row >= N) {
-                float x[N];
-                vecs[b].to_floats(x);
-                f(x, mask[b], row);
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    if (mask[b][j]) vecs[b].data[j] = from_float<T>(x[j]);
-                }
-                vecs[b].store(at);
-            } else {
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    if (!mask[b][j]) continue;
-                    float x[1] = {to_float(at[j])};
-                    const uint32_t of_x[1] = {mask[b][j]};
-                    f(x, of_x, row + (j >= in_row));
-                    at[j] = from_float<T>(x[0]);
-                }
+            if (is_whole(b)) {
+                marks[b] = edit.template marks<N>(column(b));
+                if (EAGER) vecs[b] = vec_t::load(logits + column(b));
+            } else if (SHIFTED && exists(b)) {
+                single |= 1u << b;
             }
         }
-    }
-    // The number of elements of vector b within the matrix.
-    DEVICE int count(int b) const {
-        const int64_t left = size - begin - offset(b);
-        return left >= N ? N : left > 0 ? int(left) : 0;
-    }
-    static DEVICE int offset(int b) { return (b * NUM_THREADS + int(threadIdx.x)) * N; }
-};
-
-// Loads the first `count` of N elements into x; the other elements of x stay. `from` is aligned for all N.
-template <typename T, int N>
-DEVICE void load_some(const T* from, int count, T (&x)[N]) {
-    if (count == N) {
-        const auto vec = Vec<T, N>::load_once(from);
+        if (!EAGER) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = vec.data[j];
-    } else {
+            for (int b = 0; b < BATCH; ++b) {
+                if (marks[b].reads()) vecs[b] = vec_t::load(logits + column(b));
+            }
+        }
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            if (j < count) x[j] = from[j];
+        for (int b = 0; b < BATCH; ++b) {
+            float x[N];
+            vecs[b].to_floats(x);
+            const bool edited = edit(x, marks[b]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                if (marks[b].at(j)) vecs[b].data[j] = from_float<T>(x[j]);
+            }
+            if (!marks[b].any()) continue;
+            if (edited) {
+                vecs[b].store(logits + column(b));
+            } else {
+                single |= 1u << b;
+            }
+        }
+        if (single == 0) return;
+#pragma unroll 1
+        for (int b = 0; b < BATCH; ++b) {
+            if (single >> b & 1) edit_single(logits, column(b), edit);
         }
     }
-}
+
+private:
+    template <typename T, typename EDIT>
+    DEVICE void edit_single(T* logits, int64_t column, const EDIT& edit) const {
+        typename EDIT::template Marks<1> marks[N] = {};
+        T data[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            if (column + j < 0 || column + j >= row_size) continue;
+            marks[j] = edit.template marks<1>(column + j);
+            data[j] = logits[column + j];
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            if (marks[j].any()) logits[column + j] = from_float<T>(edit.one(to_float(data[j]), marks[j]));
+        }
+    }
+};

@@ -50,7 +50,8 @@ ANY_ORDER = {
     *("cp_gather_and_upconvert_fp8_kv_cache", "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"),
     *("gather_and_maybe_dequant_cache", "reshape_and_cache", "reshape_and_cache_flash"),
     *("apply_rotary_emb", "dual_chunk_rotary_embedding", "flashinfer_rotary_embedding", "multimodal_rotary_embedding"),
-    *("rotary_embedding", "apply_penalties_", "apply_repetition_penalties_", "top_k_top_p_sampling_from_logits"),
+    *("rotary_embedding", "apply_penalties_", "apply_repetition_penalties_", "apply_token_bitmask_"),
+    "top_k_top_p_sampling_from_logits",
     *("causal_conv1d_decode", "selective_scan_fwd", "selective_state_update"),
 }
 COUNTS = 1, 2, 33, 700, 5000  # rows of a call that is only planned

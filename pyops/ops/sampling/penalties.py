@@ -10,6 +10,7 @@ from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
 from ..._core.tensors.dtypes import boolean, float32, int32
 from ..._core.tensors.tensor import TensorArg
+from . import _masked_edit as masked_edit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,29 +20,12 @@ __all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitma
 _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
-_BITMASK_THREADS = 256  # threads of a block; not tuned
-# docs/performance/sampling.md: 128 threads per block are faster than 256 for 256 rows, and slower for 16.
-_EDIT_THREADS = 128
-_EDIT_BATCH = 16  # logits per thread for large inputs
-_MAX_FEW = 4096  # logits per SM up to which a thread processes one vector; not yet measured
-_MAX_GRID_ROWS = 65535  # largest grid dimension y
 
 
-def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
-    """The launch of a kernel that edits contiguous `logits` elementwise, under `masks` of the same shape."""
-    vocab_size = logits.shape[-1]
-    vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
-    while vec_size > max(1, vocab_size):
-        vec_size //= 2
-    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.num_sms else 1
-    return kernel(
-        scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
-    ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)
-
-
-def _aligned(arg: TensorArg) -> int:
-    """Elements of the widest access for which the tensor's address is aligned."""
-    return max(1, arg.alignment // arg.dtype.itemsize)
+def _packed_vec_size(*args: TensorArg) -> int:
+    """Elements of a vector for contiguous matrices of the same shape. A vector may span two rows."""
+    widest = max(arg.dtype.itemsize for arg in args)
+    return min(16 // widest, *(max(1, arg.alignment // arg.dtype.itemsize) for arg in args))
 
 
 def _matrix(logits: TensorArg) -> tuple[int, int]:
@@ -80,7 +64,7 @@ def plan_apply_repetition_penalties_(
     for mask in (prompt_mask, output_mask):
         check.shape(mask, boolean, num_seqs=num_seqs, vocab_size=vocab_size)
     check.shape(repetition_penalties, logits.dtype, num_seqs=num_seqs)
-    return _edit(_apply_repetition_penalties, logits, prompt_mask, output_mask)
+    return masked_edit.launch(_apply_repetition_penalties, logits, _packed_vec_size(logits, prompt_mask, output_mask))
 
 
 @apply_repetition_penalties_.example
@@ -120,7 +104,7 @@ def plan_apply_penalties_(
     check.shape(output_bin_counts, int32, num_seqs=num_seqs, vocab_size=vocab_size)
     for penalties in (frequency_penalties, presence_penalties):
         check.shape(penalties, float32, num_seqs=num_seqs)
-    return _edit(_apply_penalties, logits, output_bin_counts)
+    return masked_edit.launch(_apply_penalties, logits, _packed_vec_size(logits, output_bin_counts))
 
 
 @apply_penalties_.example
@@ -167,20 +151,15 @@ def plan_apply_token_bitmask_(logits: TensorArg, bitmask: TensorArg, indices: Te
         check.sizes(indices, num_indices=None)
         check.dtype(indices, int32)
         check.contiguous(indices)
+    fixed = {
+        "num_indices": indices.shape[0] if indices else 0,
+        "logits_stride": check.row_stride(logits),
+        "bitmask_stride": check.row_stride(bitmask),
+    }
+    if indices is None:
+        fixed["indices"] = 0
     vec_size = check.vector_width(vocab_size, logits)
-    fixed = {} if indices else {"indices": 0}
-    return _apply_token_bitmask(
-        scalar_t=logits.dtype, VEC_SIZE=vec_size, HAS_INDICES=indices is not None, NUM_THREADS=_BITMASK_THREADS
-    ).launch(
-        grid=(-(-vocab_size // (vec_size * _BITMASK_THREADS)), min(num_rows, _MAX_GRID_ROWS)),
-        block=_BITMASK_THREADS,
-        num_rows=num_rows,
-        vocab_size=vocab_size,
-        num_indices=indices.shape[0] if indices else 0,
-        logits_stride=check.row_stride(logits),
-        bitmask_stride=check.row_stride(bitmask),
-        **fixed,
-    )
+    return masked_edit.launch(_apply_token_bitmask, logits, vec_size, fixed=fixed, HAS_INDICES=indices is not None)
 
 
 @apply_token_bitmask_.bad_indices

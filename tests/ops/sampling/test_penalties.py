@@ -11,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops import tuning
+from pyops._core.system.device import model
+from pyops.ops.sampling import _masked_edit
+from pyops.ops.sampling._masked_edit import EditConfig, EditProblem, choose
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from tests.support.calls import DEVICES
 
@@ -80,23 +84,54 @@ def test_repetition_of_special_values(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab_size", [60001, 128256])
-def test_large_vocabularies(vocab_size: int, device: str) -> None:
-    """Enough elements that a thread has several vectors; blocks begin anywhere in a row."""
-    shape = (560000 // vocab_size + 1, vocab_size)
+@pytest.mark.parametrize(("batch", "eager"), [(1, True), (1, False), (2, True), (4, False)])
+@pytest.mark.parametrize("vocab_size", [4001, 4096])
+def test_vectors_of_a_thread(
+    vocab_size: int, batch: int, eager: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread has one or several vectors, and loads logits with their marks or after them; more rows than a dimension
+    of a grid has."""
+    num_seqs = 3
+    monkeypatch.setattr(_masked_edit, "_MAX_GRID_YZ", 2)
     generator = torch.Generator(device).manual_seed(vocab_size)
+    shape = num_seqs, vocab_size
     logits = torch.randn(shape, device=device, generator=generator)
-    masks = [torch.rand(shape, device=device, generator=generator) < 0.005 for _ in range(2)]
-    penalties = 1 + torch.rand(shape[0], device=device, generator=generator)
-    right = repetition(logits, *masks, penalties)
-    pyops.apply_repetition_penalties_(logits, *masks, penalties)
-    assert_same(logits, right)
-    frequency = torch.full((shape[0],), 0.25, device=device)
-    presence = torch.arange(shape[0], device=device, dtype=torch.float32)
-    counts = masks[0].int() * 3
-    lowered = torch.where(masks[0], logits - (0.75 + presence[:, None]), logits).cpu()
-    pyops.apply_penalties_(logits, counts, frequency, presence)
-    assert_same(logits, lowered)
+    masks = [torch.rand(shape, device=device, generator=generator) < 0.05 for _ in range(2)]
+    penalties = 1 + torch.rand(num_seqs, device=device, generator=generator)
+    frequency = torch.full((num_seqs,), 0.25, device=device)
+    presence = torch.arange(num_seqs, device=device, dtype=torch.float32)
+    bitmask = torch.randint(-(2**31), 2**31, (num_seqs, -(-vocab_size // 32)), generator=generator, device=device).int()
+    bitmask[:, ::3], bitmask[:, 1::3] = 0, -1
+    tokens = torch.arange(vocab_size, device=device)
+    lowered = torch.where(masks[0], logits - (0.75 + presence[:, None]), logits)
+    allowed = bitmask[:, tokens // 32] >> tokens % 32 & 1
+    calls = {
+        "apply_repetition_penalties_": ((*masks, penalties), repetition(logits, *masks, penalties)),
+        "apply_penalties_": ((masks[0].int() * 3, frequency, presence), lowered),
+        "apply_token_bitmask_": ((bitmask,), logits.masked_fill(allowed == 0, -float("inf"))),
+    }
+    for name, (others, right) in calls.items():
+        x, op = logits.clone(), pyops.registry[name]
+        op.forget()
+        with tuning.forced(name, EditConfig(batch, eager, 128)):
+            op.call(x, *others)
+        op.forget()
+        assert_same(x, right.cpu())
+
+
+def test_choice() -> None:
+    """One wave of blocks as long as four vectors to a thread allow it. Few logits are loaded before their marks."""
+    device = model("sm_90")
+    for num_rows, vocab_size, itemsize, expected in (
+        (1, 128256, 4, (1, True)),
+        (4, 128256, 4, (1, True)),
+        (4, 153600, 4, (2, False)),
+        (34, 32000, 4, (4, False)),
+        (8, 128256, 2, (1, True)),
+        (16, 128256, 2, (2, False)),
+    ):
+        config = choose(EditProblem(num_rows, vocab_size, 16 // itemsize, itemsize), device)
+        assert (config.batch, config.eager) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
