@@ -26,6 +26,7 @@
 //     LANES, ROWS    threads of a row and rows of a block, powers of two; with STATE_V_FIRST LANES is at most a warp
 //     STATE_VEC      elements of a state in one memory access: 4 or 1
 //     QK_NORM, SLOTS, PER_TOKEN, CHANNEL_DECAYS    as above
+//     PREFETCH       states are prefetched into L2 before the previous kernel ends
 //     CHECKPOINTS    the state after the first checkpoint_offsets[i] tokens of sequence i goes to checkpoint_state[i]
 //     checkpoint_t, offset_t    element types of checkpoint_state and checkpoint_offsets
 //     A_t, bias_t, HAS_GATE, BOUNDED, BETA_SIGMOID    of delta_gate.cuh; A_log and dt_bias have the types A_t and bias_t
@@ -124,6 +125,27 @@ load_decays(float* to, const g_t* from, int head, const A_t* A_log, const bias_t
     }
 }
 
+// Prefetches what the block will load of a state, by a slot that it reads again after the wait.
+DEVICE void prefetch_state(const state_t* state, const index_t* ssm_state_indices,
+                           const accepted_t* num_accepted_tokens, int64_t value_heads, int64_t num_slots,
+                           int64_t index_stride, int64_t index_columns, int64_t state_stride) {
+    const unsigned item = blockIdx.x / TILES, heads = unsigned(value_heads);
+    const int64_t seq = item / heads, head = item % heads, first_row = blockIdx.x % TILES * ROWS;
+    int64_t column = 0;
+    if (num_accepted_tokens) column = max(int64_t(load_fresh(num_accepted_tokens + seq)), int64_t(1)) - 1;
+    if (column >= index_columns) return;
+    const int64_t slot = ssm_state_indices ? int64_t(load_fresh(ssm_state_indices + seq * index_stride + column)) : seq;
+    if (slot < 0 || slot >= num_slots) return;
+    const state_t* const from = state + slot * state_stride + head * (VALUE_SIZE * KEY_SIZE) + first_row * ROW_STRIDE;
+    const int rows = int(min(int64_t(ROWS), VALUE_SIZE - first_row));
+    // Contiguous elements, and how far they are from the next ones.
+    const int run = STATE_V_FIRST ? rows * KEY_SIZE : rows, runs = STATE_V_FIRST ? 1 : KEY_SIZE;
+    constexpr int RUN_LINES = ceil_div((STATE_V_FIRST ? ROWS * KEY_SIZE : ROWS) * int(sizeof(state_t)), 128);
+    for (int i = threadIdx.x; i < runs * RUN_LINES; i += NUM_THREADS) {
+        prefetch_part(from + i / RUN_LINES * COLUMN_STRIDE, run - 1, i % RUN_LINES);
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gated_delta_recurrent(scalar_t* o,                            // [num_tokens, value_heads, VALUE_SIZE]
                       state_t* state,                         // SLOTS: [num_slots, value_heads, VALUE_SIZE, KEY_SIZE],
@@ -147,6 +169,10 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
                       int64_t num_slots, int64_t index_stride, int64_t index_columns, int64_t o_stride,
                       int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t g_stride, int64_t g_step,
                       int64_t beta_stride, int64_t beta_step, int64_t state_stride, float scale, float lower_bound) {
+    if (SLOTS && PREFETCH) {
+        prefetch_state(state, ssm_state_indices, num_accepted_tokens, value_heads, num_slots, index_stride,
+                       index_columns, state_stride);
+    }
     await_previous_kernel();
     __shared__ alignas(16) float keys[TOKENS][KEYS];
     __shared__ alignas(16) float queries[TOKENS][KEYS];

@@ -127,7 +127,17 @@ def choose_recurrent(problem: DeltaProblem) -> GatedDeltaConfig:
     indices, threads = problem.slots.ssm_state_indices, 32 * _WARPS
     held = -(-problem.tokens.q.shape[3] * _ROWS // (4 * _THREAD_ROWS * threads)) * 4 * _THREAD_ROWS
     others = _OTHER_REGISTERS + (_DRAFT_REGISTERS if indices is not None and len(indices.shape) == 2 else 0)
-    return GatedDeltaConfig(_WARPS, max(1, _SM_REGISTERS // (threads * (held + others))))
+    min_blocks = max(1, _SM_REGISTERS // (threads * (held + others)))
+    num_sms, blocks = problem.tokens.q.device.num_sms, _blocks(problem, tuning.pinned(problem.num_seqs))
+    # One more spills. It pays where only then one launch, or two in sequence, find space at the same time.
+    pays = any(min_blocks * num_sms < count <= (min_blocks + 1) * num_sms for count in (blocks, 2 * blocks))
+    return GatedDeltaConfig(_WARPS, min_blocks + pays)
+
+
+def _blocks(problem: DeltaProblem, num_seqs: int) -> int:
+    """Blocks of gated_delta_recurrent.cu."""
+    _, _, value_heads, value_size = problem.tokens.v.shape
+    return num_seqs * value_heads * -(-value_size // _ROWS)
 
 
 class Tiles(NamedTuple):
@@ -243,7 +253,8 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
     """The launch of gated_delta_recurrent.cu, which serves every call."""
     slots = problem.slots
     indices, accepted = (slots.ssm_state_indices, slots.num_accepted_tokens) if slots else (None, None)
-    (_, _, _, key_size), (_, _, value_heads, value_size) = problem.tokens.q.shape, problem.tokens.v.shape
+    key_size, value_size = problem.tokens.q.shape[3], problem.tokens.v.shape[3]
+    blocks, pinned_blocks = (_blocks(problem, count) for count in (problem.num_seqs, tuning.pinned(problem.num_seqs)))
     arguments = arguments_of(problem, _recurrent)
     size = (key_size if problem.tokens.state_v_first else value_size) | arguments["state_stride"]
     wide = size % 4 == 0 and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in problem.states)
@@ -260,9 +271,10 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
         PER_TOKEN=indices is not None and len(indices.shape) == 2,
         CHANNEL_DECAYS=problem.gates is not None,
         MIN_BLOCKS=config.min_blocks,
+        PREFETCH=2 * pinned_blocks <= config.min_blocks * problem.tokens.q.device.num_sms,
     )
     return kernel.launch(
-        problem.num_seqs * value_heads * -(-value_size // _ROWS),
+        blocks,
         32 * config.warps,
         **({} if slots else {"state": 0}),
         **({} if indices else {"ssm_state_indices": 0}),
