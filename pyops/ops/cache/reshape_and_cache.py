@@ -70,6 +70,10 @@ class ReshapeProblem:
         group = max(size for size in range(1, _MAX_GROUP + 1) if self.block_size % size == 0)
         return group if self.many and group >= _MIN_GROUP and self.num_slots <= _MAX_GROUPED_SLOTS else 0
 
+    def blocks(self, tiles: Tiles) -> int:
+        """Blocks of reshape_and_cache.cu, half of them for values."""
+        return 2 * -(-self.num_tokens // tiles.tokens) * -(-self.row_size // tiles.columns)
+
     def bucket(self) -> str:
         kind = f"groups={self.max_group}" if self.max_group else "tiles"
         tokens, load_vec = tuning.power_of_two(self.num_tokens), self.load_vec
@@ -96,7 +100,7 @@ class Tiles:
 
 # Tiles for few, more and many tokens; not tuned.
 _FEW, _MEDIUM, _MANY = Tiles(4, 128, 128), Tiles(16, 64, 128), Tiles(32, 128, 256)
-_MAX_FEW_TOKENS = 32  # tokens in all
+_FEW_BLOCKS = 8  # blocks of _FEW that an SM runs at once
 _MAX_MEDIUM_TOKENS = 16  # tokens per SM
 
 
@@ -129,7 +133,7 @@ def choose(problem: ReshapeProblem, device: Device) -> Tiles | Groups:
         columns = min(_GROUP_COLUMNS, 16 * -(-problem.row_size // 16))
         batch = min(_MAX_BATCH, -(-group * columns // (problem.load_vec * _GROUP_THREADS)))
         return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.num_sms)
-    if problem.num_tokens <= _MAX_FEW_TOKENS:
+    if problem.blocks(_FEW) <= _FEW_BLOCKS * device.num_sms:
         return _FEW
     return _MEDIUM if problem.num_tokens <= _MAX_MEDIUM_TOKENS * device.num_sms else _MANY
 
