@@ -46,7 +46,7 @@ struct Shared {
     float logs[HEADS][TOKENS];                   // a_l in units of log2
     float strengths[HEADS][TOKENS];              // b_l
     float squares[2][TOKENS], norms[2][TOKENS];  // |k|^2 and |q|^2; 1 / |k| and 1 / |q|
-    uint32_t large_rows[4];                      // of PreparedTile
+    uint32_t large_rows[4];                      // of TileFactors
     int seq;
 };
 
@@ -122,8 +122,6 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
     PreparedTile& tile = shared.made.tile;
     Lower& lower = shared.made.lower;
     const float *const logs_of = shared.logs[number], *const strengths_of = shared.strengths[number];
-    const square_tile weights{reinterpret_cast<scalar_t*>(tile.weights)};
-    const square_tile inverse{reinterpret_cast<scalar_t*>(tile.inverse)};
     const int groups[2] = {group_at(2 * warp), group_at(2 * warp + 1)};  // of the lane's rows
     float row_logs[2], row_strengths[2], row_scales[2];
 #pragma unroll
@@ -139,6 +137,7 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
         const auto logs = Vec<float, 2>::load(logs_of + m), norms = Vec<float, 2>::load(shared.norms[0] + m);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            if (half == 0 && group >= GROUPS / 2) continue;  // all rows of this half are above the diagonal
             const int l = groups[half] * 8 + r;
             float two[2] = {};
             const auto relate = [&](bool is_on_diagonal) {
@@ -154,7 +153,10 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
             };
             if (group < groups[half]) relate(false);
             else if (group == groups[half]) relate(true);
-            *reinterpret_cast<uint32_t*>(weights.at(l, group) + 2 * t) = pack_pair<scalar_t>(two[0], two[1]);
+            if (groups[half] / 2 < group / 2) continue;  // above the blocks on the diagonal
+            const Panel weights{tile.weights + Weights::offset(group / 2)};
+            *reinterpret_cast<uint32_t*>(weights.at(groups[half] - group / 2 * 2, r, group % 2) + 2 * t) =
+                pack_pair<scalar_t>(two[0], two[1]);
         }
     }
     __syncthreads();
@@ -181,10 +183,11 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
             words[i] =
                 pack_pair<scalar_t>(d[i / 2][i % 2 * 2] * strengths[i % 2], d[i / 2][i % 2 * 2 + 1] * strengths[i % 2]);
         }
-        stmatrix<4, true>(inverse.at(row * SIDE + lane / 16 * 8 + lane % 8, column * 2 + lane / 8 % 2), words);
+        const Panel inverse{tile.factors.inverse + Inverse::offset(row / Inverse::FIRST_PANELS, column)};
+        stmatrix<4, true>(inverse.at(row % Inverse::FIRST_PANELS * 2 + lane / 16, lane % 8, lane / 8 % 2), words);
     };
     const float zeros[2][4] = {};
-    for (int row = 0; row < column; ++row) store(row, zeros);
+    if (column % 2) store(column - 1, zeros);  // next to the block on the diagonal, in the panel of 32 rows
     float y[WARPS][2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -214,12 +217,12 @@ DEVICE void make_tile(Shared& shared, const float (&of_keys)[TOKENS / 2], const 
     if (thread < TOKENS) {
         const int l = thread;
         const float log = logs_of[l], total = logs_of[TOKENS - 1], norm = shared.norms[0][l];
-        tile.of_keys[l] = estimate_exp2(log) * norm;
-        tile.of_queries[l] = estimate_exp2(log) * shared.norms[1][l] * scale;
-        tile.of_changes[l] = l < count ? estimate_exp2(total - log) * norm : 0.0f;
+        tile.factors.of_keys[l] = estimate_exp2(log) * norm;
+        tile.factors.of_queries[l] = estimate_exp2(log) * shared.norms[1][l] * scale;
+        tile.factors.of_changes[l] = l < count ? estimate_exp2(total - log) * norm : 0.0f;
         if (l < 4) {
-            tile.kept[l] = estimate_exp2(total);
-            tile.large_rows[l] = shared.large_rows[l];
+            tile.factors.kept[l] = estimate_exp2(total);
+            tile.factors.large_rows[l] = shared.large_rows[l];
         }
     }
     fence_proxy_async();

@@ -37,19 +37,19 @@
 
 constexpr int WARPGROUPS = ROWS / 64, TILES = VALUE_SIZE / ROWS, KEY_TILES = KEY_SIZE / ROWS, PRODUCERS = 128;
 constexpr int NUM_THREADS = PRODUCERS + WARPGROUPS * 128;
-constexpr int TOKEN_STEPS = TOKENS / 16;
 // Registers of a thread where warpgroups have different numbers: two warpgroups with rows need more than an equal
 // share.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int ROW_STRIDE = STATE_V_FIRST ? KEY_SIZE : 1, COLUMN_STRIDE = STATE_V_FIRST ? 1 : VALUE_SIZE;  // of a state
-constexpr int PREPARED_BYTES = sizeof(PreparedTile) - (OUTPUTS ? 0 : SQUARE_BYTES);  // without OUTPUTS, no weights
+constexpr int PREPARED_BYTES = OUTPUTS ? sizeof(PreparedTile) : sizeof(TileFactors);
 static_assert(VALUE_SIZE % ROWS == 0 && ROWS % 64 == 0 && (OUTPUTS || KEY_SIZE % ROWS == 0));
 static_assert(STATE_ACCESS == 1 || STATE_V_FIRST);
 
 struct alignas(1024) Stage {
     uint8_t rows[PANELS][2][TILE_BYTES];  // keys, then queries
     uint8_t values[WARPGROUPS][TILE_BYTES];
-    PreparedTile prepared;
+    uint8_t weights[Weights::BYTES];
+    TileFactors factors;
 };
 
 // Multiplies the rows of a tile that have a bit in `rows` by DOWN: the chunks that TokenCopy has the thread copy.
@@ -101,20 +101,31 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     const int warpgroup = shfl<32>(int(threadIdx.x) / 128, 0) - 1;  // the compiler sees that a warp has one warpgroup
     const int adding = TILES * int(OUTPUTS ? segments : segments - 1);  // blocks of a head that begin with a state
     const int of_head = adding + (OUTPUTS || segments < 3 ? 0 : KEY_TILES * int(segments - 2));
-    const int index = int(blockIdx.x) % of_head;
+    const uint32_t block_chain = blockIdx.x / uint32_t(of_head), block_seq = block_chain / uint32_t(value_heads);
+    const int index = int(blockIdx.x - block_chain * of_head);
     const bool is_transition = !OUTPUTS && index >= adding;
-    const int64_t chain = int(blockIdx.x) / of_head, head = chain % value_heads, seq = chain / value_heads;
+    const int64_t chain = block_chain, seq = block_seq, head = chain - seq * value_heads;
     const int segment = is_transition ? 1 + (index - adding) / max(KEY_TILES, 1) : index / TILES;
     const int first_row = (is_transition ? (index - adding) % max(KEY_TILES, 1) : index % TILES) * ROWS;
     const SequenceTiles tiles(cu_seqlens, static_cast<const int*>(nullptr), seq, seq_tokens, num_tokens);
-    const int of_segment = int(ceil_div(int64_t(tiles.count), segments));
+    const int of_segment = ceil_div(tiles.count, int(segments));
     const int first_tile = min(segment * of_segment, tiles.count), end_tile = min(first_tile + of_segment, tiles.count);
 
     if (warpgroup < 0) {
         if constexpr (WARPGROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        const int64_t key = head / heads_per_key * KEY_SIZE, value = head * VALUE_SIZE + first_row;
+        const int64_t key = uint32_t(head) / uint32_t(heads_per_key) * KEY_SIZE, value = head * VALUE_SIZE + first_row;
         TokenCopy<WIDE / 8, TOKENS, PRODUCERS> copy;
         constexpr bool HAS_LARGE = QK_NORM && CAN_BE_LARGE;
+        if constexpr (OUTPUTS) {
+            for (Stage* to = stages; to < stages + STAGES; ++to) {
+#pragma unroll
+                for (int step = 1; step < TOKEN_STEPS; ++step) {
+                    if (int(threadIdx.x) * 16 >= Weights::zeros(step)) continue;
+                    Vec<uint32_t, 4>{}.store_shared(
+                        reinterpret_cast<uint32_t*>(to->weights + step * Weights::PANEL_BYTES + threadIdx.x * 16));
+                }
+            }
+        }
         uint64_t large_keys = 0, large_queries = 0;  // of the tile that is in flight
         Ring<STAGES> landing = ring;                 // the stage of that tile
         // Hands over the tile in flight. The thread's copies of it are complete.
@@ -138,9 +149,13 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
             const auto* const from =
                 reinterpret_cast<const PreparedTile*>(prepared) + (tiles.first_slot + tile) * value_heads + head;
             if (threadIdx.x == 0) {
-                constexpr int SKIPPED = sizeof(PreparedTile) - PREPARED_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), PREPARED_BYTES);
-                bulk_load(to.prepared.weights + SKIPPED, from->weights + SKIPPED, PREPARED_BYTES, ring.full());
+                bulk_load(&to.factors, &from->factors, sizeof(TileFactors), ring.full());
+#pragma unroll
+                for (int step = 0; step < (OUTPUTS ? TOKEN_STEPS : 0); ++step) {
+                    bulk_load(to.weights + step * Weights::PANEL_BYTES + Weights::zeros(step),
+                              from->weights + Weights::offset(step), Weights::packed(step), ring.full());
+                }
             }
 #pragma unroll
             for (int part = 0; part < PANELS; ++part) {
@@ -160,7 +175,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                 hand_over();
             }
             if constexpr (HAS_LARGE) {
-                const auto rows = Vec<uint32_t, 4>::load(from->large_rows);
+                const auto rows = Vec<uint32_t, 4>::load(from->factors.large_rows);
                 large_keys = uint64_t(rows.data[1]) << 32 | rows.data[0];
                 large_queries = uint64_t(rows.data[3]) << 32 | rows.data[2];
             }
@@ -228,7 +243,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         }
         ring.wait();
         Stage& from = stages[ring.stage];
-        const PreparedTile& prepared_tile = from.prepared;
+        const TileFactors& factors_of = from.factors;
         const tile_t values = tile_at(from.values[warpgroup]);
         // Columns: tokens. The chain of S k, u and the update waits for nothing else: S q and the outputs have products
         // of their own, which the tensor cores execute while r and u are rounded.
@@ -268,7 +283,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         constexpr int OTHERS = OUTPUTS ? 1 : 0;  // products in flight that the chain does not wait for
         warpgroup_wait<OTHERS>();
         warpgroup_fence_operand(of_keys);
-        each_pair(prepared_tile.of_keys, [&](int i, float first, float second) {
+        each_pair(factors_of.of_keys, [&](int i, float first, float second) {
             uint32_t& word = errors[i / 8][i % 8 / 2];
             float low, high;
             unpack_pair<scalar_t>(word, low, high);
@@ -276,34 +291,33 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         });
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) warpgroup_fence_operand(errors[step]);
-        // d = rows m^T of a matrix that relates tokens to each other, or d += it.
-        const auto multiply_tokens = [&](float (&d)[TOKENS / 2], const uint32_t (&rows)[TOKEN_STEPS][4],
-                                         const uint8_t* square, bool adds) {
-            const uint64_t columns = make_smem_desc(square);
-#pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; ++step) {
-                wgmma<scalar_t, TOKENS>(d, rows[step], advance_smem_desc(columns, step * 32), adds || step > 0);
-            }
-            warpgroup_commit_batch();
-        };
         warpgroup_fence_operand(u);
         warpgroup_arrive();
-        multiply_tokens(u, errors, prepared_tile.inverse, false);
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step) {
+#pragma unroll
+            for (int half = step < Inverse::FIRST_PANELS ? 0 : 1; half < 2; ++half) {
+                wgmma<scalar_t, Inverse::ROWS>(
+                    reinterpret_cast<float (&)[Inverse::ROWS / 2]>(u[half * Inverse::ROWS / 2]), errors[step],
+                    Panel::desc(factors_of.inverse + Inverse::offset(half, step)), step > 0);
+            }
+        }
+        warpgroup_commit_batch();
         if constexpr (OUTPUTS) {
             warpgroup_wait<1>();
             warpgroup_fence_operand(outputs);
-            each_pair(prepared_tile.of_queries, [&](int i, float first, float second) {
+            each_pair(factors_of.of_queries, [&](int i, float first, float second) {
                 outputs[i] *= first;
                 outputs[i + 1] *= second;
             });
         }
         // Before the wait for S k, ptxas would insert another wait before this.
-        const float kept = prepared_tile.kept[0];
+        const float kept = factors_of.kept[0];
 #pragma unroll
         for (int i = 0; i < KEY_SIZE / 2; ++i) s[i] *= kept;
         warpgroup_wait<0>();
         warpgroup_fence_operand(u);
-        each_pair(prepared_tile.of_changes, [&](int i, float first, float second) {
+        each_pair(factors_of.of_changes, [&](int i, float first, float second) {
             errors[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i], u[i + 1]);
             changes[i / 8][i % 8 / 2] = pack_pair<scalar_t>(u[i] * first, u[i + 1] * second);
         });
@@ -315,7 +329,13 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         if constexpr (OUTPUTS) warpgroup_fence_operand(outputs);
         warpgroup_fence_operand(s);
         warpgroup_arrive();
-        if constexpr (OUTPUTS) multiply_tokens(outputs, errors, prepared_tile.weights, true);
+        if constexpr (OUTPUTS) {
+#pragma unroll
+            for (int step = 0; step < TOKEN_STEPS; ++step) {
+                wgmma<scalar_t, TOKENS>(outputs, errors[step], Panel::desc(from.weights + step * Weights::PANEL_BYTES));
+            }
+            warpgroup_commit_batch();
+        }
         const uint64_t summed = make_smem_desc(from.rows, 1024, 2 * TILE_BYTES);
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; ++step) {

@@ -23,7 +23,7 @@ _TOKENS = 64  # tokens of a tile
 # products of tokens stay in registers from head to head.
 _PREPARE_BLOCKS = 5, 4
 _FEWEST_PREPARE_BLOCKS = 3  # blocks of gated_delta_prepare.cu per SM that are worth more than shared dot products
-_STAGES = 3  # tiles in shared memory of gated_delta_sm90.cu
+_MAX_STAGES = 4  # most tiles in shared memory of gated_delta_sm90.cu
 _ROWS = (64, 128)  # rows of the state of a block of gated_delta_sm90.cu
 # Cycles of a tile in a block, by rows. An H200 took 2580 and 3600 before S k and S q were one product, and u and the
 # outputs; these are estimates. The others are fitted to an H200.
@@ -33,8 +33,11 @@ _COMBINE_CYCLES = 4000  # cycles of a segment in gated_delta_segments.cu; an est
 _LAUNCH_CYCLES = 5000  # cycles of a launch besides, with loads and stores of states
 _MAX_SEGMENTS = 16  # segments of a sequence
 _L2_BYTES = 3300  # bytes that the L2 cache delivers to all SMs in a cycle; an estimate
-_SQUARE_BYTES = 2 * _TOKENS * _TOKENS  # bytes of a matrix that relates the tokens of a tile to each other
-_PREPARED_BYTES = 2 * _SQUARE_BYTES + 3 * 4 * _TOKENS + 32  # bytes of PreparedTile of gated_delta_sm90_tiles.cuh
+# Bytes of parts of gated_delta_sm90_tiles.cuh: of Weights in shared memory; of TileFactors, in which the inverse has
+# three quarters of these; of PreparedTile, in which weights have ten of 16 blocks.
+_SQUARE_BYTES = 2 * _TOKENS * _TOKENS
+_FACTORS_BYTES = _SQUARE_BYTES * 3 // 4 + 3 * 4 * _TOKENS + 32
+_PREPARED_BYTES = _SQUARE_BYTES * 10 // 16 + _FACTORS_BYTES
 _LOWER_BYTES = 4 * (64 * 68 + 4 * 16 * 20)  # bytes of Lower of gated_delta_prepare.cu
 # Constants of both kernels, and of each.
 _OF_BOTH = ("scalar_t", "starts_t", "KEY_SIZE", "QK_NORM")
@@ -119,7 +122,12 @@ def _fitting(problem: GatedDeltaProblem) -> list[int]:
 
 def _stage_bytes(key_size: int, rows: int) -> int:
     """Bytes of a tile in shared memory."""
-    return -(-(2 * _TOKENS * (2 * key_size + rows) + _PREPARED_BYTES) // 1024) * 1024
+    return -(-(2 * _TOKENS * (2 * key_size + rows) + _SQUARE_BYTES + _FACTORS_BYTES) // 1024) * 1024
+
+
+def _stages(device: Device, stage_bytes: int) -> int:
+    """Tiles that fit into the shared memory of a block, next to its barriers."""
+    return min(_MAX_STAGES, (device.shared_memory - 16 * _MAX_STAGES) // stage_bytes)
 
 
 def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[Launch]:
@@ -145,17 +153,19 @@ def launches(problem: GatedDeltaProblem, config: GatedDeltaSm90Config) -> list[L
     transitions = Scratch(chains * max(0, segments - 2) * _transition_bytes(key_size))
 
     def walk(blocks: int, rows: int, outputs: bool) -> Launch:
+        stage_bytes = _stage_bytes(key_size, rows)
+        stages = _stages(q.device, stage_bytes)
         kernel = _walk.for_arch(arch)(
             **{name: constants[name] for name in _OF_WALK},
             ROWS=rows,
-            STAGES=_STAGES,
+            STAGES=stages,
             OUTPUTS=outputs,
             STATE_V_FIRST=v_first,
             STATE_ACCESS=2 if v_first and in_pairs else 1,
         )
         arguments = arguments_of(problem, _walk) | {"segments": segments, "prepared": prepared}
         arguments |= {"added": added if segments > 1 else 0, "transitions": transitions if segments > 2 else 0}
-        return kernel.launch(chains * blocks, 128 + 2 * rows, _STAGES * _stage_bytes(key_size, rows), **arguments)
+        return kernel.launch(chains * blocks, 128 + 2 * rows, stages * stage_bytes, **arguments)
 
     found = [
         prepare.launch(
