@@ -26,6 +26,7 @@
 //                   anything, and are set to 0
 //     others        as of gemm_sm80.cu, without gated activations and zero points
 
+constexpr int WARPS_K = 1;  // team
 #include "gemm_tile.cuh"
 #include "grouped_tile.cuh"
 #include "mainloop_sm80.cuh"

@@ -18,7 +18,8 @@
 // share a tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces
 // them in the order of the splits.
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
+// Warps: a team of WARPS_M x WARPS_N warps divides the tile. WARPS_K teams take every WARPS_K-th k-tile, and add up their
+// accumulators in shared memory: so the warps that hide latency read no more of it than one team would. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
 // ups; GATED 2, with experts: a gate and its up. Either way one thread has both.
 //
 // On devices without fp8 MMA, fp8 operands are converted to float16, which represents every fp8 value exactly.
@@ -29,8 +30,9 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    the epilogue (gemm_epilogue.cuh)
 //     SCALE_BLOCK   elements that share a block scale: those of a k-tile, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K; 1 if the elements of a row are not contiguous
-//     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
-//     STAGES        k-tiles in shared memory
+//     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and the warps of a team along both
+//     WARPS_K       teams; 1 with experts and with block scales
+//     STAGES        k-tiles of a team in shared memory
 //
 // Constants without experts
 //     OUT_ACCESS    elements of one access to out: 1 or 2
@@ -89,11 +91,11 @@ struct DenseTile {
     }
     // The rows that a thread copies, from element `first` of each on.
     DEVICE StridedRows copied_of_a(int64_t first) const {
-        const int64_t row = first_row + threadIdx.x / 8;
+        const int64_t row = first_row + thread_of_team() / 8;
         return strided_rows(a + first * a_step, row, a_stride, ROWS_APART, m - row);
     }
     DEVICE StridedRows copied_of_b(int64_t first) const {
-        const int local = threadIdx.x / 8;
+        const int local = thread_of_team() / 8;
         const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
         return strided_rows(b + first * b_step, row, b_stride, ROWS_APART / RUNS_OF_B, (n - column) * RUNS_OF_B);
     }
@@ -160,7 +162,7 @@ gemm_sm80(out_t* out,                 // [M, N]
           const int32_t* azp_adj,     // [N]
           const int32_t* azp,         // [M]
           const out_t* bias,          // [N] or [M, N]
-          total_t* partial,           // [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4]
+          total_t* partial,           // [tiles, SPLITS, OUT_SUMS / 4, NUM_THREADS, 4]
           uint32_t* arrived,          // [tiles]
           int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
           int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
@@ -168,7 +170,7 @@ gemm_sm80(out_t* out,                 // [M, N]
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
-    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int warp = thread_of_team() / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
     const TileIndex index = index_of_tile<GROUP_ROWS>(m, GATED ? 2 * n : n);
@@ -185,11 +187,8 @@ gemm_sm80(out_t* out,                 // [M, N]
         [&](int step) { return tile.scales_of(scales, warp_row + lane_row(lane), warp_column, first_step + step); },
         [&](const TileScales& of_step) { accum.promote(of_step); });
 
-    total_t result[SUMS];
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-        result[i] = accum.get(i / (COLUMN_TILES * PRODUCT_SUMS), i / PRODUCT_SUMS % COLUMN_TILES, i % PRODUCT_SUMS);
-    }
+    total_t result[OUT_SUMS];
+    add_teams(result, memory, [&](int i, int j, int l) { return accum.get(i, j, l); });
     if (!add_splits<SPLITS>(result, partial, arrived, &is_last)) return;
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
@@ -197,7 +196,8 @@ gemm_sm80(out_t* out,                 // [M, N]
     const auto exists = [&](int64_t row) { return row < m; };
     const auto column_of = [&](int local) { return tile.column_of(local); };
     write_tile<OUT_ACCESS>(out, out_stride, n, epilogue, result, warp_row + lane_row(lane),
-                           warp_column + lane_column(lane), row_of, exists, column_of);
+                           warp_column + team() * OUT_TILES * PRODUCT_COLUMNS + lane_column(lane), row_of, exists,
+                           column_of);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_sm80(

@@ -17,28 +17,28 @@ DEVICE TileIndex index_of_tile(int64_t m, int64_t b_rows) {
 }
 
 // Split-K: reduces, in the order of the splits, the accumulators of the SPLITS blocks along y that share tile
-// blockIdx.x, and returns true in the last block to arrive. `partial` has shape [tiles, SPLITS, SUMS / 4, NUM_THREADS,
+// blockIdx.x, and returns true in the last block to arrive. `partial` has shape [tiles, SPLITS, OUT_SUMS / 4, NUM_THREADS,
 // 4]; `arrived` has one counter per tile, 0 before and after the kernel; `is_last` is in shared memory.
 template <int SPLITS, typename Sum>
-DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uint32_t* is_last) {
+DEVICE bool add_splits(Sum (&result)[OUT_SUMS], Sum* partial, uint32_t* arrived, uint32_t* is_last) {
     if constexpr (SPLITS > 1) {
         using four_t = Vec<Sum, 4>;
-        Sum* const of_thread = partial + (int64_t(blockIdx.x) * SPLITS * SUMS * NUM_THREADS + threadIdx.x * 4);
+        Sum* const of_thread = partial + (int64_t(blockIdx.x) * SPLITS * OUT_SUMS * NUM_THREADS + threadIdx.x * 4);
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {
+        for (int i = 0; i < OUT_SUMS; i += 4) {
             four_t four;
 #pragma unroll
             for (int j = 0; j < 4; ++j) four.data[j] = result[i + j];
-            *reinterpret_cast<four_t*>(of_thread + int64_t(blockIdx.y * SUMS + i) * NUM_THREADS) = four;
+            *reinterpret_cast<four_t*>(of_thread + int64_t(blockIdx.y * OUT_SUMS + i) * NUM_THREADS) = four;
         }
         if (!arrives_last(arrived + blockIdx.x, SPLITS, is_last)) return false;
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) result[i] = 0;
+        for (int i = 0; i < OUT_SUMS; ++i) result[i] = 0;
         for (int split = 0; split < SPLITS; ++split) {
 #pragma unroll
-            for (int i = 0; i < SUMS; i += 4) {
+            for (int i = 0; i < OUT_SUMS; i += 4) {
                 const uint4 four =
-                    load_fresh(reinterpret_cast<const uint4*>(of_thread + int64_t(split * SUMS + i) * NUM_THREADS));
+                    load_fresh(reinterpret_cast<const uint4*>(of_thread + int64_t(split * OUT_SUMS + i) * NUM_THREADS));
                 const auto& part = reinterpret_cast<const Sum(&)[4]>(four);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) result[i + j] += part[j];
@@ -55,12 +55,12 @@ DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uin
 // Epilogue, or has its members.
 template <int OUT_ACCESS, typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
 DEVICE void
-write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,
+write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[OUT_SUMS], int own_row,
            int own_column, const RowOf& row_of, const Exists& exists, const ColumnOf& column_of) {
     // MMA tiles per gate / up pair: 2 if one MMA tile holds the gates and the next their ups, else 1.
     constexpr int HALVES = GATED && RUNS == 1 ? 2 : 1;
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
+    for (int j = 0; j < OUT_TILES; j += HALVES) {
 #pragma unroll
         for (int l = 0; l < ROW_RUN; l += 2) {
             const int64_t column = column_of(own_column + j * PRODUCT_COLUMNS + l);
@@ -74,7 +74,7 @@ write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, con
                 const int64_t row = row_of(own_row, i * ROW_STEP);
                 if (!exists(row)) continue;
                 const auto row_terms = epilogue.row(row);
-                const int at = (i / LANE_ROWS * COLUMN_TILES + j) * PRODUCT_SUMS + i % LANE_ROWS * ROW_SUMS + l;
+                const int at = (i / LANE_ROWS * OUT_TILES + j) * PRODUCT_SUMS + i % LANE_ROWS * ROW_SUMS + l;
                 const int up = at + (RUNS == 2 ? ROW_RUN : PRODUCT_SUMS);
                 float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
                 float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));

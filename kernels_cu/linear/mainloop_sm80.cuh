@@ -1,14 +1,15 @@
 // mainloop_sm80.cuh: the main loop of a GEMM by product.cuh: k-tiles from global memory to accumulators.
 //
-// A k-tile is 128 bytes of each row. Asynchronous copies (async.cuh) bring rows of a and b to shared memory, STAGES - 1
-// k-tiles ahead. Rows and elements out of range are zeros.
+// A k-tile is 128 bytes of each row. A team of warps takes every WARPS_K-th k-tile. Asynchronous copies (async.cuh) bring
+// its rows of a and b to shared memory, STAGES - 1 of its k-tiles ahead. Rows and elements out of range are zeros.
 //
 // The kernel defines before the include: VEC_SIZE, STAGES, and the constants of tile_shape.cuh.
 #pragma once
 #include "tile_shape.cuh"
 
-// A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row threadIdx.x / 8 on.
-constexpr int ROWS_APART = NUM_THREADS / 8;
+// A thread copies its chunk, 16 bytes of K, of every ROWS_APART-th row of a tile, from row thread_of_team() / 8 on.
+constexpr int ROWS_APART = TEAM_THREADS / 8;
+static_assert(WARPS_K == 1 || (!HOLDS_COPIES && ROWS_APART % 8 == 0));
 #include "operand_rows.cuh"
 
 // The copies of an operand's k-tiles to shared memory, in order.
@@ -22,14 +23,15 @@ struct OperandCopies {
     // Copies a chunk of each row to a stage, to its rows from `first` on, or to registers. The rows have `left`
     // elements at distances of `step`.
     DEVICE void load(const tile_t& stage, int first, int64_t step, int64_t left) {
-        uint16_t* const to = stage.at(first + threadIdx.x / 8, threadIdx.x % 8);
+        const int row = thread_of_team() / 8;
+        uint16_t* const to = stage.at(first + row, threadIdx.x % 8);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            if (ROWS % ROWS_APART != 0 && threadIdx.x / 8 + i * ROWS_APART >= ROWS) continue;
+            if (ROWS % ROWS_APART != 0 && row + i * ROWS_APART >= ROWS) continue;
             copy_chunk<VEC_SIZE>(held.chunks[HOLDS_COPIES ? i : 0], to + i * tile_t::bytes(ROWS_APART) / 2, rows.row(i),
                                  step, left, rows.exists(i));
         }
-        rows.advance(STEP * step);
+        rows.advance(WARPS_K * STEP * step);
     }
 };
 
@@ -37,7 +39,7 @@ struct OperandCopies {
 template <typename T, int WORDS>
 struct Fragments {
     static constexpr int HALVES = 16 / PRODUCT_COLUMNS;
-    uint32_t rows[ROW_TILES][WORDS], columns[COLUMN_TILES / HALVES][WORDS];
+    uint32_t rows[ROW_TILES][WORDS], columns[ceil_div(COLUMN_TILES, HALVES)][WORDS];
 
     DEVICE void load(const tile_t& stage, int a_row, int b_row, int part) {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -47,6 +49,12 @@ struct Fragments {
         for (int i = 0; i < ROW_TILES; ++i) ldmatrix<WORDS>(rows[i], a + i * tile_t::bytes(16) / 2);
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES / HALVES; ++j) ldmatrix<WORDS>(columns[j], b + j * tile_t::bytes(16) / 2);
+        if constexpr (COLUMN_TILES % HALVES == 1) {
+            uint32_t last[WORDS / 2];
+            ldmatrix<WORDS / 2>(last, b + COLUMN_TILES / HALVES * tile_t::bytes(16) / 2);
+#pragma unroll
+            for (int i = 0; i < WORDS / 2; ++i) columns[COLUMN_TILES / HALVES][i] = last[i];
+        }
     }
     DEVICE void multiply(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS]) const {
 #pragma unroll
@@ -63,6 +71,7 @@ struct Fragments {
 // elements need the registers for themselves.
 constexpr bool PREFETCHES =
     PARTS == 1 && !ON_MATRIX_CORES && VEC_SIZE * sizeof(scalar_t) >= 4 && NUM_THREADS * MIN_BLOCKS <= 256;
+static_assert(PREFETCHES || COLUMN_TILES % (16 / PRODUCT_COLUMNS) == 0);
 
 // The main loop with two sets of operands: one is loaded while the other is multiplied. load(slot) begins the copies of
 // the next k-tile to a stage. next_stage(step) waits for those of the next one, and stores k-tile `step` if registers
@@ -98,9 +107,10 @@ DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_st
 
 // Whether block scales are loaded before the MMAs of their k-tile, which hide the latency. Next to more accumulators,
 // which a thread has twice, they would spill.
+static_assert(WARPS_K == 1 || SCALE_BLOCK == 0);
 constexpr bool SCALES_EARLY = SCALE_BLOCK > 0 && WARP_M* WARP_N <= 32 * WARP_SIZE;
 
-// Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of a warp. The warp's tile
+// Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of the teams. A warp's tile
 // begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
 // tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a
 // row, tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and
@@ -110,10 +120,10 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
                           int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,
                           const ScalesOf& scales_of, const Promote& promote) {
     const auto stage_of = [&](int slot) {
-        return tile_t{reinterpret_cast<uint16_t*>(memory) + slot * (STAGE_BYTES / 2)};
+        return tile_t{reinterpret_cast<uint16_t*>(memory) + (slot * WARPS_K + team()) * (STAGE_BYTES / 2)};
     };
     // A stage holds the rows of a, then the rows of b.
-    const int64_t first = first_step * STEP + threadIdx.x % 8 * CHUNK;
+    const int64_t first = (first_step + team()) * STEP + threadIdx.x % 8 * CHUNK;
     OperandCopies<TILE_M, decltype(tile.copied_of_a(first))> a(tile.copied_of_a(first));
     OperandCopies<TILE_N, decltype(tile.copied_of_b(first))> b(tile.copied_of_b(first));
     // Elements of a row from the next k-tile on. Copies of k-tiles after the last one are zeros.
@@ -121,7 +131,7 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
     const auto load = [&](int slot) {
         a.load(stage_of(slot), 0, tile.a_step, left);
         b.load(stage_of(slot), TILE_M, tile.b_step, left);
-        left -= STEP;
+        left -= WARPS_K * STEP;
         cp_async_commit();
     };
     const auto store_held = [&](int step) {
@@ -133,6 +143,7 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
         cp_async_wait<STAGES - 2>();
         __syncthreads();
     };
+    const int own_steps = ceil_div(steps, WARPS_K);
     for (int step = 0; step < STAGES - 1; ++step) {
         load(step);
         store_held(step);
@@ -148,7 +159,7 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
     if constexpr (PREFETCHES) {
         using operands_t = Fragments<scalar_t, LOAD_WORDS>;
         multiply_ahead<operands_t>(
-            steps, load,
+            own_steps, load,
             [&](int step) {
                 store_held(step);
                 next_stage();
@@ -158,7 +169,7 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
             },
             [&](const operands_t& operands, int) { operands.multiply(accum); }, begin, end);
     } else {
-        for (int step = 0; step < steps; ++step) {
+        for (int step = 0; step < own_steps; ++step) {
             next_stage();
             load((step + STAGES - 1) % STAGES);
             begin(step);
@@ -168,4 +179,43 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
         }
     }
     cp_async_wait<0>();
+}
+
+// The accumulators of a thread: those of its team's share of the tile, over all k-tiles of the block. get(i, j, l) is
+// accumulator l of MMA tile (i, j) of the thread's own k-tiles. With teams, they pass through `memory`, the stages, and
+// are added in the order of the teams.
+template <typename Sum, typename Get>
+DEVICE void add_teams(Sum (&result)[OUT_SUMS], uint4* memory, const Get& get) {
+    if constexpr (WARPS_K == 1) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            result[i] = get(i / (COLUMN_TILES * PRODUCT_SUMS), i / PRODUCT_SUMS % COLUMN_TILES, i % PRODUCT_SUMS);
+        }
+    } else {
+        constexpr int FOURS = PRODUCT_SUMS / 4, ROW_FOURS = COLUMN_TILES * FOURS, OUT_FOURS = OUT_TILES * FOURS;
+        static_assert(TEAM_THREADS * SUMS * 4 <= STAGES * STAGE_BYTES);
+        using four_t = Vec<Sum, 4>;
+        four_t* const fours = reinterpret_cast<four_t*>(memory) + thread_of_team();
+        __syncthreads();  // the teams have read the stages
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; ++i) {
+            four_t four;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) four.data[j] = get(i / ROW_FOURS, i % ROW_FOURS / FOURS, i % FOURS * 4 + j);
+            fours[(team() * (SUMS / 4) + i) * TEAM_THREADS] = four;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < OUT_SUMS; ++i) result[i] = 0;
+#pragma unroll
+        for (int from = 0; from < WARPS_K; ++from) {
+#pragma unroll
+            for (int i = 0; i < OUT_SUMS / 4; ++i) {
+                const int at = i / OUT_FOURS * ROW_FOURS + team() * OUT_FOURS + i % OUT_FOURS;
+                const four_t four = fours[(from * (SUMS / 4) + at) * TEAM_THREADS];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) result[i * 4 + j] += four.data[j];
+            }
+        }
+    }
 }

@@ -39,6 +39,7 @@
 //     SPLITS        split-K: blocks that share a tile
 //     GROUPED       whether rows belong to experts (of weights in the layouts of single ones)
 
+constexpr int WARPS_K = 1;  // team
 #include "gemm_tile.cuh"
 #include "grouped_tile.cuh"
 #include "packed_steps.cuh"

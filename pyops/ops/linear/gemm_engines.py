@@ -153,14 +153,16 @@ def _mma_refusal(shape: GemmShape, device: Device) -> str | None:
 
 
 def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    """The teams of a CTA wait at the same time for what a k-tile takes besides MMAs and shared memory."""
     tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
     of_sm = -(-tiles * config.splits // device.num_sms)
-    conversions = 2 if shape.is_fp8 and not device.supports("fp8_products") else 1  # fp8 as float16: twice the MMAs
-    mma = rates.mma_area * config.tile_m * config.tile_n * conversions
-    k_tile = rates.mma_k_tile + engines.overlapped(mma, rates.mma_shared * config.k_tile_traffic)
+    mma = rates.mma_area * config.tile_m * config.tile_n * (2 if gemm_sm80.converts(shape.dtype, device) else 1)
+    k_tile = rates.mma_k_tile / config.warps_k + engines.overlapped(mma, rates.mma_shared * config.k_tile_traffic)
     loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
+    l2_rows = tiles * shape.num_k_tiles * (min(shape.m, config.tile_m) + config.tile_n)
+    loop = rates.overlapped(loop, shape.nbytes, l2_rows * K_TILE_BYTES)
     split = rates.reduction(config.splits, tiles, config.tile_m * config.tile_n)
-    return rates.mma_launch + rates.overlapped(loop, shape.nbytes) + of_sm * rates.mma_block + split
+    return rates.mma_launch + loop + of_sm * rates.mma_block + split
 
 
 # gemm_simt.cu, gemv.cu

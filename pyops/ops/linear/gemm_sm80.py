@@ -17,6 +17,7 @@ from .gemm_shape import FP8, K_TILE_BYTES, GemmShape
 _mma = Kernel("linear/gemm_sm80.cu")
 
 _MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
+_FLAG_BYTES = 16  # static shared memory of split-K
 _SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
 _MAX_SPLITS = 8  # split-K: most blocks that share a tile
 _MIN_SPLIT_K_TILES = 4  # split-K: fewest k-tiles of each block
@@ -33,10 +34,11 @@ class MmaConfig:
 
     Attributes:
         tile_m, tile_n: rows and columns of a block's accumulator tile.
-        warps_m, warps_n: warps along M and N.
-        stages: k-tiles in shared memory or in flight.
+        warps_m, warps_n: warps of a team along M and N.
+        stages: k-tiles of a team in shared memory or in flight.
         splits: blocks that share a tile (split-K); each takes a part of K.
         min_blocks: blocks per SM; bounds the registers.
+        warps_k: teams of these warps in a block, which split K.
     """
 
     tile_m: int
@@ -46,14 +48,15 @@ class MmaConfig:
     stages: int
     splits: int
     min_blocks: int
+    warps_k: int = 1
 
     def __post_init__(self) -> None:
-        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (8 * self.warps_n * self.warps_k):
             raise ValueError(f"warps do not divide the tile: {self}")
 
     @property
     def shared_memory(self) -> int:
-        return self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
+        return self.warps_k * self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
 
     @property
     def k_tile_traffic(self) -> int:
@@ -61,7 +64,7 @@ class MmaConfig:
         return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
     def num_threads(self, device: Device) -> int:
-        return self.warps_m * self.warps_n * device.warp_size
+        return self.warps_m * self.warps_n * self.warps_k * device.warp_size
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[MmaConfig]:
         """Other tiles, stages, splits and registers."""
@@ -77,8 +80,9 @@ class MmaConfig:
 
     def _fits(self, problem: GemmProblem, device: Device) -> bool:
         """Whether shared memory and registers suffice."""
-        held = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
-        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * held <= _MAX_RESIDENT
+        threads = self.num_threads(device)
+        held = self.warps_k * self.tile_m * self.tile_n // threads * (2 if problem.epilogue.block_scaled else 1)
+        enough = self.min_blocks == 1 or self.min_blocks * threads * held <= _MAX_RESIDENT
         return enough and held <= max_accumulators(problem.dtype, device) and self.shared_memory <= device.shared_memory
 
     def launch(self, problem: GemmProblem) -> Launch:
@@ -97,6 +101,7 @@ class MmaConfig:
             TILE_N=self.tile_n,
             WARPS_M=self.warps_m,
             WARPS_N=self.warps_n,
+            WARPS_K=self.warps_k,
             STAGES=self.stages,
             SPLITS=splits,
             GROUP_ROWS=_GROUP_ROWS,
@@ -106,45 +111,62 @@ class MmaConfig:
         )
 
 
-# Tiles and their warps: TILE_M, TILE_N, WARPS_M, WARPS_N. Warps of 64 x 64 read the fewest bytes of shared memory for
-# each MMA; the small tiles are for few rows, and for few tiles.
+# Tiles and their warps: TILE_M, TILE_N, WARPS_M, WARPS_N, WARPS_K. Warps of 64 x 64 read the fewest bytes of shared
+# memory for each MMA; the small tiles are for few rows, and for few tiles. Teams along K hide latency as more warps of
+# one team would, and read fewer of these bytes. 224 columns make two full waves of 256 x 28672 on 132 SMs.
 _TILES = (
-    (16, 64, 1, 4),
-    (32, 64, 1, 4),
-    (64, 64, 2, 2),
-    (64, 128, 2, 4),
-    (128, 128, 2, 4),
-    (128, 128, 2, 2),
-    (64, 256, 1, 4),
-    (128, 256, 2, 4),
+    (16, 64, 1, 4, 1),
+    (32, 64, 1, 4, 1),
+    (64, 64, 2, 2, 1),
+    (64, 128, 2, 4, 1),
+    (128, 128, 2, 4, 1),
+    (128, 128, 2, 2, 1),
+    (64, 256, 1, 4, 1),
+    (128, 256, 2, 4, 1),
+    (128, 224, 2, 4, 1),
+    (16, 32, 1, 2, 2),
+    (64, 32, 2, 1, 2),
+    (32, 64, 1, 2, 2),
+    (128, 64, 2, 2, 2),
+    (64, 128, 2, 2, 2),
 )
 _SMALL_TILES = 5  # these first tiles have warps of at most 64 x 32, for copies that registers hold
+_EVEN_TILES = 8  # these first tiles have one team, and warps of a multiple of 16 columns
 
 
 def configs(shape: GemmShape, device: Device) -> Iterator[MmaConfig]:
     """Tiles that registers and shared memory allow, each whole and with split-K while SMs would idle."""
-    tiles_of = _TILES if device.supports("async_copies") else _TILES[:_SMALL_TILES]
-    for tile_m, tile_n, warps_m, warps_n in tiles_of:
+    for tile_m, tile_n, warps_m, warps_n, warps_k in _tiles(shape, device):
         if tile_m > 16 and 2 * shape.m <= tile_m:
             continue  # half of the tile would be padding
         held = tile_m * tile_n // (warps_m * warps_n * device.warp_size)
         if held * (2 if shape.block_scaled else 1) > max_accumulators(shape.dtype, device):
             continue
         stage_bytes = (tile_m + tile_n) * K_TILE_BYTES
-        blocks = 2 if stage_bytes <= _SMALL_TILE else 1  # per SM; they share its shared memory
-        most = _MAX_STAGES[stage_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
-        stages = min(most, device.shared_memory // blocks // stage_bytes)
-        if stages < 2:
-            continue
         tiles, splits = -(-shape.m // tile_m) * -(-shape.n // tile_n), 1
-        # Split-K takes static shared memory for a flag.
-        has_flag = stages * stage_bytes * blocks < device.shared_memory
-        most_splits = min(_MAX_SPLITS, shape.num_k_tiles // _MIN_SPLIT_K_TILES) if has_flag else 1
+        most = _MAX_STAGES[stage_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
         while True:
-            yield MmaConfig(tile_m, tile_n, warps_m, warps_n, stages, splits, blocks)
+            # Blocks of an SM share its shared memory.
+            blocks = 2 if stage_bytes <= _SMALL_TILE and tiles * splits > device.num_sms else 1
+            # Split-K takes static shared memory for a flag.
+            space = (device.shared_memory - _FLAG_BYTES * (splits > 1)) // blocks
+            stages = min(most, space // (stage_bytes * warps_k))
+            if stages >= 2:
+                yield MmaConfig(tile_m, tile_n, warps_m, warps_n, stages, splits, blocks, warps_k)
             splits *= 2
-            if splits > most_splits or splits * tiles > 2 * device.num_sms:
+            if splits > min(_MAX_SPLITS, shape.num_k_tiles // _MIN_SPLIT_K_TILES):
                 break
+            if splits * tiles > 2 * device.num_sms:
+                break
+
+
+def _tiles(shape: GemmShape, device: Device) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The tiles that the kernel has for operands of this kind. GPUs with WGMMA, where other choices are measured, have
+    no teams and no odd numbers of MMA tiles."""
+    if not device.supports("async_copies"):
+        return _TILES[:_SMALL_TILES]
+    plain = not (shape.block_scaled or shape.is_gated) and shape.vec_size * shape.dtype.itemsize >= 4
+    return _TILES if plain and not (converts(shape.dtype, device) or device.supports("wgmma")) else _TILES[:_EVEN_TILES]
 
 
 def k_tile_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
@@ -154,5 +176,10 @@ def k_tile_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
 
 def max_accumulators(dtype: DType, device: Device) -> int:
     """Most accumulators of a thread: a half where fp8 operands are converted, or copies are held in registers."""
-    converts = dtype in FP8 and not device.supports("fp8_products")
-    return _MAX_ACCUMULATORS if device.supports("async_copies") and not converts else _MAX_ACCUMULATORS // 2
+    whole = device.supports("async_copies") and not converts(dtype, device)
+    return _MAX_ACCUMULATORS if whole else _MAX_ACCUMULATORS // 2
+
+
+def converts(dtype: DType, device: Device) -> bool:
+    """Whether fp8 operands are converted to float16, which takes twice the MMAs."""
+    return dtype in FP8 and not device.supports("fp8_products")

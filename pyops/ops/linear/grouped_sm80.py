@@ -103,6 +103,7 @@ class GroupedMmaConfig:
             TILE_N=self.tile_n,
             WARPS_M=self.warps_m,
             WARPS_N=self.warps_n,
+            WARPS_K=1,
             STAGES=self.stages,
             GROUP=GROUP,
             MIN_BLOCKS=self.min_blocks,

@@ -378,11 +378,20 @@ def test_small_m_entry_points(tokens: int, device: str) -> None:
 
 SMALL = MmaConfig(tile_m=16, tile_n=64, warps_m=1, warps_n=4, stages=2, splits=1, min_blocks=1)
 TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=4, warps_n=1, stages=3, splits=1, min_blocks=1)
+TEAMS = MmaConfig(tile_m=32, tile_n=32, warps_m=1, warps_n=2, stages=2, splits=1, min_blocks=1, warps_k=2)
+ODD = MmaConfig(tile_m=16, tile_n=48, warps_m=1, warps_n=2, stages=2, splits=1, min_blocks=1)
+
+# Rows of out that are multiples of 16 bytes, too: 8 elements of them are stored at a time.
+_COLUMNS = st.integers(1, 70) | st.integers(1, 9).map(lambda n: 8 * n)
 
 
 @needs_compiler
-@pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL, GemmSimtConfig(16, 64)], ids=str)
-@given(m=st.integers(1, 34), n=st.integers(1, 70), k=st.integers(1, 40), seed=st.integers(0, 99))
+@pytest.mark.parametrize(
+    "one",
+    [SMALL, replace(SMALL, splits=4), TALL, TEAMS, replace(TEAMS, splits=2), ODD, GemmSimtConfig(16, 64)],
+    ids=str,
+)
+@given(m=st.integers(1, 34), n=_COLUMNS, k=st.integers(1, 40), seed=st.integers(0, 99))
 def test_edges_of_tiles(one: Any, m: int, n: int, k: int, seed: int) -> None:
     """Any sizes, several k-tiles, more splits than k-tiles: exact for integers, with the same bits under every
     schedule."""
@@ -488,25 +497,25 @@ INSTINCT = device.model("gfx942")
     ("on", "m", "n", "k", "dtype", "expected"),
     [
         (AMPERE, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
-        (AMPERE, 16, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
+        (AMPERE, 16, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 1)),
         (AMPERE, 4096, 4096, 4096, dtypes.bfloat16, MmaConfig(128, 256, 2, 4, 3, 1, 1)),
-        (ADA, 16, 4096, 14336, dtypes.float8_e4m3fn, MmaConfig(16, 64, 1, 4, 4, 1, 2)),
+        (ADA, 16, 4096, 14336, dtypes.float8_e4m3fn, MmaConfig(16, 32, 1, 2, 8, 1, 1, 2)),
         (ADA, 4096, 4096, 4096, dtypes.float8_e4m3fn, MmaConfig(128, 256, 2, 4, 2, 1, 1)),
-        (BLACKWELL, 1, 4096, 4096, dtypes.int8, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
-        (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(32, 64, 1, 4, 8, 1, 2)),
-        (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(32, 64, 1, 4, 8, 1, 2)),
+        (BLACKWELL, 1, 4096, 4096, dtypes.int8, MmaConfig(16, 32, 1, 2, 8, 1, 1, 2)),
+        (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(64, 32, 2, 1, 8, 1, 1, 2)),
+        (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(32, 64, 1, 4, 8, 1, 1)),
         (HOPPER, 256, 28672, 4096, dtypes.bfloat16, GemmConfig),
         (HOPPER, 1, 4096, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 1, 28672, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 1, 4096, 14336, dtypes.float16, SwapConfig),
         (HOPPER, 2, 4096, 4096, dtypes.bfloat16, SwapConfig),
         (HOPPER, 4, 256, 7168, dtypes.bfloat16, SkinnyConfig),
-        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 2)),
-        (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(32, 64, 1, 4, 8, 1, 2)),
+        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 1)),
+        (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 32, 2, 1, 8, 1, 1, 2)),
         (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 256, 2, 4, 2, 1, 1)),
         (GEFORCE, 8, 512, 64, dtypes.bfloat16, SkinnyConfig),
         (HOPPER, 16, 256, 7168, dtypes.float32, GemmSimtConfig(16, 64)),
-        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(16, 64, 1, 4, 2, 1, 2)),
+        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(16, 64, 1, 4, 2, 1, 1)),
         (INSTINCT, 512, 256, 7168, dtypes.float32, GemmSimtConfig(64, 64)),
     ],
 )
@@ -514,6 +523,22 @@ def test_choice_of_config(on: Device, m: int, n: int, k: int, dtype: dtypes.DTyp
     one = problem(m, n, k, dtype, on)
     found = choose(one, on)
     assert isinstance(found, expected) if isinstance(expected, type) else found == expected
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [
+        (16, 4096, MmaConfig(16, 32, 1, 2, 8, 1, 1, 2)),  # 11.3 us
+        (64, 4096, MmaConfig(64, 32, 2, 1, 6, 1, 1, 2)),  # 13.2
+        (256, 4096, MmaConfig(128, 64, 2, 2, 3, 1, 1, 2)),  # 26.5
+        (256, 28672, MmaConfig(128, 224, 2, 4, 3, 1, 1)),  # 151.5
+        (4096, 28672, MmaConfig(128, 256, 2, 4, 3, 1, 1)),  # 2211.6
+    ],
+)
+def test_choices_of_an_h200_as_ampere(m: int, n: int, expected: MmaConfig) -> None:
+    """Those that were fastest of 2 to 19 in bfloat16, with K of 4096."""
+    on = replace(AMPERE, num_sms=HOPPER.num_sms)
+    assert choose(problem(m, n, 4096, dtypes.bfloat16, on), on) == expected
 
 
 @pytest.mark.parametrize("on", [AMPERE, ADA, BLACKWELL, GEFORCE], ids=lambda on: on.arch)
