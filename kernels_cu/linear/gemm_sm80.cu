@@ -35,7 +35,7 @@
 //     STAGES        k-tiles of a team in shared memory
 //
 // Constants without experts
-//     OUT_ACCESS    elements of one access to out: 1 or 2
+//     OUT_ACCESS    elements of one access to out: 1, 2 or 8 (gemm_tile.cuh)
 //     SPLITS        split-K: blocks that share a tile
 //     GROUP_ROWS    row tiles that the tile order takes before the next column tile
 //

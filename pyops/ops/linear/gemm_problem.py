@@ -237,9 +237,9 @@ class GemmProblem:
 
     @property
     def out_access(self) -> int:
-        """Elements of one access to out: 2 or 1."""
-        out = self.epilogue.out
-        return min(2, check.vector_width(self.n, out)) if out.alignment >= 2 * out.dtype.itemsize else 1
+        """Elements of one access to out: 8, 2 or 1."""
+        width = check.vector_width(self.n, self.epilogue.out)
+        return width if width in (1, 8) else 2
 
     @property
     def out_is_aligned(self) -> bool:
