@@ -9157,7 +9157,7 @@ class _gated_delta_rule(_Attributes, Protocol):
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
         state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
         2024, arXiv:2412.06464, as flash-linear-attention computes it). Hopper takes 64 tokens at a time, with a workspace
-        of about 0.27 KB for each token and value head. Where heads would leave SMs idle, it walks up to 16 segments of a
+        of about 0.19 KB for each token and value head. Where heads would leave SMs idle, it walks up to 16 segments of a
         sequence in parallel, with 128 KB for each one and value head of 128.
 
         Args:
@@ -9206,7 +9206,7 @@ class _gated_delta_rule(_Attributes, Protocol):
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
         state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
         2024, arXiv:2412.06464, as flash-linear-attention computes it). Hopper takes 64 tokens at a time, with a workspace
-        of about 0.27 KB for each token and value head. Where heads would leave SMs idle, it walks up to 16 segments of a
+        of about 0.19 KB for each token and value head. Where heads would leave SMs idle, it walks up to 16 segments of a
         sequence in parallel, with 128 KB for each one and value head of 128.
 
         Args:

@@ -157,6 +157,9 @@ DEVICE uint32_t floor_of_22_bits(float a, float b) {
 
 // count_bits: number of set bits. used_bits: number of bits up to the highest set bit. lowest_bit: index of the lowest
 // set bit.
+// Whether x > 0, also for a subnormal x, which a comparison of floats flushes to 0.
+DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
+
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 DEVICE int count_bits(uint64_t bits) { return __popcll(bits); }
 DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }

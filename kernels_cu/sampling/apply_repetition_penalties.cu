@@ -14,11 +14,8 @@
 // enough to round to 16 bits. Refined twice, the quotient is the nearest float.
 constexpr int REFINEMENTS = is_same<scalar_t, float> ? 2 : 1;
 
-// Whether x > 0, also for a subnormal x, which a float comparison flushes to 0.
-DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
-
 // Whether 2^-60 <= x <= 2^60.
-DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
+DEVICE bool is_ordinary(float x) { return x >= 0x1p-60f && x <= 0x1p60f; }
 
 // Which of N tokens have come before: a byte each, not 0 for those.
 template <int N>

@@ -7,6 +7,7 @@
 //
 // Constants:
 //     VEC_SIZE       logits in one memory access; divides 32, so that the bits of a vector lie in one word
+//     SHIFTED        false
 //     HAS_INDICES    false when indices is null
 //     EAGER          logits are loaded together with their bits
 

@@ -3,9 +3,9 @@
 #pragma once
 #include "vec.cuh"
 
-// The vectors of N elements of a thread: BATCH of them, with a stride of NUM_THREADS vectors. x of the grid counts the pieces of a
-// row, y its rows; with PLANES, z continues y. With SHIFTED, rows of a packed matrix begin anywhere in a vector, so that
-// the first and the last vector of a row are shared with the rows before and after it.
+// The vectors of N elements of a thread: BATCH of them, with a stride of NUM_THREADS vectors. x of the grid counts the
+// pieces of a row, y the rows; with PLANES, z continues y. With SHIFTED, rows of a packed matrix begin anywhere in a
+// vector, so that the first and the last vector of a row are shared with the rows before and after it.
 template <int N, int BATCH>
 struct Piece {
     int64_t row, row_size;
