@@ -16,13 +16,13 @@ struct ExpertStore {
     uint8_t* own_store;  // the warp's store buffer
     int lane;
 
-    // own_rows: the two rows of out of the thread's accumulators, -1 for padding. first_column: of the warpgroup.
+    // own_rows: the two rows of out of the thread's accumulators, -1 for padding. row_terms: the operands of these rows.
+    // first_column: of the warpgroup.
     template <typename Sum>
-    DEVICE void store(const Sum (&accum)[PART_N / 2], const int (&own_rows)[2], const epilogue_t& epilogue,
-                      int first_column) const {
+    DEVICE void
+    store(const Sum (&accum)[PART_N / 2], const int (&own_rows)[2], const typename epilogue_t::Row (&row_terms)[2],
+          const epilogue_t& epilogue, int first_column) const {
         if (!any_lane(own_rows[0] >= 0 || own_rows[1] >= 0)) return;
-        const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
-                                                       epilogue.row(max(own_rows[1], 0))};
 #pragma unroll
         for (int first = 0; first < OUT_N; first += COLUMNS) {
             sync_warp();

@@ -77,23 +77,35 @@ struct ExpertTiles {
         return any_lane(any);
     }
     // The entry of expert_ids for a tile, not validated.
-    DEVICE int number(int tile) const { return expert_ids[tile / block_tiles]; }
+    DEVICE int number(int tile) const { return expert_ids[block_tiles == 1 ? tile : tile / block_tiles]; }
 
     // The row tile and column tile of number `index`; a CTA takes every stride-th number. The order walks at most GROUP
     // consecutive row tiles of one expert down M, then the next column, so that they share columns of the weight in the
     // L2 cache. The starting point is rotated each wave, counted over all experts: an expert's last tile, which may
-    // have few rows, goes to a different CTA each time. Returns the expert, or -1 if it is invalid.
+    // have few rows, goes to a different CTA each time. Returns the expert, or -1 if it is invalid. Persistent CTAs wait
+    // for it before each tile, so an expert with one row tile takes one division and no load that waits for another.
     template <int GROUP>
     DEVICE int locate(int index, int columns, int stride, int& tile, int& column) const {
-        const int expert = number(index / columns);
-        int first = index / columns, end = first + 1;
-        while (first > 0 && number(first - 1) == expert) --first;
-        while (end < tiles && number(end) == expert) ++end;
-        const int of_expert = index - first * columns, group = of_expert / (GROUP * columns) * GROUP;
-        const int size = min(GROUP, end - first - group), within = of_expert - group * columns;
-        column = within / size;
-        const int wave = (index - within % size) / stride;  // of the column's first tile, so equal for its tiles
-        tile = first + group + (within + wave) % size;
+        tile = index / columns;
+        const int expert = number(tile), before = number(max(tile - 1, 0)), after = number(min(tile + 1, tiles - 1));
+        int first = tile, end = tile + 1;
+        if (first > 0 && before == expert) {
+            do --first;
+            while (first > 0 && number(first - 1) == expert);
+        }
+        if (end < tiles && after == expert) {
+            do ++end;
+            while (end < tiles && number(end) == expert);
+        }
+        column = index - tile * columns;
+        if (end - first > 1) {
+            const int of_expert = index - first * columns;
+            const int group = end - first > GROUP ? of_expert / (GROUP * columns) * GROUP : 0;
+            const int size = min(GROUP, end - first - group), within = of_expert - group * columns;
+            column = within / size;
+            const int wave = (index - within % size) / stride;  // of the column's first tile, so equal for its tiles
+            tile = first + group + (within + wave) % size;
+        }
         return expert >= 0 && expert < num_experts ? expert : -1;
     }
 };

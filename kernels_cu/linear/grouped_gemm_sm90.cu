@@ -198,16 +198,18 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             const float* expert_scales = b_scales + expert * b_scale_expert_step;
             const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
                                       int(top_k),   a_scale_step, b_scale_step};
-
+            // Loaded before the main loop, which hides the latency.
+            const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
+                                                           epilogue.row(max(own_rows[1], 0))};
             const ExpertStore store{out, out_stride, n, own_store, lane};
             if constexpr (SCALE_BLOCK == 0) {
                 mainloop_t::accum_t accum;
                 mainloop.run(accum, 0, steps, [] {});
-                store.store(reinterpret_cast<accum_t&>(accum)[0], own_rows, epilogue, first_column);
+                store.store(reinterpret_cast<accum_t&>(accum)[0], own_rows, row_terms, epilogue, first_column);
             } else {
                 Promotion promotion;
                 promotion.run(mainloop, scales, first_row + warp * 16 + lane / 4, part, 0, steps);
-                store.store(promotion.promoted[0], own_rows, epilogue, first_column);
+                store.store(promotion.promoted[0], own_rows, row_terms, epilogue, first_column);
             }
         }
     }
