@@ -93,7 +93,8 @@ def _mma_us(config: GroupedMmaConfig, shape: GroupedShape, device: Device, rates
     mma = overlapped(rates.mma_area * config.tile_m * config.tile_n, rates.mma_shared * config.k_tile_traffic)
     converted = rates.mma_converted * config.k_tile_reads if _converts(shape, device) else 0.0
     k_tile = rates.mma_k_tile + mma + converted
-    loop = -(-tiles // device.num_sms) * shape.num_k_tiles * k_tile
+    of_sm = -(-tiles // device.num_sms)  # tiles of the busiest SM; the first one begins with the launch
+    loop = of_sm * shape.num_k_tiles * k_tile + max(0, of_sm - 1) * rates.mma_tile / config.min_blocks
     padding = shape.padding_tiles(config.tile_m) * columns / device.num_sms
     loop += padding * rates.mma_padding / config.min_blocks
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)

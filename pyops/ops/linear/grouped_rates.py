@@ -28,6 +28,7 @@ class GroupedRates:
         mma_k_tile, mma_area: grouped_gemm_sm80: a k-tile, and its MMAs, for each element of the tile.
         mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
         mma_converted: for each byte of fp8 that the warps read in a k-tile: to convert it.
+        mma_tile: to begin a tile and to end it.
         mma_padding: a block of padding alone: it waits for its first loads.
         small_m, small_m_row: grouped_gemm_sm80_small_m.cu: to copy and read a weight of an SM; to multiply it by a row
             of a.
@@ -52,6 +53,7 @@ class GroupedRates:
     mma_area: float
     mma_shared: float
     mma_converted: float
+    mma_tile: float
     mma_padding: float
     small_m: float
     small_m_row: float
