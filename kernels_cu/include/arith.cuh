@@ -214,7 +214,7 @@ DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 }
 
 // Four bytes. Each is the sign of a byte of x (0 to 3) or y (4 to 7), copied to all 8 bits; the digits of SELECTOR
-// choose the bytes, the last digit first. __byte_perm drops the selector bit that requests this.
+// choose the bytes, the last digit first. byte_perm drops the selector bit that requests this.
 template <uint32_t SELECTOR>
 DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
 #if PYOPS_CUDA
@@ -222,6 +222,6 @@ DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "n"(SELECTOR | 0x8888));
     return result;
 #else
-    return (__byte_perm(x, y, SELECTOR) >> 7 & 0x01010101u) * 0xff;
+    return (byte_perm(x, y, SELECTOR) >> 7 & 0x01010101u) * 0xff;
 #endif
 }

@@ -20,7 +20,6 @@
 //     scale_t, SCALE    storage type of a scale, and the function that decodes it: group_scale.cuh
 //     HAS_SCALES    whether there are scales
 //     WEIGHT_SCALES    whether there is also a scale of the whole weight, of type weight_scale_t
-//     PRODUCTS      whether scales are lookup tables of scale * quant; SCALE is then not used
 //     SCALE_EXPONENT    a scale is the stored value times 2^SCALE_EXPONENT
 //     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zero points that are floats
 //     ZEROS         zero points. 0: none; 1: packed integers; 2: values of scale_t; 3: the same, added to scale * quant
@@ -62,13 +61,12 @@ struct Group {
     float scale, shift;
     int zero;
     bool exists;
-    ScaleProducts products;
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 dequantize_packed(scalar_t* dense,                      // [N, K]
                   const uint32_t* quants,               // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
-                  const scale_t* scales,                // [groups, N], or [groups, N, 8]
+                  const scale_t* scales,                // [groups, N]
                   const void* zeros,                    // [groups, N BITS / 32] words, or [groups, N]
                   const int32_t* g_idx,                 // [K]; values are not trusted
                   const uint16_t* places,               // [K / 32, 2 N], 2:4 metadata
@@ -83,7 +81,7 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
     const int64_t weight = blockIdx.y;
     dense += weight * n * k;
     quants += weight * (k * n * BITS / 32);  // 2:4 weights have K / 2 rows, and are never batched
-    scales += weight * groups * n * (PRODUCTS ? 8 : 1);
+    scales += weight * groups * n;
     zeros =
         static_cast<const uint8_t*>(zeros) + weight * groups * n * (ZEROS == 1 ? BITS : 8 * int(sizeof(scale_t))) / 8;
     g_idx += weight * k;
@@ -94,14 +92,10 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
         return HAS_G_IDX ? int64_t(g_idx[row]) : int64_t(row / uint32_t(group_size));
     };
     const auto group_of = [&](int64_t g, uint32_t column) {
-        Group group{1.0f, 0.0f, 0, g >= 0 && g < groups, {}};
+        Group group{1.0f, 0.0f, 0, g >= 0 && g < groups};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        if constexpr (PRODUCTS) {
-            group.products.load(scales, at);
-        } else if constexpr (HAS_SCALES) {
-            group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
-        }
+        if constexpr (HAS_SCALES) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>::zero_place(column)) * BITS;
             group.zero = int(quant_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
@@ -110,14 +104,10 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
         return group;
     };
     const auto value = [&](uint32_t quant, const Group& group) {
-        float x;
-        if constexpr (PRODUCTS) {
-            x = group.products.of(quant);
-        } else {
-            x = number_of(quant, group.zero);
-            x = ZEROS == 3 ? fmaf(x, group.scale, group.shift) : (ZEROS == 2 ? x - group.shift : x) * group.scale;
-        }
-        return group.exists ? x : 0.0f;
+        const float x = number_of(quant, group.zero);
+        const float w =
+            ZEROS == 3 ? fmaf(x, group.scale, group.shift) : (ZEROS == 2 ? x - group.shift : x) * group.scale;
+        return group.exists ? w : 0.0f;
     };
 
     const int64_t first_group = number_of_group(first);

@@ -14,10 +14,13 @@ from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
 _dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
-_NUM_THREADS = 256  # threads of a block of both kernels
-_VEC_SIZE = 8  # elements of a thread of both kernels
+_dequantize_table = Kernel("linear/dequantize_table.cu")
+_NUM_THREADS = 256  # threads of a block of these kernels
+_VEC_SIZE = 8  # elements of a thread of the first two
 _COLUMNS = 4  # columns of a thread of dequantize_packed.cu
 _TILE = 64, 32 * _COLUMNS  # rows and columns of a block of dequantize_packed.cu
+_TABLE_TILE = 2 * _NUM_THREADS, 32  # rows and columns of a block of dequantize_table.cu
+_MAX_GROUP_ROWS = 16  # rows of its threads
 _ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
 
 
@@ -83,7 +86,10 @@ def written(
     dense: Scratch, dtype: DType, w: PackedWeight, count: int = 1, weight_scales: TensorArg | None = None
 ) -> Launch:
     """The launch that dequantizes the weight to `dense`, [N, K]; or `count` contiguous weights with a scale each."""
-    tensors = {"quants": w.codes, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
+    quants = w.codes
+    if w.scale_kind == "products":
+        return _written_by_tables(dense, w, quants, count)
+    tensors = {"quants": quants, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
     kernel, absent = _fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
     floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))
@@ -96,11 +102,10 @@ def written(
         SIGNED=w.type.is_integer and w.type.signed,
         RECODED=w.recoding == "marlin_fp8",
         scale_t=float32 if floats is None else floats.dtype,
-        SCALE="scale_float" if w.scale_kind == "products" else f"scale_{w.scale_kind}",
+        SCALE=f"scale_{w.scale_kind}",
         HAS_SCALES=w.scales is not None,
         WEIGHT_SCALES=weight_scales is not None,
         weight_scale_t=float32 if weight_scales is None else weight_scales.dtype,
-        PRODUCTS=w.scale_kind == "products",
         SCALE_EXPONENT=w.scale_exponent,
         SCALE_ORDER=f"column_{w.scale_order}",
         ZEROS=_ZEROS[w.zero_kind],
@@ -123,6 +128,21 @@ def written(
         group_size=max(1, w.group_size),
         **absent,
     )
+
+
+def _written_by_tables(dense: Scratch, w: PackedWeight, quants: TensorArg, count: int) -> Launch:
+    """The same of W4A8."""
+    assert w.scales is not None
+    kernel, _ = _fed(_dequantize_table, quants=quants, tables=w.scales)
+    alignment = quants.alignment // quants.dtype.itemsize | w.n // 8  # in words; a lane has two of half a tile
+    rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TABLE_TILE, strict=True))
+    return kernel(
+        LAYOUT=f"layout_{w.layout}",
+        ACCESS=min(4, alignment & -alignment),
+        TABLE_ACCESS=min(8, w.scales.alignment),
+        GROUP_ROWS=min(_MAX_GROUP_ROWS, w.group_size & -w.group_size),
+        NUM_THREADS=_NUM_THREADS,
+    ).launch((rows * columns, count), _NUM_THREADS, dense=dense, k=w.k, n=w.n, groups=w.groups, group_size=w.group_size)
 
 
 def _gather(gathered: Operand, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:

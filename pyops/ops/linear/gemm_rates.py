@@ -10,7 +10,7 @@ from ...tuning import engines
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 FAMILY = "gemm"  # pyops/tuning/gemm.json has the rates
-_POWER_SOFTNESS = 16.0  # of the bound by power: nearly a maximum
+POWER_SOFTNESS = 16.0  # of the bound by power: nearly a maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class GemmRates:
         """Microseconds of streams that overlap: main loops of the busiest SM that take `loop`, and bytes from device
         memory and from the L2 cache. Power hardly adds to them unless it is the bound."""
         time = engines.overlapped(loop, nbytes / self.bytes_per_us, l2_bytes / self.l2_bytes_per_us)
-        return engines.overlapped(time, macs / self.macs_per_us, softness=_POWER_SOFTNESS)
+        return engines.overlapped(time, macs / self.macs_per_us, softness=POWER_SOFTNESS)
 
     def reduction(self, splits: int, tiles: int, tile_elements: int) -> float:
         """Microseconds to reduce the float32 partial accumulators of all tiles of split-K; 0 without it."""

@@ -16,7 +16,7 @@ from .._shared.products import multiplies
 from .._shared.scalar_type import uint4b8
 from . import gemm_engines, packed_hopper, packed_large, packed_mma, packed_narrow, packed_rates, packed_tile
 from .dequantize_packed import DequantizeConfig
-from .gemm_rates import num_clusters
+from .gemm_rates import POWER_SOFTNESS, num_clusters
 from .gemm_shape import K_TILE_BYTES
 from .grouped_shape import GroupedShape
 from .packed_hopper import PackedConfig
@@ -253,7 +253,9 @@ def _hopper_us(config: PackedConfig, shape: PackedShape, device: Device, rates: 
         of = config.waves(shape.m, shape.n, device)
         part = rates.part + rates.part_row * config.tile_m * wide
         steps, ends = _stream_k(of.full, of.rest, config.num_sharers(of, k_tiles), k_tiles, end, part)
-    return rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
+    us = rates.launch + overlapped(steps * k_tile, shape.nbytes / rates.bytes_per_us) + ends
+    macs = shape.m * shape.n * shape.k if shape.is_table else 0
+    return overlapped(us, macs / rates.table_macs_per_us, softness=POWER_SOFTNESS)
 
 
 # wq_gemm_cdna.cu
@@ -286,11 +288,16 @@ def _dequantize_configs(shape: PackedShape, device: Device) -> Iterator[Dequanti
     yield DequantizeConfig(gemm_engines.choose.best(shape.dense, device).config)
 
 
+def written_us(shape: PackedShape, device: Device, count: int = 1) -> float:
+    """The launch that dequantizes `count` weights. From tables of products it takes few instructions."""
+    rates, weights = packed_rates.of(device), shape.n * shape.k * count
+    nbytes = count * shape.weight_bytes + weights * shape.dense.dtype.itemsize
+    code = 0.0 if shape.is_table else weights / device.num_sms * rates.dense_weight
+    return rates.dense_launch + overlapped(nbytes / rates.dense_bytes_per_us, code)
+
+
 def _dequantize_us(config: DequantizeConfig, shape: PackedShape, device: Device, rates: PackedRates) -> float:
-    weights = shape.n * shape.k
-    nbytes = shape.weight_bytes + weights * shape.dense.dtype.itemsize
-    written = overlapped(nbytes / rates.dense_bytes_per_us, weights / device.num_sms * rates.dense_weight)
-    return rates.dense_launch + written + gemm_engines.choose.fastest(shape.dense, device).us
+    return written_us(shape, device) + gemm_engines.choose.fastest(shape.dense, device).us
 
 
 choose: Choice[PackedShape, PackedRates] = Choice(

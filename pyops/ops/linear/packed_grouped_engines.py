@@ -29,6 +29,7 @@ from .packed_engines import (
     large_experts_us,
     large_refusal,
     mma_refusal,
+    written_us,
 )
 from .packed_hopper import PackedConfig, max_boxes
 from .packed_large import PackedLargeConfig
@@ -37,7 +38,7 @@ from .packed_problem import PackedProblem
 from .packed_shape import PackedShape
 from .packed_tile import PackedTileConfig
 from .wq_grouped_configs import SM90_TILES
-from .wq_grouped_engines import WqGroupedRates, k_tiles_us
+from .wq_grouped_engines import NARROW, WqGroupedRates, k_tiles_us, padding_us
 
 # Fewest warps of a block of wq_gemm_sm80.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1 us.
 _MIN_WARPS = 4
@@ -106,12 +107,15 @@ def _sm80_configs(shape: PackedGroupedShape, device: Device) -> Iterator[PackedM
 
 
 def _sm80_us(config: PackedMmaConfig, shape: PackedGroupedShape, device: Device, rates: WqGroupedRates) -> float:
-    tiles = round(shape.row_tiles(config.tile_m)) * (shape.n // config.tile_n) * config.splits
+    """A CTA for each tile; those of padding alone end at once, and wait for their first loads."""
+    columns = shape.n // config.tile_n * config.splits
+    tiles = round(shape.row_tiles(config.tile_m)) * columns
     of_sm = -(-tiles // (max(1, num_clusters(config.splits, device)) * config.splits))  # CTAs of the busiest SM
     code = rates.mma_marlin * rates.mma(shape.weight.type)
     if shape.weight.groups_of(packed_mma.step_rows(shape.weight, config.tile_n)) > 1:
         code *= rates.mma_groups
     loop = of_sm * config.tile_n * shape.k / config.splits * (code + rates.mma_row * config.tile_m)
+    loop += padding_us(shape, device, rates, config.tile_m, columns, config.min_blocks)
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
 
 
@@ -156,7 +160,9 @@ def _sm90_us(config: PackedConfig, shape: PackedGroupedShape, device: Device, ra
     """A launch gathers the rows. Every tile of a block of the lists is multiplied, also without rows."""
     weight = shape.weight
     # Values of 8 bits take as many instructions as those of 4.
-    code = rates.wgmma_table if weight.is_table else rates.wgmma_e2m1 if weight.is_e2m1 else rates.wgmma_uint4
+    code = rates.wgmma_e2m1 if weight.is_e2m1 else rates.wgmma_uint4
+    code *= rates.narrow if config.tile_n == NARROW else 1.0
+    code = rates.wgmma_table if weight.is_table else code
     mma = (rates.wgmma_eight_bits if weight.is_table else 1.0) * rates.wgmma
     mma += rates.wgmma_promote if weight.promoted else 0.0
     is_short = config.boxes < weight.format.most_boxes
@@ -246,9 +252,7 @@ def _dequantize_configs(shape: PackedGroupedShape, device: Device) -> Iterator[D
 def _dequantize_us(
     config: DequantizePackedExpertsConfig, shape: PackedGroupedShape, device: Device, rates: WqGroupedRates
 ) -> float:
-    nbytes = shape.num_experts * (shape.weight.weight_bytes + shape.n * shape.k * shape.dtype.itemsize)
-    gemm = grouped_engines.choose.fastest(shape.dense, device).us
-    return rates.launch + nbytes / rates.written_bytes_per_us + gemm
+    return written_us(shape.weight, device, shape.num_experts) + grouped_engines.choose.fastest(shape.dense, device).us
 
 
 choose: Choice[PackedGroupedShape, WqGroupedRates] = Choice(

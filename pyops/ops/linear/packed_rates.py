@@ -21,6 +21,7 @@ class PackedRates:
         k_tile: wq_gemm_sm90.cu: what nothing overlaps in a k-tile, of 128 or 64 rows of the weight.
         code: to dequantize a column of a k-tile: 64 weights, with W4A8 128.
         table_code, awq_code: factors on `code` of W4A8's tables, and of AWQ's layout, there and on `mma_code`.
+        table_macs_per_us: multiplications of W4A8 that the device's power allows.
         awq_bytes: factor on AWQ's bytes where a warp of wq_gemm_sm80.cu loads only 32 bytes of a row.
         mma: the tensor cores, for each row of a and each 128 columns of a k-tile.
         promote: to promote fp8 accumulators, for each row of a and each 128 columns of a k-tile.
@@ -53,6 +54,7 @@ class PackedRates:
     k_tile: float
     code: float
     table_code: float
+    table_macs_per_us: float
     awq_code: float
     awq_bytes: float
     mma: float

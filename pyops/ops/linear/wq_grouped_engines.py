@@ -41,7 +41,7 @@ from .wq_grouped_problem import WqGroupedProblem, WqGroupedShape
 FAMILY = "wq_grouped"  # pyops/tuning/wq_grouped.json has the rates
 _K_TILE = K_TILE_BYTES // 2  # elements of K in a k-tile that the rates of WGMMA and of matrix cores refer to
 _COLUMNS = 128  # weight rows of a tile that the rates of the MMAs refer to
-_NARROW = 128  # wq_grouped_gemm_sm90.cu: weight rows of the tiles with more than 96 rows of a
+NARROW = 128  # wq_grouped_gemm_sm90.cu: weight rows of the tiles with more than 96 rows of a
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WqGroupedRates:
         large_code: wq_grouped_gemm_sm80_large_m: factor on dequantization in the k-tiles of `packed_rates`.
         wgmma_uint4, wgmma_e2m1, wgmma_e4m3: wq_grouped_gemm_sm90.cu: to dequantize a row of the weight in 64 elements
             of K.
-        wgmma_table: the same for W4A8, by tables of products: wq_gemm_sm90.cu.
+        wgmma_table: the same for W4A8, by tables of products: wq_gemm_sm90.cu; with tiles of any width.
         wgmma: the tensor cores, for 64 elements of K, each row of a and each 128 rows of the weight.
         wgmma_eight_bits, wgmma_promote: W4A8: factor on it; to promote accumulators to float32 registers.
         short_k_tile: factor on dequantization in k-tiles of 64 instead of 128 elements.
@@ -177,9 +177,16 @@ def _sm80_us(config: WqGroupedSm80Config, shape: WqGroupedShape, device: Device,
     tiles = -(-round(shape.row_tiles(config.tile_m)) * columns // device.num_sms)  # of the busiest SM
     weight = rates.mma(shape.type) + rates.mma_row * config.tile_m
     loop = tiles * (rates.mma_end * config.tile_m + ROWS * shape.k * weight)
-    padding = shape.padding_tiles(config.tile_m) * columns / device.num_sms
-    loop += padding * max(rates.padding_start, rates.padding / config.min_blocks)
+    loop += padding_us(shape, device, rates, config.tile_m, columns, config.min_blocks)
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us)
+
+
+def padding_us(
+    shape: GroupedShape, device: Device, rates: WqGroupedRates, tile_m: int, columns: int, min_blocks: int
+) -> float:
+    """CTAs of padding alone; an SM has `min_blocks` of them at a time."""
+    of_sm = shape.padding_tiles(tile_m) * columns / device.num_sms
+    return of_sm * max(rates.padding_start, rates.padding / min_blocks)
 
 
 # wq_grouped_gemm_sm80_large_m
@@ -228,6 +235,7 @@ def _sm90_us(config: WqGroupedSm90Config, shape: WqGroupedShape, device: Device,
     code = rates.wgmma_uint4
     if shape.type.exponent:
         code = rates.wgmma_e2m1 if shape.bits == 4 else rates.wgmma_e4m3
+    code *= rates.narrow if config.tile_n == NARROW else 1.0
     is_short = config.step == min(wq_grouped_configs.STEPS)
     return k_tiles_us(shape, device, rates, config.tile_m, config.tile_n, code, rates.wgmma, is_short=is_short)
 
@@ -247,7 +255,7 @@ def k_tiles_us(
     of the weight, and `mma` that to multiply 128 of them by a row of a."""
     slots = round(shape.row_tiles(shape.block_size)) * shape.block_size
     waves = -(-slots // tile_m * -(-shape.n // tile_n) // device.num_sms)
-    code *= (rates.narrow if tile_n == _NARROW else 1.0) * (rates.short_k_tile if is_short else 1.0)
+    code *= rates.short_k_tile if is_short else 1.0
     k_tile = tile_n * (code + mma * tile_m / _COLUMNS)
     gathered = (slots + shape.rows / shape.top_k) * shape.k * shape.dtype.itemsize / rates.bytes_per_us
     loop = overlapped(waves * shape.k / _K_TILE * k_tile, shape.nbytes / rates.bytes_per_us)

@@ -14,6 +14,8 @@ import pyops
 from pyops import SCALAR_TYPES
 from pyops._core.system import device
 from pyops.host.toolchain import toolchains
+from pyops.ops.linear.dequantize_packed import DequantizeConfig
+from pyops.ops.linear.gemm_simt import GemmSimtConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_large import PackedLargeConfig
 from pyops.ops.linear.packed_mma import PackedMmaConfig
@@ -336,17 +338,22 @@ def test_8_bit_activations(kind: str, dtype: torch.dtype, one: Any, m: int, n: i
     check_product(out, a, w * each(factors, k), 0.5)
 
 
+DEQUANTIZED = (96, 544, 32), (64, 96, 12), (48, 64, 2), (16, 32, 1)
 W4A8 = [
     (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32, torch.bfloat16),  # the last k-tile has 32 rows
     (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128, torch.bfloat16),
     (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256, torch.bfloat16),
     (PackedConfig(16, 256, 2, 2, 1), 13, 288, 544, 32, torch.float16),
+    # Dequantized first: whole tiles and half a tile, and tables of 16, of 4 and of fewer rows.
+    *((DequantizeConfig(GemmSimtConfig(16, 64)), 5, *sizes, torch.bfloat16) for sizes in DEQUANTIZED),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("one", "m", "n", "k", "group_size", "dtype"), W4A8)
-def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+def test_w4a8(
+    one: PackedConfig | DequantizeConfig, m: int, n: int, k: int, group_size: int, dtype: torch.dtype
+) -> None:
     """Arbitrary entries of lookup tables: every quant, zero too, in every group and column.
 
     Numbers are small integers, so that the truncation of fp8 accumulators is smaller than one.
@@ -360,11 +367,14 @@ def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype:
     w = signed * -codes.sign()
     a = packed.draw(-4, 5, m, k, seed=2).to(torch.float32).to(e4m3)
     channel, token = (torch.rand(size, generator=torch.Generator().manual_seed(size)) + 0.5 for size in (n, m))
+    tables = tables.view(-1)
+    if isinstance(one, DequantizeConfig):  # which also reads tables at odd addresses
+        tables = torch.cat((tables[:1], tables))[1:]
     first = None
     with forced("cutlass_w4a8_mm", one):
         for schedule in SCHEDULES:
             with scheduled(schedule):
-                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, dtype)
+                out = pyops.cutlass_w4a8_mm(a, weight, tables, group_size, channel, token, dtype)
             first = out if first is None else first
             assert torch.equal(out, first)
     check_product(out, a, w, channel.double() * token.double()[:, None])
