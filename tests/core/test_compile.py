@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ import pyops
 from pyops import offline
 from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
+from pyops._core.text import nvrtc
 from pyops.example import ArgMaker
 from tests.every_op.test_nvrtc import MISSING
 
@@ -85,3 +89,21 @@ def test_specialisation_prints_as_a_command_line() -> None:
     op = pyops.registry["rms_norm"]
     (launch,) = op.launches(*op.example(ArgMaker(device.model())))
     assert re.fullmatch(r"scalar_t=bfloat16 HIDDEN_SIZE=4096( [A-Z_]+=\d+)+", str(launch.specialisation))
+
+
+def test_headers_of_the_version_of_nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels of two versions of CUDA, and no toolkit."""
+    for name, text in (("cu13", "#define CUDART_VERSION  13000"), ("cuda_runtime", "#define CUDART_VERSION  12090")):
+        folder = tmp_path / "nvidia" / name / "include"
+        folder.mkdir(parents=True)
+        (folder / "cuda_fp16.h").touch()
+        (folder / "cuda_runtime_api.h").write_text(f"// of CUDA\n{text}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "absent"))
+    for version, expected in (((13, 0), ["cu13", "cuda_runtime"]), ((12, 9), ["cuda_runtime", "cu13"])):
+        monkeypatch.setattr(nvrtc, "version", partial(tuple, version))
+        nvrtc.include_folders.cache_clear()
+        try:
+            assert [Path(folder).parent.name for folder in nvrtc.include_folders()] == expected
+        finally:
+            nvrtc.include_folders.cache_clear()

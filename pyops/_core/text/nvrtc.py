@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import sys
 from functools import cache
+from glob import glob
 from typing import NamedTuple
 
 from ..errors import CompileError, pip_line
@@ -75,14 +78,26 @@ def check_version(kernel: str, constants: str) -> None:
 
 @cache
 def include_folders() -> tuple[str, ...]:
-    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
-    found = []
-    try:
-        import nvidia
+    """Folders that hold CUDA's headers: those of wheels, then the toolkit's.
 
-        for root in nvidia.__path__:
-            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
-    except ImportError:
-        pass
+    Folders of NVRTC's major version come first, because an environment may have wheels of two, such as a torch for
+    CUDA 13 next to a CuPy for CUDA 12.
+    """
+    roots = dict.fromkeys(os.path.join(entry, "nvidia") for entry in sys.path)
+    found = [folder for root in roots for folder in sorted(glob(os.path.join(root, "*", "include")), reverse=True)]
     found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
-    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
+    folders = [folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h"))]
+    if len(folders) > 1:
+        own = version()[0]
+        folders.sort(key=lambda folder: _major(folder) != own)
+    return tuple(folders)
+
+
+def _major(folder: str) -> int:
+    """The major version of CUDA's headers in a folder; 0 if it does not say."""
+    try:
+        with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="utf-8") as header:
+            found = re.search(r"#define CUDART_VERSION +(\d+)\d{3}\b", header.read())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
