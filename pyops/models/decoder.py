@@ -132,7 +132,7 @@ class Decoder:
         self._prepared = True
         for weights in experts:
             weights.prepare()
-        one_token.set_prefetches(self.layers, gpu_of(self.embedding))
+        one_token.set_prefetches(self.layers, gpu_of(self.norm.weight))
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
