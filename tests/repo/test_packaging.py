@@ -154,7 +154,7 @@ def test_wheel(tmp_path: Path) -> None:
     _pip(_source(tmp_path), "wheel", "-w", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"pyops_kernels-{pyops.__version__}-py3-none-any.whl"
-    assert wheel.stat().st_size < 2_300_000
+    assert wheel.stat().st_size < 2_400_000
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= held
     assert {f"kernels_cu/host/{file.name}" for file in (ROOT / "kernels_cu/host").iterdir()} <= held

@@ -488,10 +488,10 @@ def test_choice_of_kernel() -> None:
                 found = launch(served, one)[0]
                 assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
-    # Splits of at least four KV tiles where there are fewer work items than SMs: 8 items of 16 tokens and one key-value
-    # head, and 1024 keys.
-    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=2, splits=16)
-    assert prefill_sm90.choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=4, splits=24)
+    # A wave of splits of at least four KV tiles where there are fewer work items than SMs: 8 items of 16 tokens and one
+    # key-value head, and 1024 keys.
+    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=2, splits=132)
+    assert prefill_sm90.choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=4, splits=132)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
     # Decode attention takes all 70 sequences of one token, because empty work items cost time, too.
