@@ -167,5 +167,5 @@ class LatentAttention:
 
     @cached_property
     def _up(self) -> Tensor:
-        """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
-        return plain_weight(self.kv_b, self.latent.kv_lora_rank, self.kv_norm)
+        """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], contiguous."""
+        return plain_weight(self.kv_b, self.latent.kv_lora_rank, self.kv_norm).contiguous()
