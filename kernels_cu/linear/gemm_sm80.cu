@@ -19,8 +19,9 @@
 // them in the order of the splits.
 //
 // Warps: a team of WARPS_M x WARPS_N warps divides the tile. WARPS_K teams take every WARPS_K-th k-tile, and add up their
-// accumulators in shared memory: so the warps that hide latency read no more of it than one team would. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
-// ups; GATED 2, with experts: a gate and its up. Either way one thread has both.
+// accumulators in shared memory: more warps hide latency, and the k-tiles are read from shared memory as often as by one
+// team. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their ups; GATED 2, with experts: a gate and its
+// up. Either way one thread has both.
 //
 // On devices without fp8 MMA, fp8 operands are converted to float16, which represents every fp8 value exactly.
 //
