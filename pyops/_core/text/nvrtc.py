@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 from functools import cache
-from glob import glob
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CompileError, pip_line
@@ -55,9 +54,8 @@ def _tile_ir(program: int) -> bytes:
 
 def all_options(options: tuple[str, ...]) -> tuple[str, ...]:
     """`options`, those that CuPy adds, and the folders of CUDA's headers."""
-    dialect = () if "-std=c++20" in options else ("-std=c++17",)
-    own = (*dialect, "-ftz=true", "--device-as-default-execution-space")
-    return (*options, *own, *(f"-I{folder}" for folder in include_folders()))
+    own = "-ftz=true", "--device-as-default-execution-space", *(f"-I{folder}" for folder in include_folders())
+    return *options, *([] if "-std=c++20" in options else ["-std=c++17"]), *own
 
 
 def version() -> tuple[int, int]:
@@ -78,26 +76,13 @@ def check_version(kernel: str, constants: str) -> None:
 
 @cache
 def include_folders() -> tuple[str, ...]:
-    """Folders that hold CUDA's headers: those of wheels, then the toolkit's.
-
-    Folders of NVRTC's major version come first, because an environment may have wheels of two, such as a torch for
-    CUDA 13 next to a CuPy for CUDA 12.
-    """
-    roots = dict.fromkeys(os.path.join(entry, "nvidia") for entry in sys.path)
-    found = [folder for root in roots for folder in sorted(glob(os.path.join(root, "*", "include")), reverse=True)]
-    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
-    folders = [folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h"))]
-    if len(folders) > 1:
-        own = version()[0]
-        folders.sort(key=lambda folder: _major(folder) != own)
-    return tuple(folders)
+    """Folders with CUDA's headers; first those of NVRTC's major version, because wheels of two may be installed."""
+    paths = [path for entry in sys.path for path in sorted(Path(entry).glob("nvidia/*/include"), reverse=True)]
+    paths.append(Path(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
+    found = [str(path) for path in dict.fromkeys(paths) if (path / "cuda_fp16.h").exists()]
+    return tuple(sorted(found, key=_is_of_another) if len(found) > 1 else found)
 
 
-def _major(folder: str) -> int:
-    """The major version of CUDA's headers in a folder; 0 if it does not say."""
-    try:
-        with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="utf-8") as header:
-            found = re.search(r"#define CUDART_VERSION +(\d+)\d{3}\b", header.read())
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+def _is_of_another(folder: str) -> bool:
+    header = Path(folder, "cuda_runtime_api.h")
+    return not header.exists() or f"#define CUDART_VERSION  {version()[0]}" not in header.read_text()
