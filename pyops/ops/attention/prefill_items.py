@@ -69,7 +69,7 @@ class ItemConfig:
     def us(self, problem: PrefillProblem, device: Device) -> float:
         """The time of a call by the cost model of split-KV."""
         work = self.work(problem, device)
-        splits = max(1, self.splits // work.items) if self.max_splits > 1 else 1
+        splits = min(self.max_splits, max(1, self.splits // work.items))
         return work.time(splits, self.tile_us(problem), TILE_US)
 
     def work(self, problem: PrefillProblem, device: Device) -> Work:
