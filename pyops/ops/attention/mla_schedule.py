@@ -215,8 +215,9 @@ def launch(problem: MlaProblem, config: SharesConfig) -> list[Launch]:
     launches = [config.launch(problem, shared | arguments)]
     if by_kernel:
         tasks = num_seqs * num_heads * _PARTS
-        # With fewer blocks a warp has more loads in flight; more blocks where they have less than a warp for each task.
-        blocks = _BLOCKS[tasks > _BLOCKS[0] * device.num_sms * _NUM_THREADS // 32]
+        few, many = _BLOCKS
+        # With few blocks on an SM a warp has more loads in flight; many are for more tasks than those have warps.
+        blocks = many if tasks > few * device.num_sms * _NUM_THREADS // 32 else few
         kernel = _combine(out_t=problem.out.dtype, HAS_LSE=problem.lse is not None, BLOCKS=blocks)
         launches.append(kernel.launch(min(tasks, blocks * device.num_sms), _NUM_THREADS, **shared))
     return launches
