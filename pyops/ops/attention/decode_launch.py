@@ -53,12 +53,13 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         **_starts(problem.query_start_loc),
     }
     waves = None  # if there are any, kernels distribute their splits by the lengths of all sequences
+    may_balance = problem.uses_mma and (problem.num_seqs > 1 or problem.any_tokens)
+    if may_balance and max_splits > 1 and not problem.partials and not tuning.batch_invariant():
+        waves = waves_of(problem, problem.query.device, config)
+    of_waves = wave_arguments(waves)
     if problem.uses_mma:
-        may_balance = problem.num_seqs > 1 or problem.any_tokens
-        if may_balance and max_splits > 1 and not problem.partials and not tuning.batch_invariant():
-            waves = waves_of(problem, problem.query.device, config)
         of_combine = _combine_of_last_blocks(problem, waves) if is_combined and not combines and waves else _NO_COMBINE
-        launches = [_launch_mma(problem, config, waves, constants, arguments | wave_arguments(waves) | of_combine)]
+        launches = [_launch_mma(problem, config, waves, constants, arguments | of_waves | of_combine)]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
     if combines:
@@ -70,7 +71,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
             "LSE_BY_ROW": False,
             "SPLIT_UNIT": TILE_TOKENS,
         }
-        arguments |= absent(fp8_out_scale=problem.fp8_out_scale) | wave_arguments(waves)
+        arguments |= absent(fp8_out_scale=problem.fp8_out_scale) | of_waves
         launches.append(
             launch_combine(
                 combines,
