@@ -15,7 +15,7 @@ from ..._core.tensors.tensor import TensorArg
 _NUM_THREADS = 256  # threads of a block
 _CANDIDATE_THREADS = 128, 256, 512  # threads of a block that tuning tries
 _WARP_SIZE = 32  # threads that share a row, at least; fewer for a shorter row
-_MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid
+MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid
 _MAX_IDLE_CHUNKS = 16  # if more than 1/16 of a row's threads would be idle, more rows share a block
 
 
@@ -68,7 +68,7 @@ class ChunkConfig:
         """Blocks (chunks of a row, groups of rows, planes): a plane has as many groups as `blockIdx.y` can count."""
         row_chunks = problem.row_size // self.vec_size
         groups = -(-problem.num_rows // (self.num_threads // self.row_threads))
-        planes = -(-groups // _MAX_GRID_YZ)
+        planes = -(-groups // MAX_GRID_YZ)
         return -(-row_chunks // self.row_threads), -(-groups // max(1, planes)), planes
 
     def constants(self, grid: tuple[int, int, int]) -> dict[str, int]:

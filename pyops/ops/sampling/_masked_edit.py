@@ -9,13 +9,13 @@ from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from ..._core.tensors.tensor import TensorArg
+from .._shared.chunks import MAX_GRID_YZ
 
 # docs/performance/sampling.md, "Penalties and bitmasks".
 _NUM_THREADS = 128  # threads of a block
 _BATCH = 4  # most vectors of a thread
 _WAVE_THREADS = 1024  # threads that an SM runs at once: 64 registers are enough for _BATCH vectors
 _LATENCY_BYTES = 18_600  # bytes that an SM moves in a latency of DRAM: 0.6 us at the 4.1 TB/s of 132 SMs
-_MAX_GRID_YZ = 65535  # largest grid dimensions y and z
 
 
 class EditProblem(NamedTuple):
@@ -82,7 +82,7 @@ def launch(
     num_rows, vocab_size = logits.shape
     problem = EditProblem(num_rows, vocab_size, vec_size, logits.dtype.itemsize)
     config = tuning.config(logits.op, problem, logits.device, choose)
-    planes = -(-num_rows // _MAX_GRID_YZ)
+    planes = -(-num_rows // MAX_GRID_YZ)
     return kernel(
         scalar_t=logits.dtype,
         VEC_SIZE=vec_size,

@@ -525,7 +525,7 @@ def test_more_rows_than_the_grid_has_in_y(
     op = pyops.registry[name]
     args = example(op, where, num_tokens=37, hidden_size=hidden_size)
     results = expected(op, args)
-    monkeypatch.setattr(chunks, "_MAX_GRID_YZ", 2)
+    monkeypatch.setattr(chunks, "MAX_GRID_YZ", 2)
     op.forget()
     assert_results(op, results, run(op, args, dict.fromkeys(named(op, args), Layout(gap=8))))
     op.forget()

@@ -92,7 +92,7 @@ def test_vectors_of_a_thread(
     """A thread has one or several vectors, and loads logits with their marks or after them; more rows than a dimension
     of a grid has."""
     num_seqs = 3
-    monkeypatch.setattr(_masked_edit, "_MAX_GRID_YZ", 2)
+    monkeypatch.setattr(_masked_edit, "MAX_GRID_YZ", 2)
     generator = torch.Generator(device).manual_seed(vocab_size)
     shape = num_seqs, vocab_size
     logits = torch.randn(shape, device=device, generator=generator)
