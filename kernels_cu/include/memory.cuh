@@ -35,7 +35,7 @@ DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
 }
 
 // Prefetches rows that a later kernel reads, or a part of each, into L2: `num_lines` lines of 128 bytes, `row_lines` of
-// each row. The threads of the grid take lines in turn.
+// each row. A thread takes every line at a stride of the threads of the grid.
 template <typename T>
 DEVICE void prefetch_rows(const T* rows, int num_lines, int row_lines, int64_t stride) {
     const int block = int((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
