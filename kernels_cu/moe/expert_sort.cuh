@@ -6,7 +6,7 @@
 //     count   each warp counts the rows of each bin (an expert, mostly) in shared memory
 //     locate  an exclusive prefix sum turns each count into the output index of the warp's first row of the bin: it
 //             follows the rows of lower bins, then of the same bin in lower-ranked blocks, then in lower warps
-//     place   each warp reads its rows again, in order, and assigns each row the next output index of its bin
+//     assign  each warp reads its rows again, in order, and assigns each row the next output index of its bin
 //
 // Blocks wait for each other only within their cluster, and no result depends on timing.
 
@@ -31,13 +31,13 @@ DEVICE lane_mask_t lanes_with(int value) {
 }
 
 // CLUSTER blocks of NUM_THREADS threads; BIN_BITS bits hold the number of bins. A lane has at most KEPT rows and keeps
-// their bins in registers from `count` to `place`; if KEPT is 0, a lane has any number of rows, and `place` reads the
+// their bins in registers from `count` to `assign`; if KEPT is 0, a lane has any number of rows, and `assign` reads the
 // ids again.
 template <typename ID, int NUM_THREADS, int CLUSTER, int BIN_BITS, int KEPT>
 struct ExpertSort {
     static constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-    // Rows that a lane loads before it uses the first. `count` reads the ids from DRAM, `place` hits a cache.
-    static constexpr int COUNT_BATCH = 8, PLACE_BATCH = 4;
+    // Rows that a lane loads before it uses the first. `count` reads the ids from DRAM, `assign` hits a cache.
+    static constexpr int COUNT_BATCH = 8, ASSIGN_BATCH = 4;
     static constexpr int WARP_BATCH = 8;  // warps: a thread loads their counts of a bin before it uses the first
 
     const ID* ids;       // the expert that each row chose
@@ -153,12 +153,12 @@ struct ExpertSort {
     }
 
     // Exclusive prefix sum over bins of space_of(rows), the output slots that a bin with `rows` rows takes. Calls
-    // visit(bin, place, rows, before) with the bin's first slot, its rows in the cluster, and its rows in lower-ranked
+    // visit(bin, slot, rows, before) with the bin's first slot, its rows in the cluster, and its rows in lower-ranked
     // blocks. Returns the total number of slots.
     template <typename SPACE, typename VISIT>
     DEVICE uint32_t scan(SPACE space_of, VISIT visit) const {
         __shared__ uint32_t partial[2][NUM_WARPS];
-        uint32_t places = 0;
+        uint32_t slots = 0;
         int turn = 0;
         for (int first = 0; first < bins; first += NUM_THREADS) {
             const int bin = first + int(threadIdx.x);
@@ -172,22 +172,22 @@ struct ExpertSort {
                     rows += of_rank;
                 }
             }
-            const uint32_t place = places + sum_before<NUM_THREADS>(space_of(rows), partial[turn], all);
-            if (bin < bins) visit(bin, place, rows, before);
-            places += all;
+            const uint32_t slot = slots + sum_before<NUM_THREADS>(space_of(rows), partial[turn], all);
+            if (bin < bins) visit(bin, slot, rows, before);
+            slots += all;
             turn ^= 1;
         }
         __syncthreads();
-        return places;
+        return slots;
     }
 
     // `scan` that stores its results: `begin`, `rows_of`, and in `counts` the output index of each warp's first row.
     template <typename SPACE>
     DEVICE uint32_t locate(SPACE space_of) const {
-        return scan(space_of, [&](int bin, uint32_t place, uint32_t rows, uint32_t before) {
-            begin[bin] = place;
+        return scan(space_of, [&](int bin, uint32_t slot, uint32_t rows, uint32_t before) {
+            begin[bin] = slot;
             rows_of[bin] = rows;
-            uint32_t next = place + before;
+            uint32_t next = slot + before;
             each_count(bin, [&](uint32_t* of_warp, uint32_t warp_rows) {
                 *of_warp = next;
                 next += warp_rows;
@@ -195,10 +195,10 @@ struct ExpertSort {
         });
     }
 
-    // Calls visit(row, bin, place) for each row, where `place` is its output index (undefined for NO_BIN). `bin_of` is
+    // Calls visit(row, bin, slot) for each row, where `slot` is its output index (undefined for NO_BIN). `bin_of` is
     // the same as in `count`.
     template <typename BIN, typename VISIT>
-    DEVICE void place(BIN bin_of, VISIT visit) const {
+    DEVICE void assign(BIN bin_of, VISIT visit) const {
         uint32_t* const own = own_counts();
         if constexpr (KEPT > 0) {
 #pragma unroll
@@ -207,20 +207,20 @@ struct ExpertSort {
                 if (row < end_row) visit(row, kept_bin[i], kept_rank[i] + own[max(kept_bin[i], 0)]);
             }
         } else {
-            each_row<PLACE_BATCH>(bin_of, [&](int row, int bin) {
+            each_row<ASSIGN_BATCH>(bin_of, [&](int row, int bin) {
                 const uint32_t next = rank(own, bin);
                 if (row < end_row) visit(row, bin, next);
             });
         }
     }
 
-    // Binary search for the last bin with begin <= place: the bin that owns output slot `place`, if any bin does. An
+    // Binary search for the last bin with begin <= slot: the bin that owns output slot `slot`, if any bin does. An
     // empty bin is never returned, unless all bins are empty.
-    DEVICE int bin_at(uint32_t place) const {
+    DEVICE int bin_at(uint32_t slot) const {
         int bin = 0;
 #pragma unroll
         for (int step = 1 << (BIN_BITS - 1); step > 0; step /= 2) {
-            if (bin + step < bins && begin[bin + step] <= place) bin += step;
+            if (bin + step < bins && begin[bin + step] <= slot) bin += step;
         }
         return bin;
     }

@@ -46,11 +46,11 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
           const int32_t* token_lora_mapping,  // [num_tokens]
           const int32_t* adapter_enabled,     // [max_loras]
           const int32_t* lora_ids,            // [num_lora_ids]
-          int32_t* sorted_token_ids,          // [num_places], of each adapter
+          int32_t* sorted_token_ids,          // [num_slots], of each adapter
           int32_t* experts_ids,               // [num_blocks], of each adapter
           int32_t* num_tokens_post_pad,       // one element, of each adapter
           int32_t* scatter_idx,               // [num_rows]
-          int64_t num_rows, int64_t num_experts, int64_t num_ids, int64_t block_size, int64_t num_places,
+          int64_t num_rows, int64_t num_experts, int64_t num_ids, int64_t block_size, int64_t num_slots,
           int64_t num_blocks, int64_t topk, int64_t num_lora_ids, int sort_warps, int warp_rows) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -64,7 +64,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
         }
         __syncthreads();
         if (!is_named || !adapter_enabled[lora]) return;
-        sorted_token_ids += lora * num_places;
+        sorted_token_ids += lora * num_slots;
         experts_ids += lora * num_blocks;
         num_tokens_post_pad += lora;
     }
@@ -76,18 +76,18 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
     };
     // All slots and blocks are filled with padding while the ids are in flight; slots with rows are overwritten below.
     sort.count(expert_of, [&] {
-        fill(sorted_token_ids, num_places, int32_t(num_rows));
+        fill(sorted_token_ids, num_slots, int32_t(num_rows));
         fill(experts_ids, num_blocks, -1);
     });
     const uint32_t size = uint32_t(block_size);
-    const uint32_t places = sort.locate([&](uint32_t rows) { return (rows + size - 1) / size * size; });
-    if (sort.cluster_thread() == 0) *num_tokens_post_pad = int32_t(places);
+    const uint32_t slots = sort.locate([&](uint32_t rows) { return (rows + size - 1) / size * size; });
+    if (sort.cluster_thread() == 0) *num_tokens_post_pad = int32_t(slots);
     // The last threads come first: they are those without rows, if there are any.
-    for (int64_t i = sort.CLUSTER_THREADS - 1 - sort.cluster_thread(); i * size < places; i += sort.CLUSTER_THREADS) {
+    for (int64_t i = sort.CLUSTER_THREADS - 1 - sort.cluster_thread(); i * size < slots; i += sort.CLUSTER_THREADS) {
         experts_ids[i] = sort.bin_at(uint32_t(i * size));
     }
-    sort.place(expert_of, [&](int row, int expert, uint32_t place) {
-        if (expert != NO_BIN) sorted_token_ids[place] = row;
+    sort.assign(expert_of, [&](int row, int expert, uint32_t slot) {
+        if (expert != NO_BIN) sorted_token_ids[slot] = row;
         if constexpr (HAS_SCATTER) scatter_idx[row] = expert != NO_BIN ? row : -1;
     });
     leave_cluster<CLUSTER>();

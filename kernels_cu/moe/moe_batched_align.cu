@@ -14,10 +14,10 @@
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 moe_batched_align(const int32_t* expert_num_tokens,  // [num_experts]
-                  int32_t* sorted_ids,               // [num_places]
+                  int32_t* sorted_ids,               // [num_slots]
                   int32_t* expert_ids,               // [num_blocks]
                   int32_t* num_tokens_post_pad,      // one element
-                  int64_t num_experts, int64_t max_tokens_per_batch, int64_t block_size, int64_t num_places,
+                  int64_t num_experts, int64_t max_tokens_per_batch, int64_t block_size, int64_t num_slots,
                   int64_t num_blocks) {
     await_previous_kernel();
     __shared__ uint32_t partial[2][NUM_THREADS / WARP_SIZE];
@@ -45,6 +45,6 @@ moe_batched_align(const int32_t* expert_num_tokens,  // [num_experts]
     for (int64_t i = threadIdx.x; i < own_blocks; i += NUM_THREADS) expert_ids[first_block + i] = int32_t(expert);
 
     const int64_t thread = expert * NUM_THREADS + threadIdx.x, threads = num_experts * NUM_THREADS;
-    for (int64_t i = used_blocks * block_size + thread; i < num_places; i += threads) sorted_ids[i] = absent;
+    for (int64_t i = used_blocks * block_size + thread; i < num_slots; i += threads) sorted_ids[i] = absent;
     for (int64_t i = used_blocks + thread; i < num_blocks; i += threads) expert_ids[i] = -1;
 }

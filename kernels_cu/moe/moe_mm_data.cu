@@ -45,12 +45,12 @@ moe_mm_data(const id_t* topk_ids,         // [num_rows]
     const bool leads = blockIdx.y == 0;  // this block writes the results that every block of the cluster knows
     if constexpr (SORTS && HAS_BLOCKSCALE) {
         const auto rounded = [](uint32_t rows) { return (rows + 127) / 128 * 128; };
-        const uint32_t all = sort.scan(rounded, [&](int expert, uint32_t place, uint32_t, uint32_t) {
-            if (leads) blockscale_offsets[expert] = int32_t(place);
+        const uint32_t all = sort.scan(rounded, [&](int expert, uint32_t slot, uint32_t, uint32_t) {
+            if (leads) blockscale_offsets[expert] = int32_t(slot);
         });
         if (sort.cluster_thread() == 0) blockscale_offsets[sort.bins] = int32_t(all);
     }
-    const int32_t places = int32_t(sort.locate([](uint32_t rows) { return rows; }));
+    const int32_t slots = int32_t(sort.locate([](uint32_t rows) { return rows; }));
     for (int expert = sort.cluster_thread(); expert < sort.bins; expert += sort.CLUSTER_THREADS) {
         const int rows = int(sort.rows_of[expert]);
         write_sizes<SWAP>(problem_sizes1 + 3 * expert, rows, first_n, k);
@@ -58,12 +58,12 @@ moe_mm_data(const id_t* topk_ids,         // [num_rows]
         if (SORTS) expert_offsets[expert] = int32_t(sort.begin[expert]);
     }
     if constexpr (SORTS) {
-        if (sort.cluster_thread() == 0) expert_offsets[sort.bins] = places;
-        sort.place(expert_of, [&](int row, int expert, uint32_t place) {
-            output_permutation[row] = expert == NO_BIN ? places : int32_t(place);
-            if (expert != NO_BIN) input_permutation[place] = row / int(topk);
+        if (sort.cluster_thread() == 0) expert_offsets[sort.bins] = slots;
+        sort.assign(expert_of, [&](int row, int expert, uint32_t slot) {
+            output_permutation[row] = expert == NO_BIN ? slots : int32_t(slot);
+            if (expert != NO_BIN) input_permutation[slot] = row / int(topk);
         });
-        for (int64_t i = places + sort.cluster_thread(); i < num_rows; i += sort.CLUSTER_THREADS) {
+        for (int64_t i = slots + sort.cluster_thread(); i < num_rows; i += sort.CLUSTER_THREADS) {
             input_permutation[i] = 0;
         }
     }

@@ -45,9 +45,9 @@ moe_sort_rows(const id_t* topk_ids,                 // [num_rows]
     for (int i = sort.cluster_thread(); i <= local; i += sort.CLUSTER_THREADS) {
         expert_first_token_offset[i] = sort.begin[i];
     }
-    sort.place(bin_of, [&](int row, int bin, uint32_t place) {
-        inv_permuted_idx[row] = int32_t(place);
-        permuted_idx[place] = bin < local ? row : int32_t(num_rows);
+    sort.assign(bin_of, [&](int row, int bin, uint32_t slot) {
+        inv_permuted_idx[row] = int32_t(slot);
+        permuted_idx[slot] = bin < local ? row : int32_t(num_rows);
     });
     leave_cluster<CLUSTER>();
 }

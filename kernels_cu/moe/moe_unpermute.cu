@@ -17,17 +17,17 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // vectors that are loaded before the first is used
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-moe_unpermute(const scalar_t* permuted_hidden_states,    // [num_places, hidden_size]
+moe_unpermute(const scalar_t* permuted_hidden_states,    // [num_slots, hidden_size]
               const float* topk_weights,                 // [num_rows, TOPK]
               const int32_t* inv_permuted_idx,           // [num_rows, TOPK]
               const int64_t* expert_first_token_offset,  // [num_local + 1]
               scalar_t* hidden_states,                   // [num_rows, hidden_size]
-              int64_t num_rows, int64_t hidden_size, int64_t input_stride, int64_t out_stride, int64_t num_places,
+              int64_t num_rows, int64_t hidden_size, int64_t input_stride, int64_t out_stride, int64_t num_slots,
               int64_t num_local) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
-    const int64_t places = HAS_OFFSET ? min(expert_first_token_offset[num_local], num_places) : num_places;
+    const int64_t slots = HAS_OFFSET ? min(expert_first_token_offset[num_local], num_slots) : num_slots;
     float sum[VEC_SIZE] = {};
 #pragma unroll 1
     for (int first = 0; first < TOPK; first += BATCH) {
@@ -37,11 +37,11 @@ moe_unpermute(const scalar_t* permuted_hidden_states,    // [num_places, hidden_
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const int64_t choice = at.row * TOPK + min(first + j, TOPK - 1);
-            const int64_t place = inv_permuted_idx[choice];
+            const int64_t slot = inv_permuted_idx[choice];
             weights[j] = topk_weights[choice];
-            exists[j] = first + j < TOPK && place >= 0 && place < places;
+            exists[j] = first + j < TOPK && slot >= 0 && slot < slots;
             // A skipped row loads row 0, and its values are not used.
-            vecs[j] = vec_t::load_once(permuted_hidden_states + (exists[j] ? place : 0) * input_stride + at.column);
+            vecs[j] = vec_t::load_once(permuted_hidden_states + (exists[j] ? slot : 0) * input_stride + at.column);
         }
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {

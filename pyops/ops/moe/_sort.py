@@ -24,8 +24,8 @@ _KEPT_ROWS = 4  # most rows per lane with bins that stay in registers
 # The largest problem for one block. Measured on an H200 with top 8 of 128 experts: one block takes 3.2, 4.6, 6.2 and
 # 9.7 us for 16, 128, 256 and 512 tokens; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 us with two rows per lane, and
 # 3.4 us for 512 tokens with four.
-_BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
-_THREAD_PLACES = 16  # output slots per thread above which the block gets more threads
+_BLOCK_ROWS, _BLOCK_SLOTS = 64, 32768
+_THREAD_SLOTS = 16  # output slots per thread above which the block gets more threads
 _BLOCK_THREADS = 256, 512, 1024  # numbers of threads of a block
 _STATIC_SHARED = 2048  # most bytes of static shared memory of the kernels
 _MAX_ROWS = 2**30  # most rows and output slots: kernels count them in 32 bits
@@ -37,7 +37,7 @@ class SortProblem(NamedTuple):
     num_tokens: int
     topk: int
     bins: int
-    places: int
+    slots: int
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +69,7 @@ class SortConfig:
     def warps(self, problem: SortProblem, device: Device) -> tuple[int, int]:
         """(warps of a block, warps with rows). Each warp with rows has its own counts in shared memory."""
         wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
-        threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
+        threads = max(wanted * device.warp_size, problem.bins, problem.slots // (self.cluster * _THREAD_SLOTS))
         block = next((n for n in _BLOCK_THREADS if n >= threads), self.max_threads)
         num_warps = max(self.min_threads, min(block, self.max_threads)) // device.warp_size
         words = (device.shared_memory - _STATIC_SHARED) // 4 - self.shared_words(problem.bins)
@@ -91,7 +91,7 @@ class SortConfig:
 
 def choose(problem: SortProblem, device: Device) -> SortConfig:
     """One block for few rows and output slots, else a cluster."""
-    few = problem.num_rows <= _BLOCK_ROWS and problem.places <= _BLOCK_PLACES
+    few = problem.num_rows <= _BLOCK_ROWS and problem.slots <= _BLOCK_SLOTS
     return SortConfig(1 if few else device.cluster)
 
 
@@ -99,7 +99,7 @@ def sort_launch(
     kernel: Kernel,
     topk_ids: TensorArg,
     bins: int,
-    places: int,
+    slots: int,
     groups: int = 1,
     tuned: bool = True,
     fixed: dict[str, Any] | None = None,
@@ -107,12 +107,12 @@ def sort_launch(
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` is the number of output elements of a group, rows and padding. `tuned`: whether `tuning` may override the
+    `slots` is the number of output elements of a group, rows and padding. `tuned`: whether `tuning` may override the
     geometry of the sort.
     """
     device = topk_ids.device
     num_tokens, topk = topk_ids.shape
-    problem = SortProblem(num_tokens, topk, bins, places)
+    problem = SortProblem(num_tokens, topk, bins, slots)
     config = tuning.config(topk_ids.op, problem, device, choose) if tuned else choose(problem, device)
     num_warps, sort_warps = config.warps(problem, device)
     if sort_warps < 1:
@@ -180,7 +180,7 @@ def sorted_rows(bins: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
     return rows[bins[rows].sort(stable=True)[1]], counts
 
 
-def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def padded_slots(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(rows sorted by bin; the output slot of each, with bins aligned to `block_size`; blocks of each bin)."""
     rows, counts = sorted_rows(bins, num_bins)
     blocks = (counts + block_size - 1) // block_size
@@ -188,7 +188,7 @@ def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor,
     return rows, torch.arange(len(rows), dtype=torch.int64, device=rows.device) + skipped[bins[rows]], blocks
 
 
-def max_places(num_rows: int, num_experts: int, block_size: int) -> int:
+def max_slots(num_rows: int, num_experts: int, block_size: int) -> int:
     """The maximum number of output slots, with the rows of each expert padded to a multiple of `block_size`."""
     most = num_rows + min(num_rows, num_experts) * (block_size - 1)
     return most // block_size * block_size

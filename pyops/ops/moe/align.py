@@ -12,7 +12,7 @@ from ..._core.system.lazy import torch
 from ..._core.tensors import tensor
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
-from ._sort import check_count, check_ids, check_map, local_experts, max_places, padded_places, sort_launch
+from ._sort import check_count, check_ids, check_map, local_experts, max_slots, padded_slots, sort_launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,9 @@ def align(
     sorted_token_ids: Tensor, experts_ids: Tensor, total: Tensor, experts: Tensor, num_experts: int, block_size: int
 ) -> None:
     """The reference of an alignment, for the rows with an expert >= 0."""
-    rows, places, blocks = padded_places(experts, num_experts, block_size)
+    rows, slots, blocks = padded_slots(experts, num_experts, block_size)
     sorted_token_ids.fill_(len(experts))
-    sorted_token_ids[places] = rows.int()
+    sorted_token_ids[slots] = rows.int()
     numbers = torch.arange(num_experts, dtype=torch.int64, device=experts.device).repeat_interleave(blocks)
     experts_ids.fill_(-1)
     experts_ids[: len(numbers)] = numbers.int()
@@ -77,20 +77,20 @@ def moe_align_block_size(
         scatter_idx.copy_(rows.where(experts >= 0, -1).view(scatter_idx.shape))
 
 
-def wanted_places(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
+def wanted_slots(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
     """Check the sizes of an alignment; returns the maximum number of output slots."""
     check_ids(topk_ids)
     check_count(topk_ids, "num_experts", num_experts)
     check_count(topk_ids, "block_size", block_size)
-    wanted = max_places(topk_ids.numel, num_experts, block_size)
+    wanted = max_slots(topk_ids.numel, num_experts, block_size)
     if wanted > 2**31 - 1:
-        raise check.refuse(topk_ids, "block_size", f"expected fewer than 2^31 places, got {wanted}")
+        raise check.refuse(topk_ids, "block_size", f"expected fewer than 2^31 slots, got {wanted}")
     return wanted
 
 
 @moe_align_block_size.result
 def result_moe_align_block_size(topk_ids: TensorArg, num_experts: int, block_size: int) -> tuple[Result, ...]:
-    wanted = wanted_places(topk_ids, num_experts, block_size)
+    wanted = wanted_slots(topk_ids, num_experts, block_size)
     return Result((wanted,), int32), Result((wanted // block_size,), int32), Result((1,), int32)
 
 
@@ -105,7 +105,7 @@ def plan_moe_align_block_size(
     expert_map: TensorArg | None,
     scatter_idx: TensorArg | None,
 ) -> Launch:
-    wanted = wanted_places(topk_ids, num_experts, block_size)
+    wanted = wanted_slots(topk_ids, num_experts, block_size)
     for arg, count in ((sorted_token_ids, wanted), (experts_ids, wanted // block_size)):
         check.sizes(arg, count=None)
         check.at_least(arg, int32, count)
@@ -125,7 +125,7 @@ def plan_moe_align_block_size(
         HAS_SCATTER=scatter_idx is not None,
         fixed={
             "num_ids": check_map(expert_map, num_experts),
-            "num_places": sorted_token_ids.numel,
+            "num_slots": sorted_token_ids.numel,
             "num_blocks": experts_ids.numel,
             "topk": topk_ids.shape[1],
             "num_lora_ids": 0,
@@ -147,13 +147,13 @@ def example_moe_align_block_size(
     with_scatter: bool = False,
 ) -> tuple[Any, ...]:
     block_size = 64
-    places = max_places(num_tokens * topk, num_experts, block_size)
+    slots = max_slots(num_tokens * topk, num_experts, block_size)
     return (
         make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
         num_experts,
         block_size,
-        make.empty(places, dtype="int32"),
-        make.empty(places // block_size, dtype="int32"),
+        make.empty(slots, dtype="int32"),
+        make.empty(slots // block_size, dtype="int32"),
         make.full(1, value=0, dtype="int32"),  # unchanged by a call without tokens
         make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
         make.empty(num_tokens, topk, dtype="int32") if with_scatter else None,
@@ -181,12 +181,12 @@ def moe_align(
             which may be -1.
     """
     num_rows = topk_ids.shape[0] * topk_ids.shape[1]
-    places = num_rows + num_experts * (block_size - 1)
+    slots = num_rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
-        places = -(-places // block_size) * block_size
+        slots = -(-slots // block_size) * block_size
     if num_rows < num_experts:
-        places = min(places, num_rows * block_size)
-    sizes = places, -(-places // block_size), 1
+        slots = min(slots, num_rows * block_size)
+    sizes = slots, -(-slots // block_size), 1
     sorted_token_ids, expert_ids, total = (tensor.new(topk_ids, (size,), "int32") for size in sizes)
     own_map = expert_map if ignore_invalid_experts else None
     moe_align_block_size(topk_ids, num_experts, block_size, sorted_token_ids, expert_ids, total, own_map)
@@ -238,20 +238,20 @@ def batched_moe_align_block_size(
 def result_batched_moe_align_block_size(
     max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg
 ) -> tuple[Result, ...]:
-    places = _batched_places(max_tokens_per_batch, block_size, expert_num_tokens)
-    return Result((places,), int32), Result((places // block_size,), int32), Result((1,), int32)
+    slots = _batched_slots(max_tokens_per_batch, block_size, expert_num_tokens)
+    return Result((slots,), int32), Result((slots // block_size,), int32), Result((1,), int32)
 
 
-def _batched_places(max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg) -> int:
+def _batched_slots(max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg) -> int:
     """Check the sizes of the batches; returns the output slots for their rows."""
     check.sizes(expert_num_tokens, num_experts=None)
     check.dtype(expert_num_tokens, int32)
     check.contiguous(expert_num_tokens)
     check_count(expert_num_tokens, "max_tokens_per_batch", max_tokens_per_batch, low=0)
     check_count(expert_num_tokens, "block_size", block_size)
-    places = expert_num_tokens.numel * (-(-max_tokens_per_batch // block_size) * block_size)
-    check_count(expert_num_tokens, "max_tokens_per_batch", max(places, max_tokens_per_batch), low=0)
-    return places
+    slots = expert_num_tokens.numel * (-(-max_tokens_per_batch // block_size) * block_size)
+    check_count(expert_num_tokens, "max_tokens_per_batch", max(slots, max_tokens_per_batch), low=0)
+    return slots
 
 
 @batched_moe_align_block_size.plan
@@ -263,17 +263,17 @@ def plan_batched_moe_align_block_size(
     expert_ids: TensorArg,
     num_tokens_post_pad: TensorArg,
 ) -> Launch:
-    places = _batched_places(max_tokens_per_batch, block_size, expert_num_tokens)
-    check.shape(sorted_ids, int32, places=places)
-    check.shape(expert_ids, int32, blocks=places // block_size)
+    slots = _batched_slots(max_tokens_per_batch, block_size, expert_num_tokens)
+    check.shape(sorted_ids, int32, slots=slots)
+    check.shape(expert_ids, int32, blocks=slots // block_size)
     check.scalar(num_tokens_post_pad, int32)
     num_experts = expert_num_tokens.numel
     return _moe_batched_align(NUM_THREADS=_BATCHED_THREADS).launch(
         grid=max(1, num_experts),
         block=_BATCHED_THREADS,
         num_experts=num_experts,
-        num_places=places,
-        num_blocks=places // block_size,
+        num_slots=slots,
+        num_blocks=slots // block_size,
     )
 
 
@@ -287,12 +287,12 @@ def example_batched_moe_align_block_size(
     make: Any, *, num_tokens: int = 16, num_experts: Literal[32, 300] = 32
 ) -> tuple[Any, ...]:
     block_size = 16
-    places = num_experts * (-(-num_tokens // block_size) * block_size)
+    slots = num_experts * (-(-num_tokens // block_size) * block_size)
     return (
         num_tokens,
         block_size,
         make.randint(0, num_tokens + 1, num_experts, dtype="int32"),
-        make.empty(places, dtype="int32"),
-        make.empty(places // block_size, dtype="int32"),
+        make.empty(slots, dtype="int32"),
+        make.empty(slots // block_size, dtype="int32"),
         make.full(1, value=0, dtype="int32"),  # unchanged by a call without tokens
     )

@@ -10,8 +10,8 @@ from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
-from ._sort import check_count, check_map, local_experts, max_places, sort_launch
-from .align import align, wanted_places
+from ._sort import check_count, check_map, local_experts, max_slots, sort_launch
+from .align import align, wanted_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ def plan_moe_lora_align_block_size(
     lora_ids: TensorArg,
     expert_map: TensorArg | None,
 ) -> Launch:
-    wanted = wanted_places(topk_ids, num_experts, block_size)
+    wanted = wanted_slots(topk_ids, num_experts, block_size)
     check.shape(token_lora_mapping, int32, num_tokens=topk_ids.shape[0])
     check_count(topk_ids, "max_loras", max_loras)
     check_count(topk_ids, "max_num_tokens_padded", max_num_tokens_padded, low=wanted)
@@ -112,7 +112,7 @@ def plan_moe_lora_align_block_size(
         fixed={
             "scatter_idx": 0,
             "num_ids": check_map(expert_map, num_experts),
-            "num_places": max_num_tokens_padded,
+            "num_slots": max_num_tokens_padded,
             "num_blocks": max_num_m_blocks,
             "topk": topk_ids.shape[1],
             "num_lora_ids": lora_ids.numel,
@@ -123,17 +123,17 @@ def plan_moe_lora_align_block_size(
 @moe_lora_align_block_size.example
 def example_moe_lora_align_block_size(make: Any, *, num_tokens: int = 16, with_map: bool = False) -> tuple[Any, ...]:
     topk, num_experts, block_size, max_loras = 6, 64, 16, 3
-    places = max_places(num_tokens * topk, num_experts, block_size)
+    slots = max_slots(num_tokens * topk, num_experts, block_size)
     return (
         make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
         make.randint(-1, max_loras, num_tokens, dtype="int32"),
         num_experts,
         block_size,
         max_loras,
-        places,
-        places // block_size,
-        make.empty(max_loras * places, dtype="int32"),
-        make.empty(max_loras * places // block_size, dtype="int32"),
+        slots,
+        slots // block_size,
+        make.empty(max_loras * slots, dtype="int32"),
+        make.empty(max_loras * slots // block_size, dtype="int32"),
         make.full(max_loras, value=0, dtype="int32"),  # unchanged by a call without tokens
         make.values([1, 0, 1, 1], dtype="int32"),
         make.values([-1, 0, 1, 2], dtype="int32"),

@@ -157,7 +157,7 @@ def plan_moe_permute(
             out_stride="permuted_stride",
             min_blocks=_SCATTER_BLOCKS,
             TOPK=topk,
-            fixed={"max_places": num_rows, "num_local": n_local_expert},
+            fixed={"max_slots": num_rows, "num_local": n_local_expert},
         ),
     ]
 
@@ -282,12 +282,12 @@ def plan_moe_unpermute(
 ) -> Launch:
     check.floating(permuted_hidden_states)
     num_tokens, hidden_size = check_matrix(hidden_states, permuted_hidden_states.dtype)
-    num_places, _ = check_matrix(permuted_hidden_states, permuted_hidden_states.dtype)
-    check.sizes(permuted_hidden_states, num_places=None, hidden_size=hidden_size)
+    num_slots, _ = check_matrix(permuted_hidden_states, permuted_hidden_states.dtype)
+    check.sizes(permuted_hidden_states, num_slots=None, hidden_size=hidden_size)
     check_topk(topk_weights, topk)
     check.shape(topk_weights, float32, num_tokens=num_tokens, topk=topk)
     check.per_row(inv_permuted_idx, int32, num_tokens * topk)
-    if hidden_states.numel and not num_places:
+    if hidden_states.numel and not num_slots:
         raise permuted_hidden_states.error("expected at least one row, got none")
     num_local = 0
     if expert_first_token_offset is not None:
@@ -301,7 +301,7 @@ def plan_moe_unpermute(
         min_blocks=_SUM_BLOCKS,
         TOPK=topk,
         HAS_OFFSET=expert_first_token_offset is not None,
-        fixed={"num_places": num_places, "num_local": num_local},
+        fixed={"num_slots": num_slots, "num_local": num_local},
     )
 
 

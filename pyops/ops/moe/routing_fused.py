@@ -74,16 +74,16 @@ def fused_topk_bias(
     """
     name = "fused_topk_bias"
     _check(name, hidden_states, gating_output, topk, scoring_func, ("softmax", "sigmoid", "sqrtsoftplus"))
-    weights, ids, places = _outputs(gating_output, topk, indices_type)
+    weights, ids, indices = _outputs(gating_output, topk, indices_type)
     choice = gating_output, renormalize
     if scoring_func == "sqrtsoftplus":
         by_token = input_tokens, hash_indices_table
-        topk_softplus_sqrt(weights, ids, places, *choice, routed_scaling_factor, e_score_correction_bias, *by_token)
+        topk_softplus_sqrt(weights, ids, indices, *choice, routed_scaling_factor, e_score_correction_bias, *by_token)
         return weights, ids
     if input_tokens is not None or hash_indices_table is not None:
         raise OpError(name, "hash_indices_table", f'expected None with scoring_func="{scoring_func}"')
     op = topk_softmax if scoring_func == "softmax" else topk_sigmoid
-    op(weights, ids, places, *choice, e_score_correction_bias)
+    op(weights, ids, indices, *choice, e_score_correction_bias)
     return weights if routed_scaling_factor == 1.0 else weights * routed_scaling_factor, ids
 
 

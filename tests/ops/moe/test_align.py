@@ -58,13 +58,13 @@ def by_expert(experts: list[int], num_experts: int) -> list[list[int]]:
 
 def aligned(rows: list[list[int]], block_size: int, pad: int) -> tuple[list[int], list[int]]:
     """(slots, experts of blocks) up to the last expert."""
-    places: list[int] = []
+    slots: list[int] = []
     blocks: list[int] = []
     for expert, own in enumerate(rows):
         num_blocks = -(-len(own) // block_size)
-        places += own + [pad] * (num_blocks * block_size - len(own))
+        slots += own + [pad] * (num_blocks * block_size - len(own))
         blocks += [expert] * num_blocks
-    return places, blocks
+    return slots, blocks
 
 
 def filled(values: list[int], size: int, value: int) -> list[int]:
@@ -74,11 +74,11 @@ def filled(values: list[int], size: int, value: int) -> list[int]:
 def check_align(ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None) -> None:
     """The op against a loop; its result fits any distribution, and is not longer."""
     result = pyops.moe_align_block_size.new(ids, num_experts, block_size, expert_map)
-    places, blocks, total = (x.tolist() for x in result)
+    slots, blocks, total = (x.tolist() for x in result)
     experts = [local(expert, num_experts, expert_map) for expert in ids.reshape(-1).tolist()]
     right, right_blocks = aligned(by_expert(experts, num_experts), block_size, ids.numel())
     assert total == [len(right)]
-    assert places == filled(right, len(places), ids.numel())
+    assert slots == filled(right, len(slots), ids.numel())
     assert blocks == filled(right_blocks, len(blocks), -1)
 
 
@@ -179,10 +179,10 @@ def test_align_of_outputs_at_any_address(device: str) -> None:
     right, right_blocks = aligned(rows, 4, ids.numel())
     for begin in range(4):
         memory = [torch.full((size + 8,), -9, dtype=torch.int32, device=device) for size in (37 + begin, 10)]
-        places, blocks = memory[0][begin:-8], memory[1][begin : begin + 10]
+        slots, blocks = memory[0][begin:-8], memory[1][begin : begin + 10]
         total = torch.zeros(1, dtype=torch.int32, device=device)
-        pyops.moe_align_block_size(ids, 5, 4, places, blocks, total)
-        assert places.tolist() == filled(right, 37, ids.numel())
+        pyops.moe_align_block_size(ids, 5, 4, slots, blocks, total)
+        assert slots.tolist() == filled(right, 37, ids.numel())
         assert blocks.tolist() == filled(right_blocks, 10, -1)
         assert [(x == -9).sum().item() for x in memory] == [begin + 8, 8]
 
@@ -200,8 +200,8 @@ def test_align_is_one_launch_with_space_for_4096_experts() -> None:
         for num_tokens in (1, 16, 4096, 16384):
             model = devices.model(arch)
             ids = ArgMaker(model, "moe_align_block_size").empty(num_tokens, 8, dtype="int32")
-            places = num_tokens * 8 * 64
-            outputs = [ArgMaker(model).empty(size, dtype="int32") for size in (places, places // 64, 1)]
+            slots = num_tokens * 8 * 64
+            outputs = [ArgMaker(model).empty(size, dtype="int32") for size in (slots, slots // 64, 1)]
             (launch,) = pyops.registry["moe_align_block_size"].launches(ids, 4096, 64, *outputs, None)
             assert launch.shared + 2048 <= model.shared_memory
             assert launch.grid[1] == (8 if model.cluster == 8 and num_tokens >= 16 else 1)
@@ -225,8 +225,8 @@ def test_moe_align(
     size = ids.numel() + num_experts * (block_size - 1)
     size = -(-size // block_size) * block_size if pad else size
     size = min(size, ids.numel() * block_size) if ids.numel() < num_experts else size
-    places, blocks, total = pyops.moe_align(ids, block_size, num_experts, expert_map, pad, ignores)
-    assert len(places) == size
+    slots, blocks, total = pyops.moe_align(ids, block_size, num_experts, expert_map, pad, ignores)
+    assert len(slots) == size
     assert len(blocks) == -(-size // block_size)
     used_map = expert_map if ignores else None
     experts = [local(expert, num_experts, used_map) for expert in ids.reshape(-1).tolist()]
@@ -234,24 +234,24 @@ def test_moe_align(
     right_blocks = filled(right_blocks, len(blocks), -1)
     if expert_map is not None and not ignores:
         right_blocks = [int(expert_map[expert]) for expert in right_blocks]
-    assert (places.tolist(), blocks.tolist()) == (filled(right, size, ids.numel()), right_blocks)
+    assert (slots.tolist(), blocks.tolist()) == (filled(right, size, ids.numel()), right_blocks)
     assert total.tolist() == [len(right)]
 
 
 def test_align_without_tokens() -> None:
     ids = torch.zeros(0, 8, dtype=torch.int32)
-    places, blocks, total = pyops.moe_align(ids, 64, 128)
-    assert (places.numel(), blocks.numel(), total.tolist()) == (0, 0, [0])
-    places, blocks = torch.full((64,), 7, dtype=torch.int32), torch.full((1,), 7, dtype=torch.int32)
-    pyops.moe_align_block_size(ids, 128, 64, places, blocks, total)
-    assert (places.tolist(), blocks.tolist()) == ([0] * 64, [-1])
+    slots, blocks, total = pyops.moe_align(ids, 64, 128)
+    assert (slots.numel(), blocks.numel(), total.tolist()) == (0, 0, [0])
+    slots, blocks = torch.full((64,), 7, dtype=torch.int32), torch.full((1,), 7, dtype=torch.int32)
+    pyops.moe_align_block_size(ids, 128, 64, slots, blocks, total)
+    assert (slots.tolist(), blocks.tolist()) == ([0] * 64, [-1])
 
 
 def test_align_refuses_too_little_space() -> None:
     op = pyops.registry["moe_align_block_size"]
     ids = torch.zeros(3, 2, dtype=torch.int32)
-    for places, blocks, argument in ((95, 6, "sorted_token_ids"), (96, 5, "experts_ids")):
-        outputs = [torch.zeros(size, dtype=torch.int32) for size in (places, blocks, 1)]
+    for slots, blocks, argument in ((95, 6, "sorted_token_ids"), (96, 5, "experts_ids")):
+        outputs = [torch.zeros(size, dtype=torch.int32) for size in (slots, blocks, 1)]
         assert refusal(op, [ids, 128, 16, *outputs, None]).argument == argument
     outputs = [torch.zeros(size, dtype=torch.int32) for size in (96, 6, 1)]
     for num_experts, block_size, argument in (
@@ -272,13 +272,13 @@ def test_align_refuses_too_little_space() -> None:
 )
 def test_batched(counts: list[int], max_tokens: int, block_size: int, device: str) -> None:
     tensor = torch.tensor(counts, dtype=torch.int32, device=device)
-    places, blocks, total = pyops.batched_moe_align_block_size.new(max_tokens, block_size, tensor)
+    slots, blocks, total = pyops.batched_moe_align_block_size.new(max_tokens, block_size, tensor)
     rows = [
         [expert * max_tokens + i for i in range(min(max(count, 0), max_tokens))] for expert, count in enumerate(counts)
     ]
     right, right_blocks = aligned(rows, block_size, len(counts) * max_tokens)
-    assert len(places) == len(counts) * (-(-max_tokens // block_size) * block_size)
-    assert places.tolist() == filled(right, len(places), len(counts) * max_tokens)
+    assert len(slots) == len(counts) * (-(-max_tokens // block_size) * block_size)
+    assert slots.tolist() == filled(right, len(slots), len(counts) * max_tokens)
     assert blocks.tolist() == filled(right_blocks, len(blocks), -1)
     assert total.tolist() == [len(right)]
 
@@ -286,10 +286,10 @@ def test_batched(counts: list[int], max_tokens: int, block_size: int, device: st
 def test_batched_with_many_experts() -> None:
     """More experts than threads in a CTA."""
     counts = torch.arange(1500, dtype=torch.int32) % 5
-    places, _, total = pyops.batched_moe_align_block_size.new(4, 2, counts)
+    slots, _, total = pyops.batched_moe_align_block_size.new(4, 2, counts)
     rows = [[expert * 4 + i for i in range(count)] for expert, count in enumerate(counts.tolist())]
     right, _ = aligned(rows, 2, 6000)
-    assert places.tolist() == filled(right, len(places), 6000)
+    assert slots.tolist() == filled(right, len(slots), 6000)
     assert total.tolist() == [len(right)]
 
 
@@ -307,10 +307,10 @@ def test_lora(num_tokens: int, max_loras: int, lora_ids: list[int], enabled: int
     ids = ids_of(num_tokens, topk, num_experts, 3)
     owners = torch.randint(-1, max_loras + 1, (num_tokens,), generator=torch.Generator().manual_seed(4)).int()
     expert_map = map_of(num_experts, 3) if has_map else None
-    places, num_blocks = ids.numel() + num_experts * 15 + 5, 200 + ids.numel() // 16
+    slots, num_blocks = ids.numel() + num_experts * 15 + 5, 200 + ids.numel() // 16
     is_enabled = torch.tensor([enabled >> i & 1 for i in range(max_loras + 1)], dtype=torch.int32)
-    outputs = [torch.full((max_loras, *size), 77, dtype=torch.int32) for size in ((places,), (num_blocks,), ())]
-    arguments = (ids, owners, num_experts, block_size, max_loras, places, num_blocks)
+    outputs = [torch.full((max_loras, *size), 77, dtype=torch.int32) for size in ((slots,), (num_blocks,), ())]
+    arguments = (ids, owners, num_experts, block_size, max_loras, slots, num_blocks)
     named = torch.tensor(lora_ids, dtype=torch.int32)
     moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (*arguments, *outputs, is_enabled, named)]
     pyops.moe_lora_align_block_size(*moved, None if expert_map is None else expert_map.to(device))
@@ -319,11 +319,11 @@ def test_lora(num_tokens: int, max_loras: int, lora_ids: list[int], enabled: int
     for lora in range(max_loras):
         found = tuple(result[lora] for result in results)
         if lora not in lora_ids or not enabled >> lora & 1:
-            assert found == ([77] * places, [77] * num_blocks, 77)
+            assert found == ([77] * slots, [77] * num_blocks, 77)
             continue
         own = [expert if owners[row // topk] == lora else -1 for row, expert in enumerate(experts)]
         right, right_blocks = aligned(by_expert(own, num_experts), block_size, ids.numel())
-        assert found == (filled(right, places, ids.numel()), filled(right_blocks, num_blocks, -1), len(right))
+        assert found == (filled(right, slots, ids.numel()), filled(right_blocks, num_blocks, -1), len(right))
 
 
 def problem_sizes(counts: list[int], first_n: int, n: int, k: int, swap: bool) -> tuple[list[Any], list[Any]]:
@@ -342,14 +342,14 @@ def check_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: bo
     outputs = [torch.full(size, -77, dtype=torch.int32, device=device) for size in sizes]
     scale_offsets = torch.full(sizes[0], -77, dtype=torch.int32, device=device) if blockscale else None
     pyops.get_cutlass_moe_mm_data(ids, *outputs, num_experts, n, k, scale_offsets, gated)
-    offsets, sizes1, sizes2, tokens, places = (x.tolist() for x in outputs)
+    offsets, sizes1, sizes2, tokens, slots = (x.tolist() for x in outputs)
 
     rows = by_expert([local(expert, num_experts, None) for expert in ids.reshape(-1).tolist()], num_experts)
     order = [row for own in rows for row in own]
     assert offsets == [sum(map(len, rows[:expert])) for expert in range(num_experts + 1)]
     assert tokens == filled([row // topk for row in order], ids.numel(), 0)
-    place_of = {row: place for place, row in enumerate(order)}
-    assert places == [place_of.get(row, len(order)) for row in range(ids.numel())]
+    slot_of = {row: slot for slot, row in enumerate(order)}
+    assert slots == [slot_of.get(row, len(order)) for row in range(ids.numel())]
     swap = not blockscale and num_tokens * topk <= 64
     counts = list(map(len, rows))
     assert (sizes1, sizes2) == problem_sizes(counts, (1 + gated) * n, n, k, swap)

@@ -209,8 +209,8 @@ def test_large_m(permuted: bool, config: Any) -> None:
     count = torch.tensor([7 * block_size], dtype=torch.int32)
     exact = torch.full((m * top_k, n), 7.0, dtype=torch.float64)
     bias = draw(EXPERTS, n, dtype=torch.bfloat16, seed=6)
-    for place in range(7 * block_size):
-        row, expert = int(ids[place]), int(experts[place // block_size])
+    for slot in range(7 * block_size):
+        row, expert = int(ids[slot]), int(experts[slot // block_size])
         if 0 <= row < m * top_k and 0 <= expert < EXPERTS:
             sums = w[expert] @ a[row // top_k].double() + bias[expert].double()
             exact[row] = weights.flatten()[row].double() * sums
@@ -375,7 +375,7 @@ def test_refused() -> None:
         with pytest.raises(OpError) as caught:
             pyops.fused_marlin_moe(*call, kind, **given)
         assert caught.value.argument == argument
-    for place, given, argument in (
+    for slot, given, argument in (
         (0, x.float(), "hidden_states"),
         (1, of_w1["codes"][:, :, :64], "w1"),
         (2, of_w2["codes"][:, :, :64], "w2"),
@@ -385,5 +385,5 @@ def test_refused() -> None:
         (9, 7, "quant_type_id"),
     ):
         with pytest.raises(OpError) as caught:
-            pyops.fused_marlin_moe(*(*call, kind)[:place], given, *(*call, kind)[place + 1 :])
+            pyops.fused_marlin_moe(*(*call, kind)[:slot], given, *(*call, kind)[slot + 1 :])
         assert (caught.value.op, caught.value.argument) == ("fused_marlin_moe", argument)

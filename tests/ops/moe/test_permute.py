@@ -55,7 +55,7 @@ def check_permute(
         row for number in range(known + 1) for row in range(num_rows) if row in others and numbers[row] == number
     ]
     assert offsets.tolist() == [sum(map(len, rows[:expert])) for expert in range(num_local + 1)]
-    assert [right[place] for place in inverse.reshape(-1).tolist()] == list(range(num_rows))
+    assert [right[slot] for slot in inverse.reshape(-1).tolist()] == list(range(num_rows))
     assert order.tolist() == here + [num_rows] * (num_rows - len(here))
     alone = [torch.full_like(one, -7) for one in (offsets, inverse, order)]
     pyops.moe_prepare_scatter(ids, indices, expert_map, num_experts, num_local, *alone)
@@ -121,18 +121,18 @@ def test_permute_strided_rows(device: str) -> None:
     topk=st.sampled_from([1, 3, 8, 9, 33]),
     hidden_size=st.sampled_from([1, 8, 40]),
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    places=st.integers(1, 50),
+    slots=st.integers(1, 50),
     valid=st.none() | st.integers(-2, 60) | st.sampled_from([2**40, -(2**40)]),
 )
 def test_unpermute(
-    num_tokens: int, topk: int, hidden_size: int, dtype: str, places: int, valid: int | None, device: str
+    num_tokens: int, topk: int, hidden_size: int, dtype: str, slots: int, valid: int | None, device: str
 ) -> None:
     """Against a sum in float64; slots out of range are skipped, whatever they hold."""
     random = torch.Generator().manual_seed(topk)
-    rows = torch.randn(places, hidden_size, generator=random).to(getattr(torch, dtype))
-    limit = places if valid is None else min(places, max(valid, 0))
+    rows = torch.randn(slots, hidden_size, generator=random).to(getattr(torch, dtype))
+    limit = slots if valid is None else min(slots, max(valid, 0))
     rows[limit:] = float("nan")
-    inverse = torch.randint(-2, places + 3, (num_tokens, topk), generator=random, dtype=torch.int32)
+    inverse = torch.randint(-2, slots + 3, (num_tokens, topk), generator=random, dtype=torch.int32)
     inverse[0, 0] = HOSTILE[num_tokens % 4]
     weights = torch.randn(num_tokens, topk, generator=random)
     weights = weights.where((inverse >= 0) & (inverse < limit), float("inf"))
@@ -142,9 +142,9 @@ def test_unpermute(
     for token in range(num_tokens):
         right, magnitude = torch.zeros(hidden_size).double(), torch.zeros(hidden_size).double()
         for j in range(topk):
-            place = int(inverse[token, j])
-            if 0 <= place < limit:
-                product = rows[place].double() * weights[token, j].double()
+            slot = int(inverse[token, j])
+            if 0 <= slot < limit:
+                product = rows[slot].double() * weights[token, j].double()
                 right, magnitude = right + product, magnitude + product.abs()
         # Each of 2 * topk roundings in float32, and the one to the element type.
         bound = 2 * topk * magnitude * 2.0**-24 + right.abs() * torch.finfo(rows.dtype).eps + 1e-7

@@ -72,7 +72,7 @@ def assert_best(ids: list[int], keys: list[float], ties: list[Any]) -> None:
 def assert_routed(
     name: str, logits: Tensor, bias: Tensor | None, results: tuple[Tensor, ...], renormalize: bool, scale: float = 1.0
 ) -> None:
-    weights, ids, places = (x.cpu().tolist() for x in results)
+    weights, ids, indices = (x.cpu().tolist() for x in results)
     shifts = [0.0] * logits.shape[1] if bias is None else bias.cpu().tolist()
     for token, row in enumerate(logits.double().cpu().tolist()):
         scores = SCORES[name](row)
@@ -88,7 +88,7 @@ def assert_routed(
         total = math.fsum(right) if renormalize else 1.0
         right = [scale * s / (total if total > 0 else 1.0) for s in right]
         assert weights[token] == pytest.approx(right, rel=2e-6, abs=1e-12)
-        assert places[token] == [j * len(ids) + token for j in range(len(chosen))]
+        assert indices[token] == [j * len(ids) + token for j in range(len(chosen))]
 
 
 CASES = [
@@ -204,7 +204,7 @@ def test_expert_table(kinds: tuple[str, str], device: str) -> None:
     tokens = torch.tensor([3, 19, 20, -1, 4, -(2**31)])
     table, tokens = table.to(getattr(torch, kinds[0])), tokens.to(getattr(torch, kinds[1]))
     for renormalize in (False, True):
-        weights, ids, places = results = outputs(6, 4, device)
+        weights, ids, indices = results = outputs(6, 4, device)
         bias = torch.full((60,), NAN, device=device)
         pyops.topk_softplus_sqrt(*results, logits, renormalize, 1.5, bias, tokens.to(device), table.to(device))
         for token, number in enumerate(tokens.tolist()):
@@ -215,7 +215,7 @@ def test_expert_table(kinds: tuple[str, str], device: str) -> None:
             total = (math.fsum(chosen) or 1.0) if renormalize else 1.0
             assert ids[token].tolist() == right
             assert weights[token].tolist() == pytest.approx([1.5 * s / total for s in chosen], rel=2e-6)
-        assert places.T.flatten().tolist() == [*range(24)]
+        assert indices.T.flatten().tolist() == [*range(24)]
 
 
 def grouped(
@@ -310,9 +310,9 @@ def test_routing_functions() -> None:
     """They allocate the tensors that the ops write."""
     hidden, logits, bias = torch.zeros(5, 3), logits_of("normal", 5, 60), logits_of("normal", 60, seed=1)
     for scoring in ("softmax", "sigmoid"):
-        weights, ids, places = pyops.fused_topk(hidden, logits, 4, True, torch.int64, scoring)
-        assert (ids.dtype, places.dtype) == (torch.int64, torch.int32)
-        assert_routed(f"topk_{scoring}", logits, None, (weights, ids, places), True)
+        weights, ids, indices = pyops.fused_topk(hidden, logits, 4, True, torch.int64, scoring)
+        assert (ids.dtype, indices.dtype) == (torch.int64, torch.int32)
+        assert_routed(f"topk_{scoring}", logits, None, (weights, ids, indices), True)
     for scoring, name in (
         ("softmax", "topk_softmax"),
         ("sigmoid", "topk_sigmoid"),
@@ -320,7 +320,7 @@ def test_routing_functions() -> None:
     ):
         weights, ids = pyops.fused_topk_bias(hidden, logits, bias, 4, True, scoring, routed_scaling_factor=2.0)
         assert ids.dtype == torch.int32
-        assert_routed(name, logits, bias, (weights, ids, places), True, 2.0)
+        assert_routed(name, logits, bias, (weights, ids, indices), True, 2.0)
     tokens, table = torch.zeros(5, dtype=torch.int32), torch.full((1, 4), 7)
     by_table = pyops.fused_topk_bias(hidden, logits, None, 4, True, "sqrtsoftplus", None, tokens, table)
     assert by_table[1].tolist() == [[7] * 4] * 5
