@@ -126,10 +126,10 @@ struct Rows {
 
     // The position of a row's entry in the sequence, and the index in block_table of the position's block number;
     // NOWHERE for a row without a sequence.
-    struct Place { int64_t position, in_table; };
-    // The Place of row first + lane (lane < ROWS) in the first sequence that has the row. Every lane must call.
+    struct Lookup { int64_t position, in_table; };
+    // The Lookup of row first + lane (lane < ROWS) in the first sequence that has the row. Every lane must call.
     template <bool FRESH>
-    DEVICE Place place_of(int64_t first, int lane) const {
+    DEVICE Lookup lookup_of(int64_t first, int lane) const {
         const int64_t row = first + lane, end = min(first + ROWS, num_rows);
         int64_t sequence = batch_size, position = 0;
 #pragma unroll 1
@@ -161,7 +161,7 @@ struct Rows {
 // again.
 struct Early {
     Rows rows;
-    Rows::Place place;  // the Place of row first + lane
+    Rows::Lookup lookup;  // the Lookup of row first + lane
 };
 DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_t early_blocks) {
     if (threadIdx.x == 0) {
@@ -174,16 +174,16 @@ DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_
     }
     if (blockIdx.x >= early_blocks) return {rows, {0, NOWHERE}};
     const int lane = threadIdx.x % LANES;
-    const Rows::Place place = rows.place_of<true>(first_row(), lane);
+    const Rows::Lookup lookup = rows.lookup_of<true>(first_row(), lane);
     int64_t at = NOWHERE;
-    if (place.in_table != NOWHERE) {
-        at = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
+    if (lookup.in_table != NOWHERE) {
+        at = rows.pages.in_block(load_fresh(rows.block_table + lookup.in_table), lookup.position);
     }
     constexpr int ROW_LANES = LANES / ROWS, LINES = ceil_div(ENTRY_BYTES, 128) + 1;  // lines of an unaligned entry
     const int64_t entry = shfl<LANES>(at, lane / ROW_LANES);
     const int line = lane % ROW_LANES;
     if (entry != NOWHERE && line < LINES) prefetch_line(src_cache + entry + min(line * 128, ENTRY_BYTES - 1));
-    return {rows, place};
+    return {rows, lookup};
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -215,12 +215,12 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
     const int lane = threadIdx.x % LANES;
     const int64_t first = first_row();
 
-    // The block number is loaded from the early Place while the Place is computed again.
-    int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
+    // The block number is loaded from the early Lookup while the Lookup is computed again.
+    int64_t block = early.lookup.in_table == NOWHERE ? 0 : int64_t(block_table[early.lookup.in_table]);
     keep_loads_of_warp();
-    const Rows::Place place = early.rows.place_of<false>(first, lane);
-    if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
-    int64_t at = place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
+    const Rows::Lookup lookup = early.rows.lookup_of<false>(first, lane);
+    if (lookup.in_table != early.lookup.in_table && lookup.in_table != NOWHERE) block = block_table[lookup.in_table];
+    int64_t at = lookup.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, lookup.position);
 
     // A row without an entry loads an existing entry and does not use it: a conditional load would be issued late.
     const uint32_t found = ballot_of_group(at != NOWHERE);

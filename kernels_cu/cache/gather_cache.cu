@@ -70,10 +70,10 @@ struct Rows {
 
     // The position of a row's entry in the sequence, and the index in block_table of the position's block number;
     // NOWHERE for a row without a sequence. Every lane of the warp must call.
-    struct Place { int64_t position, in_table; };
+    struct Lookup { int64_t position, in_table; };
     template <bool FRESH>
-    DEVICE Place place_of(int64_t row) const {
-        const Place nowhere{0, NOWHERE};
+    DEVICE Lookup lookup_of(int64_t row) const {
+        const Lookup nowhere{0, NOWHERE};
         const Owner owner = owner_of<FRESH>(row);
         if (row >= num_rows || owner.sequence == NOWHERE) return nowhere;
         const int64_t start = HAS_STARTS ? int64_t(load_index<FRESH>(seq_starts + owner.sequence * starts_stride)) : 0;
@@ -93,7 +93,7 @@ struct Rows {
 // again.
 struct Early {
     Rows rows;
-    Rows::Place place;  // the Place of the thread's row
+    Rows::Lookup lookup;  // the Lookup of the thread's row
 };
 DEVICE Early prefetch_entries(const Rows& rows, const cache_t* src_cache, int64_t early_blocks) {
     constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // cache lines of a CTA's share
@@ -109,14 +109,14 @@ DEVICE Early prefetch_entries(const Rows& rows, const cache_t* src_cache, int64_
                       blockIdx.x);
     }
     if (blockIdx.x >= early_blocks || threadIdx.x >= FINDERS) return {rows, {0, NOWHERE}};
-    const Rows::Place place = rows.place_of<true>(int64_t(blockIdx.x) * TOKENS + threadIdx.x);
-    if (place.in_table == NOWHERE) return {rows, place};
-    if (threadIdx.x >= TOKENS) return {rows, place};
-    const int64_t entry = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
+    const Rows::Lookup lookup = rows.lookup_of<true>(int64_t(blockIdx.x) * TOKENS + threadIdx.x);
+    if (lookup.in_table == NOWHERE) return {rows, lookup};
+    if (threadIdx.x >= TOKENS) return {rows, lookup};
+    const int64_t entry = rows.pages.in_block(load_fresh(rows.block_table + lookup.in_table), lookup.position);
     if (entry != NOWHERE) {
         for (int i = 0; i < ENTRY_SIZE; i += 128 / int(sizeof(cache_t))) prefetch_line(src_cache + entry + i);
     }
-    return {rows, place};
+    return {rows, lookup};
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -148,14 +148,15 @@ gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZ
     __shared__ int64_t entries[TOKENS];
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
     if (threadIdx.x < FINDERS) {
-        // The block number is loaded from the early Place while the Place is computed again.
-        int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
+        // The block number is loaded from the early Lookup while the Lookup is computed again.
+        int64_t block = early.lookup.in_table == NOWHERE ? 0 : int64_t(block_table[early.lookup.in_table]);
         keep_loads();
-        const Rows::Place place = early.rows.place_of<false>(first + threadIdx.x);
-        if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
+        const Rows::Lookup lookup = early.rows.lookup_of<false>(first + threadIdx.x);
+        if (lookup.in_table != early.lookup.in_table && lookup.in_table != NOWHERE)
+            block = block_table[lookup.in_table];
         if (threadIdx.x < TOKENS)
             entries[threadIdx.x] =
-                place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
+                lookup.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, lookup.position);
     }
     __syncthreads();
 

@@ -52,12 +52,12 @@ struct KeySearch {
                 for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(group_sums + group, rank);
                 return sum;
             };
-            auto place = find_by_lanes<COARSE_BINS / GROUP_BINS>(
+            auto result = find_by_lanes<COARSE_BINS / GROUP_BINS>(
                 num_groups, load_group, [&](uint64_t all) { return range.wanted ? range.wanted : wanted_of(all); });
             if (in_group) {
-                const uint64_t wanted = place.wanted;
-                const int begin = int(place.bin) * GROUP_BINS;
-                place = find_by_lanes<1>(
+                const uint64_t wanted = result.wanted;
+                const int begin = int(result.bin) * GROUP_BINS;
+                result = find_by_lanes<1>(
                     GROUP_BINS,
                     [&](int bin) {
                         PARTS sum;
@@ -71,9 +71,9 @@ struct KeySearch {
                         return all;
                     },
                     [&](uint64_t) { return wanted; });
-                place.bin += begin;
+                result.bin += begin;
             }
-            if (threadIdx.x == 0) *found = place;
+            if (threadIdx.x == 0) *found = result;
         } else {
             // Clears the bins of the next refinement: the other half of `bins`, or all of it after the coarse pass,
             // because only the group totals are still read.

@@ -88,12 +88,12 @@ sampling_filter(const scalar_t* logits,    // [num_rows, vocab_size]
         const double share = top_p[at.row] > 0.0f ? ceil(double(top_p[at.row]) * double(all)) : 0.0;
         return share < 1.0 ? uint64_t(1) : min(uint64_t(share), all);
     };
-    const auto place = find_from_above<NUM_THREADS>(
+    const auto result = find_from_above<NUM_THREADS>(
         digit.bins, [&](int bin) { return load_fresh(bins + bin); }, wanted, partial, &found);
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) bins[i] = 0;
     if (threadIdx.x == 0) {
-        (TOP_P ? state.prefix : state.floor) = prefix | place.bin << digit.shift;
-        state.wanted = place.wanted;
-        if (place.held == place.wanted) state.is_exact |= 1u << TOP_P;
+        (TOP_P ? state.prefix : state.floor) = prefix | result.bin << digit.shift;
+        state.wanted = result.wanted;
+        if (result.held == result.wanted) state.is_exact |= 1u << TOP_P;
     }
 }

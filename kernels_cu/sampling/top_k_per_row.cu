@@ -16,7 +16,7 @@
 //    count of the bits gives each taken element its slot in indices. Blocks of a cluster first add the counts of
 //    lower-ranked blocks.
 //
-// `place` in the code is an index into the piece, relative to its first aligned vector: place = piece.head + element.
+// `index` in the code counts the elements of the piece from its first aligned vector: index = piece.head + element.
 // Shared memory holds a whole piece in index order; otherwise candidate i of thread t, with its index, is at
 // i * NUM_THREADS + t.
 //
@@ -86,10 +86,10 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     const int piece_size = ceil_div(length, CLUSTER), from = min(int(blockIdx.y) * piece_size, length);
     const Span<uint32_t, VEC_SIZE> piece(logits + row * stride0 + (segment.begin + from) * stride1,
                                          min(piece_size, length - from), stride1);
-    const int vectors = piece.vectors(), num_places = vectors * VEC_SIZE;
+    const int vectors = piece.vectors(), num_indices = vectors * VEC_SIZE;
 
     // The bin of `digit` that holds the wanted-th largest key, among the cluster's keys that begin with `prefix`.
-    // visit(f) calls f(key, place) for every key of the block.
+    // visit(f) calls f(key, index) for every key of the block.
     int turn = 0;  // which of the two histograms is in use
     const auto find = [&](const Digit digit, uint32_t prefix, uint32_t wanted, auto visit) {
         uint32_t* const own = bins[turn];
@@ -127,10 +127,10 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     // Rank of the threshold in the sample: its expected rank, topK * SAMPLES / length, and a margin, so that fewer than
     // topK elements reach the threshold only in rare cases.
     const float wanted = float(topK) * SAMPLES / float(length) * 1.25f + 16.0f;
-    const bool fits = ceil_div(num_places, NUM_THREADS) <= 2 * capacity;
+    const bool fits = ceil_div(num_indices, NUM_THREADS) <= 2 * capacity;
     const bool holds_piece = fits && (wanted > SAMPLES / 8 || piece_size <= 4 * NUM_THREADS * VEC_SIZE);
     uint32_t* const keys = reinterpret_cast<uint32_t*>(memory);
-    int* const candidate_places = reinterpret_cast<int*>(keys + (capacity + 1) * NUM_THREADS);  // unless holds_piece
+    int* const candidate_indices = reinterpret_cast<int*>(keys + (capacity + 1) * NUM_THREADS);  // unless holds_piece
     int num_candidates = 0;
     uint32_t min_key = 0;  // smallest key of a candidate; 0 if the block collects none
     if (!holds_piece && wanted <= SAMPLES / 2) {
@@ -146,9 +146,9 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     if (holds_piece || min_key > 0) {
         piece.template for_each<NUM_THREADS, 4>(ABSENT, [&](const vec_t& vec, int first) {
             const vec_t vec_keys = keys_of(vec);
-            const int place = first + piece.head;
+            const int index = first + piece.head;
             if (holds_piece) {
-                *reinterpret_cast<vec_t*>(keys + place) = vec_keys;
+                *reinterpret_cast<vec_t*>(keys + index) = vec_keys;
                 return;
             }
 #pragma unroll
@@ -156,7 +156,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
                 // Every element is stored, without a branch; the next one overwrites it unless it is a candidate.
                 const int slot = min(num_candidates, int(capacity)) * NUM_THREADS + threadIdx.x;
                 keys[slot] = vec_keys.data[j];
-                candidate_places[slot] = place + j;
+                candidate_indices[slot] = index + j;
                 num_candidates += vec_keys.data[j] >= min_key;
             }
         });
@@ -177,12 +177,12 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
         __syncthreads();
     }
 
-    // f(key, place) for every candidate of the thread, or for every element of its vectors, with key 0 beyond the
+    // f(key, index) for every candidate of the thread, or for every element of its vectors, with key 0 beyond the
     // piece.
     const auto for_each = [&](auto f) {
-        const auto of_vector = [&](const vec_t& vec, int place) {
+        const auto of_vector = [&](const vec_t& vec, int index) {
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) f(vec.data[j], place + j);
+            for (int j = 0; j < VEC_SIZE; ++j) f(vec.data[j], index + j);
         };
         if (holds_piece) {
 #pragma unroll 1
@@ -192,7 +192,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
         } else if (use_candidates) {
 #pragma unroll 1
             for (int i = 0; i < num_candidates; ++i) {
-                f(keys[i * NUM_THREADS + threadIdx.x], candidate_places[i * NUM_THREADS + threadIdx.x]);
+                f(keys[i * NUM_THREADS + threadIdx.x], candidate_indices[i * NUM_THREADS + threadIdx.x]);
             }
         } else {
 #pragma unroll 1
@@ -206,10 +206,10 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
 #pragma unroll 1
     for (int number = 0; number < 3; ++number) {
         const Digit digit(number);
-        const auto place = find(digit, threshold, ties, for_each);
-        threshold |= place.bin << digit.shift;
-        ties = place.wanted;
-        if (place.held == place.wanted && threshold > 0) {
+        const auto found = find(digit, threshold, ties, for_each);
+        threshold |= found.bin << digit.shift;
+        ties = found.wanted;
+        if (found.held == found.wanted && threshold > 0) {
             threshold -= 1;  // every key that begins with the digits found is above this, and taken
             ties = 0;
             break;
@@ -219,9 +219,9 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     uint32_t larger_before = 0, equal_before = 0;  // counts in the pieces and tiles before
     if constexpr (CLUSTER > 1) {
         uint32_t above = 0, same = 0;
-        for_each([&](uint32_t key, int place) {
+        for_each([&](uint32_t key, int index) {
             above += key > threshold;
-            same += key == threshold && piece.exists(place - piece.head);
+            same += key == threshold && piece.exists(index - piece.head);
         });
         above = lane_reduce<Sum, WARP_SIZE>(above);
         same = lane_reduce<Sum, WARP_SIZE>(same);
@@ -238,28 +238,28 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
 
     turn = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < num_places; tile += TILE) {
+    for (int tile = 0; tile < num_indices; tile += TILE) {
         // Elements per thread: the smallest of 8, 16 and 32 that covers the tile.
-        const int tile_places = min(num_places - tile, TILE);
-        const int bits = tile_places <= 8 * NUM_THREADS ? 8 : tile_places <= 16 * NUM_THREADS ? 16 : 32;
+        const int tile_indices = min(num_indices - tile, TILE);
+        const int bits = tile_indices <= 8 * NUM_THREADS ? 8 : tile_indices <= 16 * NUM_THREADS ? 16 : 32;
         const int first = int(threadIdx.x) * bits;
         uint32_t own_larger = 0, own_equal = 0;
         if (holds_piece) {
-            for (int i = 0; i < bits && first + i < tile_places; i += VEC_SIZE) {
-                const int place = tile + first + i;
-                const vec_t vec = *reinterpret_cast<const vec_t*>(keys + place);
+            for (int i = 0; i < bits && first + i < tile_indices; i += VEC_SIZE) {
+                const int index = tile + first + i;
+                const vec_t vec = *reinterpret_cast<const vec_t*>(keys + index);
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) {
                     own_larger |= uint32_t(vec.data[j] > threshold) << (i + j);
-                    own_equal |= uint32_t(vec.data[j] == threshold && piece.exists(place + j - piece.head)) << (i + j);
+                    own_equal |= uint32_t(vec.data[j] == threshold && piece.exists(index + j - piece.head)) << (i + j);
                 }
             }
         } else {
             larger[threadIdx.x] = equal[threadIdx.x] = 0;
             __syncthreads();
-            for_each([&](uint32_t key, int place) {
-                const unsigned bit = place - tile;
-                if (bit >= TILE || key < threshold || !piece.exists(place - piece.head)) return;
+            for_each([&](uint32_t key, int index) {
+                const unsigned bit = index - tile;
+                if (bit >= TILE || key < threshold || !piece.exists(index - piece.head)) return;
                 atomicOr((key > threshold ? larger : equal) + bit / 32, 1u << bit % 32);
             });
             __syncthreads();
