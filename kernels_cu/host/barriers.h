@@ -83,7 +83,7 @@ inline unsigned find_mbarrier(unsigned rank, const void* address, const char* op
                     operation, rank);
     }
     const Mbarrier& found = own.mbarriers[index];
-    if (found.init_by != own_place() && !seen_by(clock_of(*state.current), found.init_by, found.init_time)) {
+    if (found.init_by != own_index() && !seen_by(clock_of(*state.current), found.init_by, found.init_time)) {
         raise_fault("shared memory race", {nullptr, 0, pc, found.pc},
                     "%s of mbarrier #%u, and nothing orders it after the initialisation", operation, index);
     }
@@ -109,13 +109,13 @@ __attribute__((noinline)) void mbarrier_init(const void* address, unsigned arriv
     for (size_t i = offset; i < offset + 8; ++i) cell_at(state.rank, i).claim = Claim::MBARRIER;
     const unsigned index = own.count, loads = new_agent(state.rank, AgentKind::LOADS, index);
     own.index_at[offset / 8] = own.count++;
-    own.mbarriers[index] = {offset, arrivals, arrivals, 0, 0, own_place(), state.current->time, false, loads, -1, pc};
+    own.mbarriers[index] = {offset, arrivals, arrivals, 0, 0, own_index(), state.current->time, false, loads, -1, pc};
 }
 
 __attribute__((noinline)) void fence_mbarrier_init() {
     Barriers& own = barriers[state.rank];
     for (unsigned i = 0; i < own.count; ++i) {
-        if (own.mbarriers[i].init_by == own_place()) own.mbarriers[i].init_fenced = true;
+        if (own.mbarriers[i].init_by == own_index()) own.mbarriers[i].init_fenced = true;
     }
 }
 
@@ -136,8 +136,8 @@ inline void end_phase_if_complete(unsigned rank, unsigned index, const void* pc)
     const uint32_t ended = barrier.phase++;
     barrier.missing = barrier.arrivals;
     const Clock arrivals = clock_of_arrivals(rank, index);
-    arrivals.seen[place_of_agent(rank, barrier.loads)] = barrier.phase;
-    if (barrier.copies >= 0) arrivals.seen[place_of_agent(rank, barrier.copies)] = barrier.phase;
+    arrivals.seen[agent_index(rank, barrier.loads)] = barrier.phase;
+    if (barrier.copies >= 0) arrivals.seen[agent_index(rank, barrier.copies)] = barrier.phase;
     copy(clock_of_phases(rank, index), arrivals);
     if (rank != state.rank || !state.current) return;  // the other block checks when it runs again
     make_ready(threads, num_threads(), [=](unsigned i) {
@@ -219,7 +219,7 @@ __attribute__((noinline)) void named_barrier(unsigned number, unsigned count, bo
         raise_fault("divergent barrier", {nullptr, 0, pc, barrier.pc},
                     "named barrier %u of %u threads, where others wait at it for %u", number, count, barrier.expected);
     }
-    if (barrier.last_time && barrier.last != own_place() &&
+    if (barrier.last_time && barrier.last != own_index() &&
         !seen_by(clock_of(*state.current), barrier.last, barrier.last_time)) {
         raise_fault("divergent barrier", {nullptr, 0, pc, barrier.pc},
                     "at named barrier %u, which %s and others have used before, and nothing orders the two uses: it "
@@ -239,7 +239,7 @@ __attribute__((noinline)) void named_barrier(unsigned number, unsigned count, bo
         }
         clear(clock);
         barrier.arrived = 0;
-        barrier.last = own_place();
+        barrier.last = own_index();
         barrier.last_time = time;
         make_ready(threads, num_threads(), is_waiting);
     }

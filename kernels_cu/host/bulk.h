@@ -21,7 +21,7 @@ claim_for_load(unsigned rank, size_t offset, const Box& box, const void* barrier
         raise_fault("missing proxy fence", {nullptr, 0, pc, counting.pc},
                     "%s counted by mbarrier #%u, without fence_mbarrier_init() after its initialisation", name, index);
     }
-    const uint32_t agent = place_of_agent(rank, counting.loads);
+    const uint32_t agent = agent_index(rank, counting.loads);
     check_cells(rank, offset, bytes, Access::WRITE, {agent, counting.phase + 1, own, true, "write by a load"}, pc);
     for (unsigned i = 0; i < bytes; ++i) cell_at(rank, offset + i).claim = Claim::COPY;
     // Only a box has a known swizzle: the layout of a plain run of bytes is up to the kernel.
@@ -45,7 +45,7 @@ load(const Box& box, size_t offset, const void* barrier, unsigned blocks, const 
 inline void store(const Box& box, size_t offset, const char* name, const void* pc) {
     Thread& thread = *state.current;
     if (thread.store_agent < 0) thread.store_agent = new_agent(state.rank, AgentKind::STORES, thread.number);
-    const uint32_t agent = place_of_agent(state.rank, thread.store_agent);
+    const uint32_t agent = agent_index(state.rank, thread.store_agent);
     check_cells(state.rank, offset, box.bytes(), Access::READ,
                 {agent, thread.store_group + 1, clock_of(thread), true, name}, pc);
     check_box(box, Access::WRITE, pc);
@@ -94,7 +94,7 @@ bulk_copy_to_block(void* to, const void* from, unsigned bytes, const void* barri
     const Box box = run_of(from, bytes, offset_of(to), "bulk_copy_to_block", pc);
     const unsigned index = claim_for_load(rank, offset_of(to), box, barrier, "bulk_copy_to_block", pc);
     const Mbarrier& counting = barriers[rank].mbarriers[index];
-    const uint32_t agent = place_of_agent(rank, counting.loads);
+    const uint32_t agent = agent_index(rank, counting.loads);
     check_cells(state.rank, offset_of(from), bytes, Access::READ,
                 {agent, counting.phase + 1, clock_of(*state.current), true, "read by a copy to another block"}, pc);
     add_bulk({BulkKind::TO_BLOCK, false, rank, offset_of(to), state.rank, index, offset_of(from), state.current->number,
@@ -109,7 +109,7 @@ __attribute__((noinline)) void store_async(void* to, const void* barrier, unsign
     const unsigned index = find_mbarrier(rank, barrier, "store_async", pc);
     if (offset % CHUNK) raise_fault("misaligned access", {nullptr, 0, pc}, "store_async to byte %zu", offset);
     Mbarrier& counting = barriers[rank].mbarriers[index];
-    const uint32_t agent = place_of_agent(rank, counting.loads);
+    const uint32_t agent = agent_index(rank, counting.loads);
     check_cells(rank, offset, CHUNK, Access::WRITE,
                 {agent, counting.phase + 1, clock_of(*state.current), false, "write by store_async"}, pc);
     cells.swizzles[rank][offset / CHUNK] = 0;
@@ -149,7 +149,7 @@ __attribute__((noinline)) void bulk_wait(unsigned groups_in_flight) {
         remove_bulk(i);
     }
     if (thread.store_agent < 0 || thread.store_group <= groups_in_flight) return;
-    uint32_t& seen = clock_of(thread).seen[place_of_agent(state.rank, thread.store_agent)];
+    uint32_t& seen = clock_of(thread).seen[agent_index(state.rank, thread.store_agent)];
     if (seen < thread.store_group - groups_in_flight) seen = thread.store_group - groups_in_flight;
 }
 

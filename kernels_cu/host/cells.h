@@ -126,7 +126,7 @@ struct Accessor {
 };
 
 inline Accessor running_thread(const char* name) {
-    return {own_place(), state.current->time, clock_of(*state.current), false, name};
+    return {own_index(), state.current->time, clock_of(*state.current), false, name};
 }
 
 inline void check_order_of_write(const Cell& cell, const Accessor& by, const void* pc) {

@@ -50,15 +50,15 @@ inline Clock clock_of_named(unsigned number) { return clock_at(state.rank, num_t
 
 // The index of an agent in every clock. A thread has its number; another agent of a block has num_threads() + its
 // index.
-inline uint32_t place_of(unsigned rank, unsigned number) { return rank * clocks.stride + number; }
-inline uint32_t place_of_agent(unsigned rank, unsigned index) { return place_of(rank, num_threads() + index); }
-inline uint32_t own_place() { return place_of(state.rank, state.current->number); }
-inline bool is_thread(uint32_t place) { return place % clocks.stride < num_threads(); }
-inline const Agent& agent_at(uint32_t place) {
-    return clocks.agents[place / clocks.stride][place % clocks.stride - num_threads()];
+inline uint32_t thread_index(unsigned rank, unsigned number) { return rank * clocks.stride + number; }
+inline uint32_t agent_index(unsigned rank, unsigned index) { return thread_index(rank, num_threads() + index); }
+inline uint32_t own_index() { return thread_index(state.rank, state.current->number); }
+inline bool is_thread(uint32_t index) { return index % clocks.stride < num_threads(); }
+inline const Agent& agent_at(uint32_t index) {
+    return clocks.agents[index / clocks.stride][index % clocks.stride - num_threads()];
 }
 // Returns whether the agent accesses memory through the generic proxy.
-inline bool is_generic(uint32_t place) { return is_thread(place) || agent_at(place).kind == AgentKind::THREAD_COPIES; }
+inline bool is_generic(uint32_t index) { return is_thread(index) || agent_at(index).kind == AgentKind::THREAD_COPIES; }
 
 inline void join(uint32_t* __restrict to, const uint32_t* __restrict from, unsigned count) {
     for (unsigned i = 0; i < count; ++i) to[i] = from[i] > to[i] ? from[i] : to[i];
@@ -104,18 +104,18 @@ inline unsigned new_agent(unsigned rank, AgentKind kind, unsigned owner) {
 
 struct AgentName { char text[96]; };
 
-inline AgentName name_of_agent(uint32_t place) {
-    const unsigned rank = place / clocks.stride, number = place % clocks.stride;
+inline AgentName name_of_agent(uint32_t index) {
+    const unsigned rank = index / clocks.stride, number = index % clocks.stride;
     AgentName name;
     int length = 0;
     const auto write = [&](const char* format, auto... values) {
         length = snprintf(name.text, sizeof name.text, format, values...);
     };
-    if (is_thread(place)) {
+    if (is_thread(index)) {
         const Index& index = all_threads[rank][number].index;
         write("thread (%u, %u, %u)", index.x, index.y, index.z);
     } else {
-        const Agent& agent = agent_at(place);
+        const Agent& agent = agent_at(index);
         if (agent.kind == AgentKind::LOADS) write("a load that mbarrier #%u counts", agent.owner);
         if (agent.kind == AgentKind::THREAD_COPIES) write("a cp_async that mbarrier #%u waits for", agent.owner);
         if (agent.kind == AgentKind::STORES) write("a bulk store of thread %u", agent.owner);
@@ -129,21 +129,21 @@ inline AgentName name_of_agent(uint32_t place) {
 }
 
 // Returns whether the agent's access at this time happens before what the running thread does.
-inline bool seen_by(const Clock& clock, uint32_t place, uint32_t time) {
-    return clock.seen[place] >= time || clocks.of_block[state.rank].seen[place] >= time;
+inline bool seen_by(const Clock& clock, uint32_t index, uint32_t time) {
+    return clock.seen[index] >= time || clocks.of_block[state.rank].seen[index] >= time;
 }
-inline bool fenced_by(const Clock& clock, uint32_t place, uint32_t time) {
-    return clock.fenced[place] >= time || clocks.of_block[state.rank].fenced[place] >= time;
+inline bool fenced_by(const Clock& clock, uint32_t index, uint32_t time) {
+    return clock.fenced[index] >= time || clocks.of_block[state.rank].fenced[index] >= time;
 }
 inline bool has_seen(uint16_t thread, uint32_t time) {
-    return seen_by(clock_of(*state.current), place_of(state.rank, thread), time);
+    return seen_by(clock_of(*state.current), thread_index(state.rank, thread), time);
 }
 
 // The running thread stores its clock at `to` and begins a new time.
 inline void release(Clock to) {
     Thread& thread = *state.current;
     const Clock own = clock_of(thread);
-    own.seen[own_place()] = thread.time++;
+    own.seen[own_index()] = thread.time++;
     join(to, own);
     join(to, clocks.of_block[state.rank]);
 }
@@ -153,7 +153,7 @@ inline void acquire(const Thread& thread, Clock from) { join(clock_of(thread), f
 inline void clocks_of_barrier() {
     for (unsigned i = 0; i < num_threads(); ++i) {
         const Clock own = clock_of(threads[i]);
-        own.seen[place_of(state.rank, i)] = threads[i].time++;
+        own.seen[thread_index(state.rank, i)] = threads[i].time++;
         join(clocks.of_block[state.rank], own);
     }
 }
@@ -164,7 +164,7 @@ inline void clocks_of_warp(Thread* warp, uint64_t lanes) {
     for (uint64_t rest = lanes; rest; rest &= rest - 1) {
         Thread& thread = warp[__builtin_ctzll(rest)];
         const Clock own = clock_of(thread);
-        own.seen[place_of(state.rank, thread.number)] = thread.time++;
+        own.seen[thread_index(state.rank, thread.number)] = thread.time++;
         if (rest != lanes) join(first, own);
     }
     for (uint64_t rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
@@ -186,11 +186,11 @@ inline void clocks_of_cluster() {
 __attribute__((noinline)) void fence_proxy_async() {
     Thread& thread = *state.current;
     const Clock own = clock_of(thread), block = clocks.of_block[state.rank];
-    own.seen[own_place()] = thread.time++;
-    for (unsigned place = 0; place < clocks.width; ++place) {
-        const bool tells = !state.launch.strict_fences || place == own_place() || !is_thread(place);
-        const uint32_t seen = own.seen[place] > block.seen[place] ? own.seen[place] : block.seen[place];
-        if (tells && own.fenced[place] < seen) own.fenced[place] = seen;
+    own.seen[own_index()] = thread.time++;
+    for (unsigned index = 0; index < clocks.width; ++index) {
+        const bool tells = !state.launch.strict_fences || index == own_index() || !is_thread(index);
+        const uint32_t seen = own.seen[index] > block.seen[index] ? own.seen[index] : block.seen[index];
+        if (tells && own.fenced[index] < seen) own.fenced[index] = seen;
     }
 }
 

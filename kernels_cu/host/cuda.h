@@ -32,7 +32,7 @@
 #define gridDim (host::grid_size())
 
 // Last parameters of a collective: by default, the file and line of its call.
-#define HOST_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace pyops_kernel {
 
@@ -175,11 +175,11 @@ inline T atomicCAS(T* address, typename host_same<T>::type expected, typename ho
 // Barriers and the collectives of a warp. Every lane passes its payload; the last lane to arrive computes all results.
 using host_lanes = uint64_t;
 
-inline void __syncthreads(HOST_PLACE) { host::block_barrier(file, line); }
-inline void __syncwarp(host_lanes lanes = ~host_lanes(0), HOST_PLACE) { host::warp_barrier(lanes, file, line); }
+inline void __syncthreads(HOST_SITE) { host::block_barrier(file, line); }
+inline void __syncwarp(host_lanes lanes = ~host_lanes(0), HOST_SITE) { host::warp_barrier(lanes, file, line); }
 
 // Clusters, for include/cluster.cuh.
-inline void host_sync_cluster(HOST_PLACE) { host::cluster_barrier(file, line); }
+inline void host_sync_cluster(HOST_SITE) { host::cluster_barrier(file, line); }
 template <typename T>
 inline T host_load_of_block(const T* own, unsigned rank) {
     T value;
@@ -210,24 +210,24 @@ inline T host_shuffle_with(const char* name, host_lanes lanes, T value, int sour
 }
 // Shuffles within segments of `width` lanes. A lane with a source outside its segment keeps its own value.
 template <typename T>
-inline T __shfl_sync(host_lanes lanes, T value, int source, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
+inline T __shfl_sync(host_lanes lanes, T value, int source, int width = PYOPS_HOST_WARP_SIZE, HOST_SITE) {
     const int first = host::lane_index() & ~(width - 1);
     return host_shuffle_with("__shfl_sync", lanes, value, first + (source & (width - 1)), file, line);
 }
 template <typename T>
-inline T __shfl_xor_sync(host_lanes lanes, T value, int mask, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
+inline T __shfl_xor_sync(host_lanes lanes, T value, int mask, int width = PYOPS_HOST_WARP_SIZE, HOST_SITE) {
     const int lane = host::lane_index(), source = lane ^ mask;
     const bool inside = source < (lane & ~(width - 1)) + width;
     return host_shuffle_with("__shfl_xor_sync", lanes, value, inside ? source : -1, file, line);
 }
 template <typename T>
-inline T __shfl_down_sync(host_lanes lanes, T value, unsigned delta, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
+inline T __shfl_down_sync(host_lanes lanes, T value, unsigned delta, int width = PYOPS_HOST_WARP_SIZE, HOST_SITE) {
     const int lane = host::lane_index(), source = lane + int(delta);
     const bool inside = source < (lane & ~(width - 1)) + width;
     return host_shuffle_with("__shfl_down_sync", lanes, value, inside ? source : -1, file, line);
 }
 template <typename T>
-inline T __shfl_up_sync(host_lanes lanes, T value, unsigned delta, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
+inline T __shfl_up_sync(host_lanes lanes, T value, unsigned delta, int width = PYOPS_HOST_WARP_SIZE, HOST_SITE) {
     const int lane = host::lane_index(), source = lane - int(delta);
     const bool inside = source >= (lane & ~(width - 1));
     return host_shuffle_with("__shfl_up_sync", lanes, value, inside ? source : -1, file, line);
@@ -255,7 +255,7 @@ inline T host_reduce(const char* name, host_lanes lanes, T value, F, const char*
         template <typename T> static T apply(T a, T b) { return EXPRESSION; }                   \
     };                                                                                          \
     template <typename T>                                                                       \
-    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_PLACE) {                    \
+    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_SITE) {                     \
         return host_reduce("__reduce_" #NAME "_sync", lanes, value, host_##NAME(), file, line); \
     }
 REDUCE(add, a + b)
@@ -265,14 +265,14 @@ REDUCE(and, (a & b))
 REDUCE(or, a | b)
 REDUCE(xor, a ^ b)
 #undef REDUCE
-inline host_lanes __ballot_sync(host_lanes lanes, int predicate, HOST_PLACE) {
+inline host_lanes __ballot_sync(host_lanes lanes, int predicate, HOST_SITE) {
     const host_lanes own = host_lanes(predicate != 0) << host::lane_index();
     return host_reduce("__ballot_sync", lanes, own, host_or(), file, line);
 }
-inline int __any_sync(host_lanes lanes, int predicate, HOST_PLACE) {
+inline int __any_sync(host_lanes lanes, int predicate, HOST_SITE) {
     return host_reduce("__any_sync", lanes, int(predicate != 0), host_or(), file, line);
 }
-inline int __all_sync(host_lanes lanes, int predicate, HOST_PLACE) {
+inline int __all_sync(host_lanes lanes, int predicate, HOST_SITE) {
     return host_reduce("__all_sync", lanes, int(predicate != 0), host_and(), file, line);
 }
 

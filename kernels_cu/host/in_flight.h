@@ -72,7 +72,7 @@ inline void land_copies_of_thread(const Bulk& one) {
         for (unsigned j = 0; j < copy.bytes; ++j) {
             Cell& cell = cell_at(one.rank, copy.to - shared_of(one.rank) + j);
             cell.claim = Claim::NONE;
-            cell.writer = place_of_agent(one.rank, barrier.copies);
+            cell.writer = agent_index(one.rank, barrier.copies);
             cell.write_time = barrier.phase + 1;
         }
     }

@@ -25,7 +25,7 @@ template <> inline double host_number<float>(uint32_t word, int) {  // TF32
 // fewer words: d += a * b. Each accumulator is computed in double and rounded once to float32; integer accumulators are
 // exact.
 template <typename T, typename TA = T, typename Sum, int WORDS_D, int WORDS_A, int WORDS_B>
-inline void host_mma(Sum (&d)[WORDS_D], const uint32_t (&a)[WORDS_A], const uint32_t (&b)[WORDS_B], HOST_PLACE) {
+inline void host_mma(Sum (&d)[WORDS_D], const uint32_t (&a)[WORDS_A], const uint32_t (&b)[WORDS_B], HOST_SITE) {
     host_operands<Sum> own = {a, b, d};
     host::warp_collective(
         "mma.m16n8", 0xffffffffu, &own,
@@ -87,7 +87,7 @@ template <int BLOCK> inline double host_block_scale(uint32_t byte) {
 }
 
 template <typename T, int BLOCK>
-inline void host_mma_block_scaled(const host_scaled_operands& given, HOST_PLACE) {
+inline void host_mma_block_scaled(const host_scaled_operands& given, HOST_SITE) {
     host_scaled_operands own = given;
     host::warp_collective(
         "mma.block_scale", 0xffffffffu, &own,
@@ -156,7 +156,7 @@ struct host_core {
 // d += a * b^T on AMD's matrix cores, one instruction per host_core::WORDS words. Accumulators are rounded as in
 // host_mma.
 template <typename T, int CORE, typename Sum, int SUMS, int WORDS>
-inline void host_matrix_core(Sum (&d)[SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], HOST_PLACE) {
+inline void host_matrix_core(Sum (&d)[SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], HOST_SITE) {
     using core = host_core<T, CORE>;
     static_assert(SUMS == core::SUMS && WORDS % core::WORDS == 0);
     for (int word = 0; word < WORDS; word += core::WORDS) {
@@ -198,7 +198,7 @@ struct host_rows {
 };
 
 template <int N, bool TRANSPOSED>
-inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) {
+inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_SITE) {
     host_rows own = {{}, fragment};
     if (host::lane_index() < 8 * N) {
         if (reinterpret_cast<uintptr_t>(row) % 16) host::fail("misaligned access", "ldmatrix of a row", file, line);
@@ -231,7 +231,7 @@ struct host_stored_row {
 };
 
 template <int N, bool TRANSPOSED>
-inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_PLACE) {
+inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_SITE) {
     host_stored_row own = {fragment, {}};
     const bool writes = host::lane_index() < 8 * N;
     if (writes && reinterpret_cast<uintptr_t>(row) % 16) {
@@ -258,7 +258,7 @@ inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_PLACE) 
 // movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after it.
 struct host_word { uint32_t before, after; };
 
-inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
+inline uint32_t host_transpose(uint32_t word, HOST_SITE) {
     host_word own = {word, 0};
     host::warp_collective(
         "movmatrix", 0xffffffffu, &own,

@@ -82,7 +82,7 @@ inline bool is_asynchronous(Wait wait) { return wait > Wait::EXITED; }
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
 // Returns whether two threads wait for the same operation at the same source line.
-inline bool same_place(const Thread& thread, const Thread& other) {
+inline bool same_site(const Thread& thread, const Thread& other) {
     return thread.wait == other.wait && thread.lanes == other.lanes && thread.line == other.line &&
            same_text(thread.operation, other.operation) && same_text(thread.file, other.file) &&
            (!is_asynchronous(thread.wait) ||
@@ -97,7 +97,7 @@ inline bool waits_for_exited(const Thread& thread) {
         const Thread& other = threads[i];
         if (thread.wait == Wait::WARP && (other.warp != thread.warp || !(thread.lanes >> other.lane & 1))) continue;
         if (other.wait == Wait::EXITED) exited = true;
-        else if (!same_place(thread, other)) return false;
+        else if (!same_site(thread, other)) return false;
     }
     return exited;
 }
@@ -116,14 +116,14 @@ inline bool waits_for_exited(const Thread& thread) {
         exited = exited || waits_for_exited(threads[i]);
         const Thread& thread = threads[i];
         next = i + 1;
-        while (next < count && same_place(thread, threads[next])) ++next;
+        while (next < count && same_site(thread, threads[next])) ++next;
         append(i ? "; threads %u to %u " : "threads %u to %u ", i, next - 1);
         if (thread.wait == Wait::EXITED) {
             append("have exited");
             continue;
         }
         append("wait at %s (", thread.operation);
-        if (thread.line || state.num_waiting == MAX_PLACES) {
+        if (thread.line || state.num_waiting == MAX_SITES) {
             append("%s:%d", thread.file, thread.line);
         } else {
             append("@%u@", state.num_waiting);
@@ -186,7 +186,7 @@ begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, i
 inline bool all_arrived(const Thread& thread) {
     if (++scheduler.num_at_barrier < num_threads()) return false;
     for (unsigned i = 0; i < num_threads(); ++i) {
-        if (!same_place(thread, threads[i])) deadlock();
+        if (!same_site(thread, threads[i])) deadlock();
     }
     scheduler.num_at_barrier = 0;
     return true;
@@ -221,7 +221,7 @@ meet(const char* name, uint64_t lanes, void* payload, const char* file, int line
         void* payloads[64];
         for (uint64_t rest = lanes; rest; rest &= rest - 1) {
             const unsigned lane = __builtin_ctzll(rest);
-            if (!same_place(thread, warp[lane])) deadlock();
+            if (!same_site(thread, warp[lane])) deadlock();
             payloads[lane] = warp[lane].payload;
         }
         arrived &= ~lanes;

@@ -14,7 +14,7 @@ namespace host {
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_COPIES = 256;  // maximum number of asynchronous copies in flight per thread
 constexpr unsigned MAX_CLUSTER = 16;  // maximum number of blocks of a cluster
-constexpr unsigned MAX_PLACES = 8;    // maximum number of source lines that a fault cites in its message
+constexpr unsigned MAX_SITES = 8;     // maximum number of source lines that a fault cites in its message
 
 // Kernels that include barrier.cuh run with the CLOCKED runtime, which orders accesses by vector clocks (clocks.h). The
 // other runtime orders accesses only by barriers of blocks and of warps, and is faster.
@@ -88,9 +88,9 @@ struct Fault {
     int32_t line, has_thread;
     Index block, thread;
     uint64_t pc, asked_pc, other_pc;
-    uint64_t address;                  // address of the global memory that was accessed; 0 for other faults
-    uint64_t waiting_pcs[MAX_PLACES];  // the message calls them @0@, @1@, ...
-    uint64_t caller_pcs[MAX_PLACES];   // the calls around `pc`, innermost first, up to a 0
+    uint64_t address;                 // address of the global memory that was accessed; 0 for other faults
+    uint64_t waiting_pcs[MAX_SITES];  // the message calls them @0@, @1@, ...
+    uint64_t caller_pcs[MAX_SITES];   // the calls around `pc`, innermost first, up to a 0
 };
 
 struct State {
@@ -102,8 +102,8 @@ struct State {
     unsigned rank;   // rank of the block in its cluster
     uint32_t phase;  // number of cluster barriers and launches so far; never repeats
     Thread* current;
-    const void* asked_pc;                 // return address of the last recorded access in the kernel
-    const void* waiting_pcs[MAX_PLACES];  // source positions of waiting threads, for the next fault's message
+    const void* asked_pc;                // return address of the last recorded access in the kernel
+    const void* waiting_pcs[MAX_SITES];  // source positions of waiting threads, for the next fault's message
     unsigned num_waiting;
     void* main_stack_pointer;
     sigjmp_buf escape;
@@ -147,16 +147,16 @@ struct Frame {
 };
 
 // Stores the offsets of the calls around the instruction at `pc` by the running thread.
-__attribute__((noinline)) inline void find_callers(const void* pc, uint64_t (&offsets)[MAX_PLACES]) {
+__attribute__((noinline)) inline void find_callers(const void* pc, uint64_t (&offsets)[MAX_SITES]) {
     unsigned count = 0;
     bool found = false;
     const auto* frame = static_cast<const Frame*>(__builtin_frame_address(0));
-    for (; on_a_stack(frame) && count < MAX_PLACES; frame = frame->caller) {
+    for (; on_a_stack(frame) && count < MAX_SITES; frame = frame->caller) {
         if (found) offsets[count++] = offset_in_kernel(frame->return_address);
         found = found || frame->return_address == pc;
         if (frame->caller <= frame) break;
     }
-    while (count < MAX_PLACES) offsets[count++] = 0;
+    while (count < MAX_SITES) offsets[count++] = 0;
 }
 
 struct Where {
@@ -185,7 +185,7 @@ raise_fault(const char* kind, const Where& where, const char* format, ...) {
     fault.other_pc = offset_in_kernel(where.other_pc);
     fault.address = where.address;
     find_callers(where.pc, fault.caller_pcs);
-    for (unsigned i = 0; i < MAX_PLACES; ++i) {
+    for (unsigned i = 0; i < MAX_SITES; ++i) {
         fault.waiting_pcs[i] = i < state.num_waiting ? offset_in_kernel(state.waiting_pcs[i]) : 0;
     }
     fault.block = state.block;

@@ -118,7 +118,7 @@ inline void issue(Thread* warp, const LaneProduct* const* lanes, const void* pc)
     issued.chain = chain;
     issued.warps |= 1u << quarter;
     cores.chains[chain].group[quarter] = group;
-    const uint32_t agent = place_of_agent(state.rank, cores.agent);
+    const uint32_t agent = agent_index(state.rank, cores.agent);
     const Accessor by = {agent, group + 1, clock_of(*state.current), true, "read by a wgmma"};
     if (!product.a_registers) {
         const auto a = operand_of(product.a_descriptor, product.a_transposed, product.element, "A", pc);
@@ -206,7 +206,7 @@ __attribute__((noinline)) void wgmma_wait(unsigned groups_in_flight) {
         if (cores.products[i % MAX_PRODUCTS].group < end) until = i + 1;
     }
     compute_until(cores, until, pc);
-    uint32_t& seen = clock_of(thread).seen[place_of_agent(state.rank, cores.agent)];
+    uint32_t& seen = clock_of(thread).seen[agent_index(state.rank, cores.agent)];
     if (seen < end) seen = end;
     give_results(cores, end);
 }

@@ -39,7 +39,7 @@ MOST: dict[str, int] = {
     "multiprocessor": 0,
     "of which": 8,
     "whose": 33,
-    "place": 1014,
+    "place": 742,
     "join": 2,
     "codes": 1364,
     "turn": 285,
