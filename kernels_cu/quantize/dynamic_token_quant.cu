@@ -73,10 +73,10 @@ dynamic_token_quant(code_t* result,         // [num_rows, HIDDEN_SIZE]
         x.for_each([&](int i, int column) {
             float v[VEC_SIZE];
             x.get(i, column).to_floats(v);
-            Vec<int8_t, VEC_SIZE> codes;
+            Vec<int8_t, VEC_SIZE> quantized;
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) codes.data[j] = to_code(ieee_multiply(v[j], range.reciprocal));
-            row_t::store(reinterpret_cast<int8_t*>(result), i, column, codes);
+            for (int j = 0; j < VEC_SIZE; ++j) quantized.data[j] = to_code(ieee_multiply(v[j], range.reciprocal));
+            row_t::store(reinterpret_cast<int8_t*>(result), i, column, quantized);
         });
     } else {
         const float bound = HAS_BOUND ? *scale_ub : 0.0f;

@@ -118,7 +118,7 @@ struct Fp4Block {
     // below 7.
     template <bool ORDINARY>
     DEVICE uint32_t eight(int half, float factor) const {
-        uint32_t codes = 0, sign = signs(half * 4);
+        uint32_t quantized = 0, sign = signs(half * 4);
         if (!ORDINARY && __float_as_uint(factor) >> 31) sign ^= 0x88888888u;  // the factor is -0, because g is
 #pragma unroll
         for (int i = 6; i >= 0; i -= 2) {
@@ -132,13 +132,13 @@ struct Fp4Block {
                     bits = min(bits, __float_as_uint(0x1p23f + 7.0f));
                     if (y != y) sign &= ~(8u << (i + j) * 4);
                 }
-                codes = codes * 16 + bits;
+                quantized = quantized * 16 + bits;
             }
         }
-        return codes + (sign - 0x11111111u * __float_as_uint(0x1p23f));
+        return quantized + (sign - 0x11111111u * __float_as_uint(0x1p23f));
     }
     template <bool ORDINARY>
-    DEVICE Vec<uint8_t, 8> codes(float factor) const {
+    DEVICE Vec<uint8_t, 8> quantized(float factor) const {
         Vec<uint8_t, 8> bytes;
 #pragma unroll
         for (int half = 0; half < 2; ++half) bytes.template word<4>(half * 4) = eight<ORDINARY>(half, factor);
@@ -149,10 +149,10 @@ struct Fp4Block {
     DEVICE uint8_t write(uint8_t* address, const Fp4Tensor& tensor) const {
         Fp4Scale scale = Fp4Scale::of<true>(max_or_nan, tensor);
         if (max_or_nan * scale.factor < tensor.limit) {
-            codes<true>(scale.factor).template store<ACCESS>(address);
+            quantized<true>(scale.factor).template store<ACCESS>(address);
         } else {  // also where max_or_nan is NaN
             scale = Fp4Scale::of<false>(absmax(), tensor);
-            codes<false>(scale.factor).template store<ACCESS>(address);
+            quantized<false>(scale.factor).template store<ACCESS>(address);
         }
         return reinterpret_cast<const uint8_t&>(scale.code);
     }

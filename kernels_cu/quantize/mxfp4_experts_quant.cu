@@ -49,7 +49,7 @@ mxfp4_experts_quant(uint8_t* output,                                // [num_rows
         const Mxfp4Scale of(largest);
 #pragma unroll
         for (int part = 0; part < MX_PARTS; ++part) {
-            parts[part].template codes<false>(of.factor).template store<CODE_ACCESS>(
+            parts[part].template quantized<false>(of.factor).template store<CODE_ACCESS>(
                 output + at * output_stride + (int64_t(column) * MX_PARTS + part) * (FP4_BLOCK / 2));
         }
         return of.exponent;

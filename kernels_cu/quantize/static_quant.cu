@@ -42,10 +42,10 @@ static_quant(code_t* result,         // [num_rows, hidden_size]
     if constexpr (HAS_AZP) {
         const float reciprocal = ieee_divide(1.0f, s);
         const ZeroPoint to_code(*azp);
-        Vec<int8_t, VEC_SIZE> codes;
+        Vec<int8_t, VEC_SIZE> quantized;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) codes.data[j] = to_code(ieee_multiply(v[j], reciprocal));
-        codes.store(reinterpret_cast<int8_t*>(result));
+        for (int j = 0; j < VEC_SIZE; ++j) quantized.data[j] = to_code(ieee_multiply(v[j], reciprocal));
+        quantized.store(reinterpret_cast<int8_t*>(result));
         return;
     } else if constexpr (is_same<code_t, int8_t>) {
         const Quotient over_scale(s);

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
 
 
-def values(codes: Tensor) -> Tensor:
-    return codes.to(torch.float64)
+def values(quantized: Tensor) -> Tensor:
+    return quantized.to(torch.float64)
 
 
 NAMES = {"tensor": GroupShape.PER_TENSOR, "token": GroupShape.PER_TOKEN}
@@ -38,14 +38,14 @@ def test_quant_fp8_with_dynamic_scales(dtype: torch.dtype, shape: str, bounded: 
     absmax = x.double().abs().max() if shape == "tensor" else x.double().abs().amax(-1, keepdim=True)
     expected = (absmax.clamp(max=4.0) if bounded else absmax) / 448
     for method in (layer.forward_native, layer.forward_cuda, layer):
-        codes, scale = method(x, None, bound)
-        assert codes.dtype == FP8
+        quantized, scale = method(x, None, bound)
+        assert quantized.dtype == FP8
         assert scale.dtype == torch.float32
         assert scale.shape == ((1,) if shape == "tensor" else (6, 1))
         torch.testing.assert_close(scale.double(), expected.reshape(scale.shape), rtol=2**-22, atol=0.0)
         clipped = (x.double() / scale.double()).clamp(-448, 448)
         # Half an ulp of three mantissa bits, and half a subnormal.
-        torch.testing.assert_close(values(codes), clipped, rtol=2**-4 + 2**-20, atol=2**-10)
+        torch.testing.assert_close(values(quantized), clipped, rtol=2**-4 + 2**-20, atol=2**-10)
     native, ours = layer.forward_native(x, None, bound), layer.forward_cuda(x, None, bound)
     assert (values(native[0]) != values(ours[0])).float().mean() < 0.02  # by reciprocal, or by division
 
@@ -63,8 +63,8 @@ def test_quant_fp8_with_given_scales(group: tuple[int, int]) -> None:
         native, returned = layer.forward_native(x, each)
         assert testing.same_bits(native.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(returned.reshape(-1), scale.reshape(-1))
-        codes, returned = layer.forward_cuda(x, each)
-        assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
+        quantized, returned = layer.forward_cuda(x, each)
+        assert testing.same_bits(quantized.view(torch.uint8), expected.view(torch.uint8))
         assert returned is each
 
 
@@ -78,25 +78,25 @@ def test_quant_fp8_of_groups(shape: tuple[int, ...], ue8m0: bool, column_major: 
     if ue8m0:
         scales = torch.exp2(scales.log2().ceil())
     for method in (layer.forward_native, layer.forward_cuda):
-        codes, scale = method(x)
+        quantized, scale = method(x)
         torch.testing.assert_close(scale.double(), scales, rtol=2e-7, atol=2e-8)
         assert not column_major or scale.stride(-2) == 1
         expected = (x / scale.repeat_interleave(16, -1)).clamp(-448, 448).to(FP8)
-        assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
+        assert testing.same_bits(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_quant_fp8_native_only_cases() -> None:
     """A partial last group, padding rows, rows of zeros."""
-    codes, scale = QuantFP8(False, (1, 64)).forward_native(torch.ones(8, 513))
-    assert codes.shape == (8, 513)
+    quantized, scale = QuantFP8(False, (1, 64)).forward_native(torch.ones(8, 513))
+    assert quantized.shape == (8, 513)
     assert scale.shape == (8, 9)
-    assert bool((values(codes) == 448).all())
+    assert bool((values(quantized) == 448).all())
     for shape in NAMES.values():
         layer = QuantFP8(False, shape, num_token_padding=17)
-        codes, scale = layer.forward_native(torch.zeros(3, 4))
-        assert codes.shape == layer.forward_cuda(torch.zeros(3, 4))[0].shape == (17, 4)
+        quantized, scale = layer.forward_native(torch.zeros(3, 4))
+        assert quantized.shape == layer.forward_cuda(torch.zeros(3, 4))[0].shape == (17, 4)
         assert scale.shape == layer.forward_cuda(torch.zeros(3, 4))[1].shape
-        assert not values(codes).any()
+        assert not values(quantized).any()
     assert scale[0] == 1 / (448 * 512)
 
 
@@ -110,28 +110,28 @@ def test_quant_fp8_with_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer, parts in ((QuantFP8(False, (1, -1)), x), (QuantFP8(False, (1, 16)), x.unflatten(-1, (-1, 16)))):
         scales = parts.double().abs().amax(-1) / 224
         for method in (layer.forward_native, layer.forward_cuda):
-            codes, scale = method(x)
-            assert codes.dtype == fnuz
+            quantized, scale = method(x)
+            assert quantized.dtype == fnuz
             torch.testing.assert_close(scale.double().reshape(scales.shape), scales, rtol=2e-7, atol=1e-5)
-            wide = (values(codes) * scale.double().repeat_interleave(64 // scale.shape[-1], -1)).reshape(x.shape)
+            wide = (values(quantized) * scale.double().repeat_interleave(64 // scale.shape[-1], -1)).reshape(x.shape)
             torch.testing.assert_close(wide, x.double(), rtol=2**-4 + 2**-20, atol=float(scales.max()) * 2**-11)
-            assert codes.view(torch.uint8)[0, :3].tolist() == [0x7E, 0xFE, 0]
+            assert quantized.view(torch.uint8)[0, :3].tolist() == [0x7E, 0xFE, 0]
     for method in ((static := QuantFP8(True, (-1, -1))).forward_native, static.forward_cuda):
-        codes, _ = method(x, torch.ones(1))
+        quantized, _ = method(x, torch.ones(1))
         expected = x.clamp(-224, 224).to(fnuz)
-        assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
-    codes, scale = QuantFP8(True, (1, -1), num_token_padding=9).forward_native(x, torch.ones(len(x)))
-    assert (len(codes), scale.shape) == (9, (len(x), 1)), "scales that are given are those of the rows"
-    codes, _ = QuantFP8(False, (1, -1), num_token_padding=9).forward_native(x)
-    assert (codes.dtype, codes.shape) == (fnuz, (9, 64))
+        assert testing.same_bits(quantized.view(torch.uint8), expected.view(torch.uint8))
+    quantized, scale = QuantFP8(True, (1, -1), num_token_padding=9).forward_native(x, torch.ones(len(x)))
+    assert (len(quantized), scale.shape) == (9, (len(x), 1)), "scales that are given are those of the rows"
+    quantized, _ = QuantFP8(False, (1, -1), num_token_padding=9).forward_native(x)
+    assert (quantized.dtype, quantized.shape) == (fnuz, (9, 64))
 
 
 def test_latent_queries() -> None:
     layer = layers.get_layer_class("mla_decode_concat_quant_fp8")(True, GroupShape.PER_TENSOR)
     nope, rope, scale = torch.randn(3, 2, 8), torch.randn(3, 2, 4), torch.tensor([0.01])
-    codes = of_all_methods(layer, nope, rope, scale)
+    quantized = of_all_methods(layer, nope, rope, scale)
     expected = (torch.cat((nope, rope), -1) * (1 / scale)).clamp(-448, 448).to(FP8)
-    assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert testing.same_bits(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

@@ -130,7 +130,7 @@ def token_int8(x: Any) -> tuple[Any, Any]:
 
 def token_azp(x: Any) -> tuple[Any, Any, Any]:
     """(int8 values, scales, zero points) of asymmetric dynamic quantisation, row by row."""
-    codes, scales, zeros = [], [], []
+    quantized, scales, zeros = [], [], []
     for row in x.reshape(-1, x.shape[-1]):
         numbers = row[~numpy.isnan(row)]
         low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
@@ -141,10 +141,10 @@ def token_azp(x: Any) -> tuple[Any, Any, Any]:
         if numpy.isinf(f32(1 / scale)):  # still, as for a row of zeros
             scale = numpy.float64(1.0)
         zero = int32(f32(-128 - f32(low / scale)))
-        codes.append(numpy.clip(int32(f32(row * f32(1 / scale))) + zero, -128, 127).astype("int8"))
+        quantized.append(numpy.clip(int32(f32(row * f32(1 / scale))) + zero, -128, 127).astype("int8"))
         scales.append(scale)
         zeros.append(zero)
-    return numpy.array(codes), numpy.array(scales)[:, None], numpy.array(zeros)[:, None]
+    return numpy.array(quantized), numpy.array(scales)[:, None], numpy.array(zeros)[:, None]
 
 
 def grouped(

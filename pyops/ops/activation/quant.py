@@ -121,10 +121,10 @@ def silu_and_mul_per_block_quant(
         # `fp8.dynamic_codes` takes a bound on absmax. Here the bound applies to the scale, after the division.
         largest = torch.full_like(absmax, fp8.largest_code(out.dtype))
         scale = torch.fmin(absmax / largest, scale_ub.reshape(())).fmax(1.0 / (largest * 512.0))
-        codes = fp8.saturate(y / scale, out.dtype)
+        quantized = fp8.saturate(y / scale, out.dtype)
     else:
-        codes, scale = fp8.dynamic_codes(y, absmax, None, out.dtype)
-    out.copy_(codes.flatten(-2))
+        quantized, scale = fp8.dynamic_codes(y, absmax, None, out.dtype)
+    out.copy_(quantized.flatten(-2))
     scale = scale.reshape(-1, y.shape[-2])
     has_group_rows = is_scale_transposed and fp8.has_group_rows(scales.shape, scales.stride(), *scale.shape)
     (scales.t() if has_group_rows else scales).copy_(scale)

@@ -60,10 +60,10 @@ def rms_norm_dynamic_per_token_quant(
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float()
-    codes, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
+    quantized, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
     if residual is not None:
         residual.copy_(z)
-    result.copy_(codes)
+    result.copy_(quantized)
     scale.copy_(scales.reshape(scale.shape))
 
 
@@ -213,10 +213,10 @@ def rms_norm_per_block_quant(
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))
-    codes, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
+    quantized, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
     if residual is not None:
         residual.copy_(z)
-    result.copy_(codes.flatten(-2))
+    result.copy_(quantized.flatten(-2))
     scales = scales.reshape(-1, y.shape[-2])
     has_group_rows = is_scale_transposed and fp8.has_group_rows(scale.shape, scale.stride(), *scales.shape)
     scale.copy_(scales.t() if has_group_rows else scales.reshape(scale.shape))

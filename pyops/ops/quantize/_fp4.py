@@ -45,12 +45,12 @@ _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 def e2m1(x: Tensor) -> Tensor:
     """Convert float32 to e2m1 bits, one value per byte; NaN becomes 6."""
     magnitude = x.abs()
-    codes = torch.zeros_like(x, dtype=torch.uint8)
+    quantized = torch.zeros_like(x, dtype=torch.uint8)
     for middle in _TIES_DOWN:
-        codes += magnitude > middle
+        quantized += magnitude > middle
     for middle in _TIES_UP:
-        codes += magnitude >= middle
-    return torch.where(x.isnan(), 7, codes + 8 * x.signbit().byte()).byte()
+        quantized += magnitude >= middle
+    return torch.where(x.isnan(), 7, quantized + 8 * x.signbit().byte()).byte()
 
 
 def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +60,8 @@ def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     a = fp8.absmax(x)
     scales = fp8.saturate(g * (a * torch.full_like(a, 1 / 6)), torch.float8_e4m3fn)
     s = scales.float()
-    codes = e2m1(x * torch.where(s == 0, 0.0, 1.0 / (s * (1.0 / g)))).flatten(-2)
-    return codes[:, 1::2] << 4 | codes[:, ::2], scales.squeeze(-1)
+    quantized = e2m1(x * torch.where(s == 0, 0.0, 1.0 / (s * (1.0 / g)))).flatten(-2)
+    return quantized[:, 1::2] << 4 | quantized[:, ::2], scales.squeeze(-1)
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ def awq_dequantize(
         out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
     """
     shifts = torch.tensor(_SHIFTS, dtype=torch.int64, device=qweight.device)
-    codes, zero_points = (((x.unsqueeze(-1) >> shifts) & 15).flatten(-2) for x in (qweight, zeros))
+    quantized, zero_points = (((x.unsqueeze(-1) >> shifts) & 15).flatten(-2) for x in (qweight, zeros))
     group_size = qweight.shape[0] // max(1, scales.shape[0])
-    differences = codes - zero_points.repeat_interleave(group_size, 0)
+    differences = quantized - zero_points.repeat_interleave(group_size, 0)
     out.copy_(differences.to(scales.dtype) * scales.repeat_interleave(group_size, 0))
 
 

@@ -163,8 +163,8 @@ def dynamic_per_token_scaled_fp8_quant(
         scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
     """
     x = input.float()
-    codes, scales = fp8.dynamic_codes(x, fp8.absmax(x), scale_ub, as_fp8(result).dtype)
-    as_fp8(result).copy_(codes)
+    quantized, scales = fp8.dynamic_codes(x, fp8.absmax(x), scale_ub, as_fp8(result).dtype)
+    as_fp8(result).copy_(quantized)
     scale.view(-1)[: scales.numel()] = scales.flatten()
 
 

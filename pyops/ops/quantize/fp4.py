@@ -44,8 +44,8 @@ def scaled_fp4_quant(
         input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.
     """
-    codes, scales = nvfp4(matrix(input), input_scale.reshape(1, 1))
-    output.copy_(codes.reshape(output.shape))
+    quantized, scales = nvfp4(matrix(input), input_scale.reshape(1, 1))
+    output.copy_(quantized.reshape(output.shape))
     scales = tiled(scales) if is_sf_swizzled_layout else scales.view(torch.uint8)
     output_scale.copy_(scales.view(output_scale.dtype))
 
@@ -58,11 +58,11 @@ def result_scaled_fp4_quant(input: TensorArg, is_sf_swizzled_layout: bool) -> tu
 def _results(input: TensorArg, hidden_size: int, tiled: bool) -> tuple[Result, Result]:
     """Packed values and scales for the rows of `input`; `hidden_size` is the size of a row without its gate."""
     num_rows, blocks = check.num_rows(input), hidden_size // BLOCK
-    codes = Result((*input.shape[:-1], hidden_size // 2), uint8)
+    quantized = Result((*input.shape[:-1], hidden_size // 2), uint8)
     if not tiled:
-        return codes, Result((num_rows, blocks), uint8)
+        return quantized, Result((num_rows, blocks), uint8)
     columns, scale_rows = tile_sizes(num_rows, blocks)
-    return codes, Result((scale_rows, columns), float8_e4m3fn)
+    return quantized, Result((scale_rows, columns), float8_e4m3fn)
 
 
 @scaled_fp4_quant.plan
@@ -112,8 +112,8 @@ def silu_and_mul_nvfp4_quant(
         input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         input_global_scale: g, one float32, a factor of the product.
     """
-    codes, scales = nvfp4(matrix(gated(input)), input_global_scale.reshape(1, 1))
-    result.copy_(codes.reshape(result.shape))
+    quantized, scales = nvfp4(matrix(gated(input)), input_global_scale.reshape(1, 1))
+    result.copy_(quantized.reshape(result.shape))
     result_block_scale.copy_(tiled(scales).view(result_block_scale.dtype))
 
 

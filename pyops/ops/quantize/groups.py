@@ -66,7 +66,7 @@ def padded_rows(num_tokens: int) -> int:
 
 def group_launch(
     input: TensorArg,
-    codes: TensorArg,
+    quantized: TensorArg,
     scales: TensorArg,
     group_size: int,
     eps: float,
@@ -81,7 +81,7 @@ def group_launch(
     if group_size < 1 or hidden_size % group_size:
         raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
     (min_name, code_min), (max_name, code_max) = limits
-    low, high = _CODE_RANGE[codes.dtype]
+    low, high = _CODE_RANGE[quantized.dtype]
     if not low <= code_min <= 0.0:
         raise check.refuse(input, min_name, f"expected {low} to 0, got {code_min}")
     if not 1.0 <= code_max <= high:
@@ -96,11 +96,11 @@ def group_launch(
         if scales.shape[:1] == (padded_rows(num_tokens),):
             num_scale_rows = scales.shape[0]
     check.sizes(scales, num_tokens=num_scale_rows, groups=columns)
-    num_gap_rows, num_code_rows = num_scale_rows, check.num_rows(codes)
+    num_gap_rows, num_code_rows = num_scale_rows, check.num_rows(quantized)
     if packed and scales.strides == (1, padded_rows(num_tokens)):
         num_gap_rows = padded_rows(num_tokens)
     num_rows = max(num_code_rows, num_gap_rows)
-    vectors = RowVectors(check.vector_width(group_size, input, codes))
+    vectors = RowVectors(check.vector_width(group_size, input, quantized))
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
     few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.num_sms
@@ -111,11 +111,11 @@ def group_launch(
         vectors,
         _TUNING[few, in_warp],
         size=group_size,
-        bound_registers=fp8.converts_to(codes),
+        bound_registers=fp8.converts_to(quantized),
     )
     return _group_quant(
         scalar_t=input.dtype,
-        code_t=codes.dtype,
+        code_t=quantized.dtype,
         GROUP_SIZE=group_size,
         GROUPS=max(1, groups),
         SCALES=max(1, scales_of_token),
@@ -133,7 +133,7 @@ def group_launch(
         num_scale_rows=num_scale_rows,
         num_gap_rows=num_gap_rows,
         input_stride=check.row_stride(input),
-        output_stride=check.row_stride(codes),
+        output_stride=check.row_stride(quantized),
         scale_stride=scales.strides[0],
         scale_column_stride=scales.strides[1],
         code_min=code_min,
@@ -170,8 +170,8 @@ def per_token_group_fp8_quant(
             and 1 to 240, usually -224 and 224.
         scale_ue8m0: whether scales are powers of two.
     """
-    codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
-    as_fp8(output_q).copy_(codes)
+    quantized, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
+    as_fp8(output_q).copy_(quantized)
     output_s.copy_(scales)
 
 
@@ -202,9 +202,9 @@ def plan_per_token_group_fp8_quant(
     fp8_max: float,
     scale_ue8m0: bool,
 ) -> Launch:
-    _, codes = fp8_matrices(output_q, input)
+    _, quantized = fp8_matrices(output_q, input)
     limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return group_launch(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
+    return group_launch(input, quantized, output_s, group_size, eps, limits, bool(scale_ue8m0))
 
 
 @per_token_group_fp8_quant.example
@@ -252,8 +252,8 @@ def per_token_group_quant_int8(
         int8_min, int8_max: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
         round_to_nearest: round to nearest even instead of toward zero.
     """
-    codes, scales = group_codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
-    output_q.copy_(codes.round() if round_to_nearest else codes.trunc())
+    quantized, scales = group_codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
+    output_q.copy_(quantized.round() if round_to_nearest else quantized.trunc())
     output_s.copy_(scales)
 
 

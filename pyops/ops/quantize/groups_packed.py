@@ -49,11 +49,11 @@ def per_token_group_fp8_quant_packed(
         fp8_min, fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
             and 1 to 240, usually -224 and 224.
     """
-    codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
+    quantized, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
     num_tokens, groups = scales.shape
     padded = padded_rows(num_tokens)
     rows = as_fp8(output_q).view(-1, input.shape[-1])
-    rows[:num_tokens].copy_(codes.view(num_tokens, -1))
+    rows[:num_tokens].copy_(quantized.view(num_tokens, -1))
     rows[num_tokens:padded].view(torch.uint8).zero_()
     num_rows, words = output_s_packed.shape
     if output_s_packed.stride() == (1, padded):
@@ -100,10 +100,10 @@ def plan_per_token_group_fp8_quant_packed(
     output_q = replace(
         output_q, shape=(num_tokens, hidden_size), strides=(check.row_stride(output_q), output_q.strides[-1])
     )
-    _, codes = fp8_matrices(output_q, input)
-    codes = replace(codes, shape=(min(num_rows, padded_rows(num_tokens)), hidden_size))
+    _, quantized = fp8_matrices(output_q, input)
+    quantized = replace(quantized, shape=(min(num_rows, padded_rows(num_tokens)), hidden_size))
     limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return group_launch(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
+    return group_launch(input, quantized, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
 
 
 @per_token_group_fp8_quant_packed.example

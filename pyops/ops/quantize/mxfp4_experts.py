@@ -32,8 +32,8 @@ def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     a = fp8.absmax(blocks)
     exponents = (a * torch.full_like(a, 1 / 6)).view(torch.int32) >> 23
     powers = torch.ldexp(torch.ones_like(a), 127 - exponents)
-    codes = e2m1(blocks * torch.where((exponents == 0) | (exponents == 255), 0.0, powers)).flatten(-2)
-    return codes[:, 1::2] << 4 | codes[:, ::2], exponents.squeeze(-1).byte()
+    quantized = e2m1(blocks * torch.where((exponents == 0) | (exponents == 255), 0.0, powers)).flatten(-2)
+    return quantized[:, 1::2] << 4 | quantized[:, ::2], exponents.squeeze(-1).byte()
 
 
 def _result_mxfp4(input: TensorArg, n_experts: int, halves: int) -> tuple[Result, Result]:

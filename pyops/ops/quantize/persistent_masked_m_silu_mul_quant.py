@@ -54,11 +54,11 @@ def persistent_masked_m_silu_mul_quant(
     s = torch.maximum(fp8.absmax(y), rounded(1e-10)) * rounded(1 / 448)
     if use_ue8m0:
         s = torch.where(s.isinf(), s, torch.exp2(s.double().log2().float().bfloat16().ceil().double()).bfloat16())
-    codes = (y * (1 / s)).nan_to_num(nan=-448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2)
+    quantized = (y * (1 / s)).nan_to_num(nan=-448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2)
     s = s.squeeze(-1)
     tokens = torch.arange(input.shape[1], dtype=torch.int64, device=y.device)
     counted = (tokens < counts.clamp(min=0)[:, None])[:, :, None]
-    y_q.copy_(torch.where(counted, codes.view(torch.uint8), y_q.view(torch.uint8)).view(y_q.dtype))
+    y_q.copy_(torch.where(counted, quantized.view(torch.uint8), y_q.view(torch.uint8)).view(y_q.dtype))
     if y_s.dtype == torch.float32:
         y_s.copy_(torch.where(counted, s.float(), y_s))
         return

@@ -67,15 +67,15 @@ def scaled_fp8_quant(
         raise OpError(name, "num_token_padding", "is given with output")
     elif e4m3_name(output.dtype) is None:
         raise OpError(name, "output", f"expected dtype float8_e4m3fn or float8_e4m3fnuz, got {output.dtype}")
-    codes = output[:num_tokens]
+    quantized = output[:num_tokens]
     if scale is not None:
-        static_scaled_fp8_quant(codes, input, scale, group_shape)
+        static_scaled_fp8_quant(quantized, input, scale, group_shape)
     elif use_per_token_if_dynamic:
         scale = new(input, (output.shape[0], 1), "float32")
-        dynamic_per_token_scaled_fp8_quant(codes, input, scale[:num_tokens], scale_ub)
+        dynamic_per_token_scaled_fp8_quant(quantized, input, scale[:num_tokens], scale_ub)
     else:
         scale = new(input, (1,), "float32")
-        dynamic_scaled_fp8_quant(codes, input, scale)
+        dynamic_scaled_fp8_quant(quantized, input, scale)
     return output, scale
 
 
@@ -96,8 +96,8 @@ def scaled_int8_quant(
         return static_scaled_int8_quant.new(input, scale, azp), scale, azp
     azp = None if symmetric else new(input, (check.num_rows(input), 1), "int32")
     input = with_dense_rows(input) if input.ndim == 2 else contiguous(input)
-    codes, scale = dynamic_scaled_int8_quant.new(input, azp)
-    return codes, scale, azp
+    quantized, scale = dynamic_scaled_int8_quant.new(input, azp)
+    return quantized, scale, azp
 
 
 def per_token_group_quant_fp8(
@@ -131,18 +131,18 @@ def per_token_group_quant_fp8(
     if x.ndim > 2 and column_major_scales and tma_aligned_scales:
         raise OpError(name, "tma_aligned_scales", f"expected a matrix, got shape {tuple(x.shape)}")
     rows, groups = check.num_rows(x), x.shape[-1] // max(1, group_size)
-    codes, largest = _codes_for(name, x, dtype, out_q)
+    quantized, largest = _codes_for(name, x, dtype, out_q)
     if column_major_scales and x.ndim <= 2:
         stride = -(-rows // 4) * 4 if tma_aligned_scales else rows
         scales = new(x, (groups, stride), "float32").T[:rows]
     else:
         scales = new(x, (rows, groups), "float32")
-    per_token_group_fp8_quant(x, codes, scales, group_size, eps, -largest, largest, bool(use_ue8m0))
+    per_token_group_fp8_quant(x, quantized, scales, group_size, eps, -largest, largest, bool(use_ue8m0))
     if x.ndim > 2:
         scales = scales.reshape(*x.shape[:-1], groups)
         if column_major_scales:
             scales = contiguous(scales.swapaxes(-1, -2)).swapaxes(-1, -2)
-    return codes, scales
+    return quantized, scales
 
 
 def _codes_for(op: str, x: Any, dtype: Any, out_q: Any) -> tuple[Any, float]:
@@ -152,7 +152,7 @@ def _codes_for(op: str, x: Any, dtype: Any, out_q: Any) -> tuple[Any, float]:
         return new(x, x.shape, kind), largest_code(kind)
     kind = "float8_e4m3fn" if str(out_q.dtype) in ("torch.uint8", "uint8") else e4m3_name(out_q.dtype)
     if kind is None or (dtype is not None and kind != e4m3_name(dtype)):
-        raise OpError(op, "out_q", f"expected codes of {dtype or 'an e4m3'}, got {out_q.dtype}")
+        raise OpError(op, "out_q", f"expected quantized values of {dtype or 'an e4m3'}, got {out_q.dtype}")
     return out_q, largest_code(kind)
 
 
@@ -181,11 +181,11 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     if use_ue8m0 is False:
         raise OpError(name, "use_ue8m0", "expected scales that are powers of two, got False")
     x, num_tokens = with_dense_rows(x), x.shape[0]
-    codes, largest = _codes_for(name, x, None, out_q)
+    quantized, largest = _codes_for(name, x, None, out_q)
     words = -(-x.shape[1] // max(1, group_size) // 4)
     packed = new(x, (words, -(-num_tokens // 4) * 4), "int32").T
-    per_token_group_fp8_quant_packed(x, codes, packed, group_size, eps, -largest, largest)
-    return codes, packed[:num_tokens]
+    per_token_group_fp8_quant_packed(x, quantized, packed, group_size, eps, -largest, largest)
+    return quantized, packed[:num_tokens]
 
 
 def nvfp4_quant(
@@ -209,8 +209,8 @@ def nvfp4_quant(
     if is_sf_swizzled_layout and "trtllm" in backend and rows <= 32:
         raise OpError(name, "backend", f"tiles of 8 rows are not made here, got {backend} for {rows} rows")
     matrix = input if input.ndim == 2 else input.reshape(rows, hidden_size)
-    codes, scales = scaled_fp4_quant.new(matrix, input_global_scale, is_sf_swizzled_layout)
-    return codes, scales
+    quantized, scales = scaled_fp4_quant.new(matrix, input_global_scale, is_sf_swizzled_layout)
+    return quantized, scales
 
 
 def nvfp4_experts_quant(
@@ -233,8 +233,8 @@ def nvfp4_experts_quant(
     The scales are float8_e4m3fn in tiles, with enough rows for any distribution; rows without an expert are undefined.
     """
     tensors = input_tensor, input_global_scale, expert_offsets, blockscale_offsets
-    codes, scales = scaled_fp4_experts_quant.new(*tensors)
-    return codes, scales
+    quantized, scales = scaled_fp4_experts_quant.new(*tensors)
+    return quantized, scales
 
 
 def silu_and_mul_nvfp4_experts_quant(
@@ -253,5 +253,5 @@ def silu_and_mul_nvfp4_experts_quant(
         input_global_scale, expert_offsets, blockscale_offsets, topk: as `nvfp4_experts_quant` takes them.
     """
     tensors = input_tensor, input_global_scale, expert_offsets, blockscale_offsets
-    codes, scales = silu_and_mul_scaled_fp4_experts_quant.new(*tensors)
-    return codes, scales
+    quantized, scales = silu_and_mul_scaled_fp4_experts_quant.new(*tensors)
+    return quantized, scales

@@ -22,8 +22,8 @@ __all__ = ["static_scaled_fp8_quant", "static_scaled_int8_quant"]
 
 def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
     """Quantize float32 values to fp8; `scale` broadcasts over `x`."""
-    codes = as_fp8(result)
-    codes.copy_(fp8.static_codes(x, scale, codes.dtype).reshape(codes.shape))
+    quantized = as_fp8(result)
+    quantized.copy_(fp8.static_codes(x, scale, quantized.dtype).reshape(quantized.shape))
 
 
 @op(out="result", ulps=0)

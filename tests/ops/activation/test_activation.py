@@ -313,21 +313,21 @@ BAD_SCALES = [0.0, -0.0, 1e-40, -1e-39, math.inf, -math.inf, math.nan]
 def test_bad_scales_as_in_the_quantising_op(scale: float, where: str) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, math.inf, math.nan] * 2], dtype=torch.bfloat16, device=where)
     given = torch.tensor([scale], device=where)
-    codes = call("silu_and_mul_quant", x, given, width=5, dtype=torch.float8_e4m3fn)
+    quantized = call("silu_and_mul_quant", x, given, width=5, dtype=torch.float8_e4m3fn)
     y = call("silu_and_mul", x, width=5)
-    right = torch.empty_like(codes)
+    right = torch.empty_like(quantized)
     pyops.static_scaled_fp8_quant(right, y, given)
-    assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(quantized.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_quant_saturates_and_maps_nan_to_the_maximum(where: str) -> None:
     gate, up = [math.nan, 1e4, 1e4, 1.0], [1.0, 1e4, -1e4, math.nan]
     x = torch.tensor([gate + up], dtype=torch.bfloat16, device=where)
-    codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fn)
-    assert codes.float().tolist() == [[448.0, 448.0, -448.0, 448.0]]
-    codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fnuz)
-    assert codes.float().tolist() == [[224.0, 224.0, -224.0, 224.0]]
+    quantized = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fn)
+    assert quantized.float().tolist() == [[448.0, 448.0, -448.0, 448.0]]
+    quantized = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fnuz)
+    assert quantized.float().tolist() == [[224.0, 224.0, -224.0, 224.0]]
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -436,14 +436,14 @@ def test_silu_and_mul_group_quant(bound: float | None, group_size: int, where: s
     largest = torch.where(y.isnan(), 0.0, y.abs()).amax(-1)
     scales = largest / torch.tensor(448.0, device=where)
     scales = (scales if bound is None else scales.clamp(max=bound)).clamp(min=1 / (448 * 512))
-    codes = (y / scales[..., None]).nan_to_num(nan=448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
-    out, found = torch.empty_like(codes), torch.empty_like(scales)
+    quantized = (y / scales[..., None]).nan_to_num(nan=448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+    out, found = torch.empty_like(quantized), torch.empty_like(scales)
     scale_ub = None if bound is None else torch.tensor([bound], device=where)
     with nullcontext() if where == "cuda" else cpu("kernels" if isinstance(where, Host) else "reference"):
         pyops.silu_and_mul_per_block_quant(out, x, found, group_size, scale_ub)
     finite = scales.isfinite().repeat_interleave(group_size, 1)
     assert torch.equal(found, scales)
-    assert torch.equal(out.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
+    assert torch.equal(out.view(torch.uint8)[finite], quantized.view(torch.uint8)[finite])
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -452,20 +452,20 @@ def test_silu_and_mul_group_quant_transposed(num_tokens: int, where: str) -> Non
     """Transposed scales are [tokens, groups] with any strides, or [groups, tokens], also where both counts are
     equal."""
     x = make(num_tokens, 256, dtype=torch.bfloat16, where=where)
-    codes = torch.empty(num_tokens, 128, dtype=torch.int8, device=where)
+    quantized = torch.empty(num_tokens, 128, dtype=torch.int8, device=where)
     scales = torch.empty(num_tokens, 2, device=where)
     by_columns, by_groups = (torch.zeros(2, num_tokens, device=where) for _ in range(2))
     with nullcontext() if where == "cuda" else cpu("kernels" if isinstance(where, Host) else "reference"):
-        pyops.silu_and_mul_per_block_quant(codes, x, scales, 64)
+        pyops.silu_and_mul_per_block_quant(quantized, x, scales, 64)
         for given in (by_columns.t(), by_groups):
-            pyops.silu_and_mul_per_block_quant(codes, x, given, 64, None, True)
+            pyops.silu_and_mul_per_block_quant(quantized, x, given, 64, None, True)
         assert torch.equal(by_columns.t(), scales)
         assert torch.equal(by_groups.t(), scales)
         if num_tokens == 5:
             with pytest.raises(pyops.OpError, match="scales: expected shape"):
-                pyops.silu_and_mul_per_block_quant(codes, x, by_groups, 64, None, False)
+                pyops.silu_and_mul_per_block_quant(quantized, x, by_groups, 64, None, False)
             with pytest.raises(pyops.OpError, match="scales: expected shape"):
-                pyops.silu_and_mul_per_block_quant(codes, x, torch.empty(2, 7, device=where)[:, :5], 64, None, True)
+                pyops.silu_and_mul_per_block_quant(quantized, x, torch.empty(2, 7, device=where)[:, :5], 64, None, True)
 
 
 @pytest.mark.parametrize("where", DEVICES)

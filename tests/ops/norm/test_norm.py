@@ -108,9 +108,9 @@ def test_norms_use_the_rounded_residual_sum(device: str) -> None:
     pyops.gemma_rms_norm(y, x, weight, 0.0, residual, kept)
     assert torch.equal(y, (1 + weight.float()).to(dtype).expand(shape))
     assert torch.equal(kept, residual)
-    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    pyops.fused_add_rms_norm_static_fp8_quant(codes, x, total, weight, torch.ones(1, device=device), 0.0)
-    assert torch.equal(codes.view(torch.uint8), weight.to(codes.dtype).expand(shape).view(torch.uint8))
+    quantized = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    pyops.fused_add_rms_norm_static_fp8_quant(quantized, x, total, weight, torch.ones(1, device=device), 0.0)
+    assert torch.equal(quantized.view(torch.uint8), weight.to(quantized.dtype).expand(shape).view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,18 +190,18 @@ def test_static_quant_equals_norm_then_quantise(
     x, residual = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (0, 1))
     weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=2)
     scale = torch.tensor(0.013, device=device)
-    codes = torch.empty(x.shape, dtype=kind, device=device)
+    quantized = torch.empty(x.shape, dtype=kind, device=device)
     if with_residual:
         y, total, kept = x.clone(), residual.clone(), residual.clone()
         pyops.fused_add_rms_norm(y, total, weight, EPSILON)
-        pyops.fused_add_rms_norm_static_fp8_quant(codes, x, kept, weight, scale, EPSILON)
+        pyops.fused_add_rms_norm_static_fp8_quant(quantized, x, kept, weight, scale, EPSILON)
         assert torch.equal(kept, total)
     else:
         y = torch.empty_like(x)
         pyops.rms_norm(y, x, weight, EPSILON)
-        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
+        pyops.rms_norm_static_fp8_quant(quantized, x, weight, scale, EPSILON)
     expected = (y.float() * (1.0 / scale)).clamp(-LARGEST[kind], LARGEST[kind]).to(kind)
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -213,10 +213,10 @@ def test_static_quant_under_bad_scales(device: str) -> None:
     pyops.rms_norm(y, x, weight, EPSILON)
     for value in (0.0, -0.0, 1e-40, -1e-39, float("inf"), float("nan")):
         scale = torch.tensor([value], device=device)
-        codes, right = (torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
-        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
+        quantized, right = (torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+        pyops.rms_norm_static_fp8_quant(quantized, x, weight, scale, EPSILON)
         pyops.static_scaled_fp8_quant(right, y, scale)
-        assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+        assert torch.equal(quantized.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,15 +229,15 @@ def test_static_quant_of_any_magnitude(kind: torch.dtype, with_residual: bool, d
     ends = [largest, largest * 33 / 32, largest * 15 / 14, largest * 2, 1e30, inf]
     weight = torch.tensor([*ends, *(-x for x in ends), nan, 0.0, -0.0, -1e-30], device=device).repeat(4)
     x, scale = torch.ones(3, 64, device=device), torch.ones(1, device=device)
-    codes = torch.empty(3, 64, dtype=kind, device=device)
+    quantized = torch.empty(3, 64, dtype=kind, device=device)
     if with_residual:
         total = torch.zeros_like(x)
-        pyops.fused_add_rms_norm_static_fp8_quant(codes, x, total, weight, scale, 0.0)
+        pyops.fused_add_rms_norm_static_fp8_quant(quantized, x, total, weight, scale, 0.0)
     else:
-        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, 0.0)
+        pyops.rms_norm_static_fp8_quant(quantized, x, weight, scale, 0.0)
     zero = 0x80 if kind is torch.float8_e4m3fn else 0
     right = [0x7E] * 6 + [0xFE] * 6 + [0x7E, 0, zero, zero]
-    assert codes.view(torch.uint8).tolist() == [right * 4] * 3
+    assert quantized.view(torch.uint8).tolist() == [right * 4] * 3
 
 
 # The ops that normalise rows of any size.
@@ -348,22 +348,22 @@ def test_dynamic_quant_is_exact(
     x = draw(tokens, hidden_size, dtype=torch.float32, device=device).sign().bfloat16()
     weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=1)
     y = x.float() * weight.float()
-    codes = torch.empty(x.shape, dtype=quant_dtype, device=device)
+    quantized = torch.empty(x.shape, dtype=quant_dtype, device=device)
     if group_size is None:
         scale = torch.empty(tokens, 1, device=device)
-        pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 0.0)
+        pyops.rms_norm_dynamic_per_token_quant(quantized, x, weight, scale, 0.0)
         expected, scales = codes_of(y, y.abs().amax(-1, keepdim=True), quant_dtype)
     else:
         groups = hidden_size // group_size
         scale = (
             torch.empty(groups, tokens, device=device).t() if transposed else torch.empty(tokens, groups, device=device)
         )
-        pyops.rms_norm_per_block_quant(codes, x, weight, scale, 0.0, None, None, group_size, transposed)
+        pyops.rms_norm_per_block_quant(quantized, x, weight, scale, 0.0, None, None, group_size, transposed)
         parts = y.unflatten(-1, (groups, group_size))
         expected, scales = codes_of(parts, parts.abs().amax(-1, keepdim=True), quant_dtype)
         expected, scales = expected.flatten(-2), scales[..., 0]
     assert torch.equal(scale, scales)
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -375,11 +375,11 @@ def test_dynamic_quant_of_nan_and_zeros(kind: torch.dtype, device: str) -> None:
     weight = torch.ones(64, device=device)
     weight[1] = 2.0
     weight[3] = weight[5] = float("nan")
-    codes, largest = torch.empty(3, 64, dtype=kind, device=device), LARGEST[kind]
+    quantized, largest = torch.empty(3, 64, dtype=kind, device=device), LARGEST[kind]
     scale = torch.empty(3, device=device)
-    pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 1e-6)
-    assert codes.float()[:, 5].tolist() == [largest, largest, largest]
-    assert codes.float()[0, :2].tolist() == [largest / 2, largest]
+    pyops.rms_norm_dynamic_per_token_quant(quantized, x, weight, scale, 1e-6)
+    assert quantized.float()[:, 5].tolist() == [largest, largest, largest]
+    assert quantized.float()[0, :2].tolist() == [largest / 2, largest]
     assert scale[2].item() == pytest.approx(1 / (largest * 512), rel=1e-7)
     eights = torch.empty(3, 64, dtype=torch.int8, device=device)
     pyops.rms_norm_dynamic_per_token_quant(eights, x, weight, scale, 1e-6)
@@ -407,11 +407,11 @@ def test_int8_ties_round_to_even(device: str) -> None:
     """With an absmax of 127 the scale is 1, and halves are ties."""
     weight = torch.arange(-127.0, 128.0, device=device) / 2
     weight = torch.cat((weight, weight.new_tensor([127.0])))
-    codes = torch.empty(1, 256, dtype=torch.int8, device=device)
+    quantized = torch.empty(1, 256, dtype=torch.int8, device=device)
     scale = torch.empty(1, device=device)
-    pyops.rms_norm_dynamic_per_token_quant(codes, torch.ones(1, 256, device=device), weight, scale, 0.0)
+    pyops.rms_norm_dynamic_per_token_quant(quantized, torch.ones(1, 256, device=device), weight, scale, 0.0)
     assert scale.item() == 1.0
-    assert torch.equal(codes[0], weight.round().to(torch.int8))
+    assert torch.equal(quantized[0], weight.round().to(torch.int8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -421,12 +421,12 @@ def test_scale_ub_caps_the_scale(kind: torch.dtype, bound: float, device: str) -
     """scale_ub caps the scale, down to the smallest one; larger values saturate."""
     x = draw(4, 256, dtype=torch.float32, device=device).sign()
     weight = draw(256, dtype=torch.float32, device=device, seed=1)
-    codes = torch.empty(4, 256, dtype=kind, device=device)
+    quantized = torch.empty(4, 256, dtype=kind, device=device)
     scale = torch.empty(4, 1, device=device)
-    pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 0.0, torch.tensor([bound], device=device))
+    pyops.rms_norm_dynamic_per_token_quant(quantized, x, weight, scale, 0.0, torch.tensor([bound], device=device))
     expected, scales = codes_of(x * weight, torch.full((4, 1), bound, device=device), kind)
     assert torch.equal(scale, scales)
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -498,9 +498,9 @@ def test_per_block_quant_scales_of_any_stride(is_scale_transposed: bool, groups:
     x, weight = (draw(*shape, dtype=torch.bfloat16, device=device) for shape in ((tokens, width), (width,)))
 
     def quantised(scale: torch.Tensor) -> torch.Tensor:
-        codes = torch.empty(tokens, width, dtype=torch.float8_e4m3fn, device=device)
-        pyops.rms_norm_per_block_quant(codes, x, weight, scale, EPSILON, None, None, 128, is_scale_transposed)
-        return codes.view(torch.uint8)
+        quantized = torch.empty(tokens, width, dtype=torch.float8_e4m3fn, device=device)
+        pyops.rms_norm_per_block_quant(quantized, x, weight, scale, EPSILON, None, None, 128, is_scale_transposed)
+        return quantized.view(torch.uint8)
 
     shape = (groups, tokens) if is_scale_transposed else (tokens, groups)
     packed, memory = torch.empty(shape, device=device), torch.full((shape[0], 8), -1.0, device=device)
@@ -519,10 +519,10 @@ def test_per_block_quant_scales_by_groups(rows: int, device: str) -> None:
     """Transposed scales may be [groups, tokens], contiguous, also where both counts are equal."""
     x = draw(rows, 256, dtype=torch.bfloat16, device=device)
     weight = draw(256, dtype=torch.bfloat16, device=device)
-    codes = torch.empty(rows, 256, dtype=torch.int8, device=device)
+    quantized = torch.empty(rows, 256, dtype=torch.int8, device=device)
     scale, transposed = torch.empty(rows, 2, device=device), torch.zeros(2, rows, device=device)
-    pyops.rms_norm_per_block_quant(codes, x, weight, scale, EPSILON, None, None, 128, False)
-    pyops.rms_norm_per_block_quant(codes, x, weight, transposed, EPSILON, None, None, 128, True)
+    pyops.rms_norm_per_block_quant(quantized, x, weight, scale, EPSILON, None, None, 128, False)
+    pyops.rms_norm_per_block_quant(quantized, x, weight, transposed, EPSILON, None, None, 128, True)
     assert torch.equal(transposed.t(), scale)
 
 

@@ -53,21 +53,21 @@ def scaled_fp8(make: Make) -> list[Any]:
         padded[:5],
         rows[:5],
     ]
-    codes, one = pyops.scaled_fp8_quant(x, output=given)
-    assert codes is given
-    return [*results, codes, one]
+    quantized, one = pyops.scaled_fp8_quant(x, output=given)
+    assert quantized is given
+    return [*results, quantized, one]
 
 
 def scaled_int8(make: Make) -> list[Any]:
     x, scale, azp = make(draw(2, 3, 64)), make(torch.tensor(0.1)), make(torch.tensor(3, dtype=torch.int32))
     apart = make(draw(4, 6).t())
-    codes, found, none = pyops.scaled_int8_quant(apart)
+    quantized, found, none = pyops.scaled_int8_quant(apart)
     assert none is None
     given = pyops.scaled_int8_quant(x, scale, azp, symmetric=False)
     assert given[1] is scale
     assert given[2] is azp
     dynamic = pyops.scaled_int8_quant(x, symmetric=False)
-    return [codes, found, given[0], pyops.scaled_int8_quant(x, scale)[0], *dynamic]
+    return [quantized, found, given[0], pyops.scaled_int8_quant(x, scale)[0], *dynamic]
 
 
 def groups(make: Make) -> list[Any]:
@@ -108,8 +108,8 @@ def nvfp4_experts(make: Make) -> list[Any]:
     offsets = [make(torch.tensor(values, dtype=torch.int32)) for values in ([0, 2, 2, 9], [0, 128, 128, 256])]
     results: list[Any] = []
     for function in (pyops.nvfp4_experts_quant, pyops.silu_and_mul_nvfp4_experts_quant):
-        codes, tiles = function(x, scales, *offsets, 2)
-        results += [codes, tiles[:256]]  # garbage after the tiles of the last expert
+        quantized, tiles = function(x, scales, *offsets, 2)
+        results += [quantized, tiles[:256]]  # garbage after the tiles of the last expert
     return results
 
 
@@ -138,7 +138,9 @@ def test_arrays_equal_torch_tensors(calls: Callable[[Make], list[Any]], mode: st
 
 def test_array_refusals() -> None:
     x = as_numpy(draw(5, 256))
-    with pytest.raises(pyops.OpError, match=r"^per_token_group_quant_fp8: out_q: expected codes of an e4m3, got int8$"):
+    with pytest.raises(
+        pyops.OpError, match=r"^per_token_group_quant_fp8: out_q: expected quantized values of an e4m3, got int8$"
+    ):
         pyops.per_token_group_quant_fp8(x, 64, out_q=as_numpy(empty(torch.int8)))
     with pytest.raises(pyops.OpError, match=r"^scaled_fp8_quant: output: expected dtype float8_e4m3fn or .* got int8$"):
         pyops.scaled_fp8_quant(x, output=as_numpy(empty(torch.int8)))

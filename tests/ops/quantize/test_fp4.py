@@ -40,14 +40,14 @@ def truth(x: Any, g: Any) -> tuple[Any, Any]:
     factor = numpy.where(s == 0, 0.0, f32(1 / f32(s * f32(1 / g))))
     y = f32(blocks * factor)
     code, negative = nearest(y, E2M1)
-    codes = numpy.where(numpy.isnan(y), 7, code | (negative << 3))
-    return codes.reshape(x.shape[0], -1), scales[..., 0]
+    quantized = numpy.where(numpy.isnan(y), 7, code | (negative << 3))
+    return quantized.reshape(x.shape[0], -1), scales[..., 0]
 
 
-def values(codes: torch.Tensor) -> Any:
+def values(quantized: torch.Tensor) -> Any:
     """Quants one per element, from two per byte."""
-    pairs = codes.cpu().numpy()
-    return numpy.stack((pairs & 15, pairs >> 4), -1).reshape(codes.shape[0], -1)
+    pairs = quantized.cpu().numpy()
+    return numpy.stack((pairs & 15, pairs >> 4), -1).reshape(quantized.shape[0], -1)
 
 
 def untiled(scales: torch.Tensor, columns: int, rows: int, first: int = 0) -> Any:
@@ -69,20 +69,20 @@ def quantised(x: torch.Tensor, g: float | torch.Tensor, layout: Layout | None = 
     device = str(x.device)
     scale = g if isinstance(g, torch.Tensor) else tensor(g, device)
     place = layout.place if layout else torch.clone
-    codes = place(new((rows, x.shape[1] // 2), torch.uint8, device))
+    quantized = place(new((rows, x.shape[1] // 2), torch.uint8, device))
     scales = new((rows, columns), torch.uint8, device)
-    pyops.scaled_fp4_quant(codes, place(x), scales, scale, False)
+    pyops.scaled_fp4_quant(quantized, place(x), scales, scale, False)
     padded = -(-rows // 128) * 128, -(-columns // 4) * 4
     for dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32):
         tiled = new((padded[0], padded[1] // (4 if dtype == torch.int32 else 1)), dtype, device)
         again = new((rows, x.shape[1] // 2), torch.uint8, device)
         pyops.scaled_fp4_quant(again, x, tiled, scale, True)
-        assert torch.equal(again, codes)
+        assert torch.equal(again, quantized)
         whole = untiled(tiled, padded[1], padded[0])
         assert (whole[:rows, :columns] == scales.cpu().numpy()).all()
         assert not whole[rows:].any()
         assert not whole[:, columns:].any()
-    return values(codes), scales.cpu().numpy()
+    return values(quantized), scales.cpu().numpy()
 
 
 def assert_true(x: torch.Tensor, g: float) -> None:
@@ -139,11 +139,11 @@ def test_ties_round_to_even(device: str) -> None:
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     right = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     x = torch.tensor([[6.0, *ties, -6.0, *(-tie for tie in ties)]], dtype=torch.bfloat16, device=device)
-    codes, scales = quantised(x, 1.0)
+    quantized, scales = quantised(x, 1.0)
     assert scales.tolist() == [[0x38]]
-    signs = numpy.where(codes[0] > 7, -1, 1)
-    assert (signs * E2M1[codes[0] & 7]).tolist() == [6.0, *right, -6.0, *(-value for value in right)]
-    assert codes[0, 9] == 8  # -0
+    signs = numpy.where(quantized[0] > 7, -1, 1)
+    assert (signs * E2M1[quantized[0] & 7]).tolist() == [6.0, *right, -6.0, *(-value for value in right)]
+    assert quantized[0, 9] == 8  # -0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -186,9 +186,9 @@ def test_special_values(device: str) -> None:
         ([2.0**-9, -(2.0**-10)] * 8, 0, [0, 8] * 8),  # 2^-9 / 6 rounds to a scale of 0
     ]
     x = torch.tensor([row for row, _, _ in rows], dtype=torch.bfloat16, device=device)
-    codes, scales = quantised(x, 1.0)
+    quantized, scales = quantised(x, 1.0)
     assert scales[:, 0].tolist() == [scale for _, scale, _ in rows]
-    assert codes.tolist() == [code for _, _, code in rows]
+    assert quantized.tolist() == [code for _, _, code in rows]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -197,8 +197,8 @@ def test_round_trip(dtype: torch.dtype, device: str) -> None:
     """Within half of the largest step, a third of the absmax over 2, and the rounding of the scale."""
     x = draw(70, 512, dtype=dtype, device=device)
     g = f32(448 * 6 / exact(x).__abs__().max()).item()
-    codes, scales = quantised(x, g)
-    back = numpy.where(codes > 7, -1, 1) * E2M1[codes & 7] * numpy.repeat(_VALUES[scales], 16, 1) / g
+    quantized, scales = quantised(x, g)
+    back = numpy.where(quantized > 7, -1, 1) * E2M1[quantized & 7] * numpy.repeat(_VALUES[scales], 16, 1) / g
     absmax_ = numpy.repeat(absmax(exact(x).reshape(70, 32, 16))[..., 0], 16, 1)
     assert (numpy.abs(back - exact(x)) <= absmax_ / 6 * (1 + 1 / 16) * (1 + 1e-6)).all()
 
@@ -208,8 +208,8 @@ def test_round_trip(dtype: torch.dtype, device: str) -> None:
 def test_strided_rows(layout: Layout, device: str) -> None:
     """Rows of one stride, aligned or not."""
     x = draw(5, 80, device=device)
-    codes, scales = quantised(x, 9.0, layout)
-    for found, right in zip((codes, scales), truth(x, 9.0), strict=True):
+    quantized, scales = quantised(x, 9.0, layout)
+    for found, right in zip((quantized, scales), truth(x, 9.0), strict=True):
         assert (found == right).all()
 
 
@@ -232,12 +232,12 @@ def test_silu_and_mul(shape: tuple[int, int], kind: str, dtype: torch.dtype, dev
         pytest.skip("contents do not depend on the shape")
     x = filled(draw(*shape, dtype=dtype), kind).to(device)
     rows, columns = shape[0], shape[1] // 32
-    codes = new((rows, columns * 8), torch.uint8, device)
+    quantized = new((rows, columns * 8), torch.uint8, device)
     scales = new((-(-rows // 128) * 128, -(-columns // 4)), torch.int32, device)
-    pyops.silu_and_mul_nvfp4_quant(codes, scales, x, tensor(11.0, device))
+    pyops.silu_and_mul_nvfp4_quant(quantized, scales, x, tensor(11.0, device))
     y = gated(x)
     right = truth(y, 11.0)
-    assert (values(codes) == right[0]).all()
+    assert (values(quantized) == right[0]).all()
     whole = untiled(scales, scales.shape[1] * 4, scales.shape[0])
     assert (whole[:rows, :columns] == right[1]).all()
     assert not whole[rows:].any()
@@ -269,9 +269,11 @@ def test_approximations_of_silu(device: str) -> None:
             x = torch.zeros(1, 32, dtype=torch.bfloat16)
             x[0, place], x[0, 16 + place] = float(gate), float(up)
             x[0, 3], x[0, 16 + 3] = 16.0, float(abs(y))
-            codes = new((1, 8), torch.uint8, device)
-            pyops.silu_and_mul_nvfp4_quant(codes, new((128, 1), torch.int32, device), x.to(device), tensor(g, device))
-            assert (values(codes) == truth(gated(x), g)[0]).all(), (gate, up, place)
+            quantized = new((1, 8), torch.uint8, device)
+            pyops.silu_and_mul_nvfp4_quant(
+                quantized, new((128, 1), torch.int32, device), x.to(device), tensor(g, device)
+            )
+            assert (values(quantized) == truth(gated(x), g)[0]).all(), (gate, up, place)
 
 
 # Experts
@@ -289,16 +291,16 @@ def run_experts(
     x: torch.Tensor, g: list[float], offsets: list[int], tiles: list[int], scale_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device, columns = str(x.device), x.shape[1] // 16
-    codes = new((x.shape[0], x.shape[1] // 2), torch.uint8, device)
+    quantized = new((x.shape[0], x.shape[1] // 2), torch.uint8, device)
     scales = new((scale_rows, -(-columns // 4)), torch.int32, device)
     of_offsets = [torch.tensor(of, dtype=torch.int32, device=device) for of in (offsets, tiles)]
-    pyops.scaled_fp4_experts_quant(codes, scales, x, torch.tensor(g, device=device), *of_offsets)
-    return codes, scales
+    pyops.scaled_fp4_experts_quant(quantized, scales, x, torch.tensor(g, device=device), *of_offsets)
+    return quantized, scales
 
 
 def assert_experts(x: torch.Tensor, g: list[float], offsets: list[int], tiles: list[int], scale_rows: int) -> None:
     """Every expert with all rows present has its quants, scales and padding; nothing else is written."""
-    codes, scales = run_experts(x, g, offsets, tiles, scale_rows)
+    quantized, scales = run_experts(x, g, offsets, tiles, scale_rows)
     rows, columns = x.shape[0], x.shape[1] // 16
     padded = -(-columns // 4) * 4
     right = numpy.full((rows, x.shape[1] // 2), 0x55, "uint8")
@@ -316,7 +318,7 @@ def assert_experts(x: torch.Tensor, g: list[float], offsets: list[int], tiles: l
         assert not whole[end - first :].any()
         assert not whole[:, columns:].any()
         written[tile * padded : (tile + fill) * padded] = True
-    assert (codes.cpu().numpy() == right).all()
+    assert (quantized.cpu().numpy() == right).all()
     assert (scales.cpu().view(torch.uint8).flatten().numpy()[~written] == 0x55).all()
 
 
@@ -392,8 +394,8 @@ def test_new_tensors(device: str) -> None:
     x, g = draw(2, 3, 80, device=device), tensor(7.0, device)
     right = truth(x.reshape(6, 80), 7.0)
     for tiled in (True, False):
-        codes, scales = pyops.nvfp4_quant(x, g, tiled)
-        assert (values(codes) == right[0]).all()
+        quantized, scales = pyops.nvfp4_quant(x, g, tiled)
+        assert (values(quantized) == right[0]).all()
         if tiled:
             assert (scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, (128, 8))
             assert (untiled(scales, 5, 6) == right[1]).all()
@@ -402,16 +404,16 @@ def test_new_tensors(device: str) -> None:
     rows, counts = draw(9, 160, device=device), [2, 0, 7]
     offsets, tiles = (torch.tensor(of, dtype=torch.int32, device=device) for of in of_experts(counts))
     each = torch.tensor([3.0, 4.0, 5.0], device=device)
-    codes, scales = pyops.nvfp4_experts_quant(rows, each, offsets, tiles, 2)
+    quantized, scales = pyops.nvfp4_experts_quant(rows, each, offsets, tiles, 2)
     right = truth(rows, [3.0, 3.0, *[5.0] * 7])
-    assert (values(codes) == right[0]).all()
+    assert (values(quantized) == right[0]).all()
     assert (untiled(scales, 10, 2) == right[1][:2]).all()
     assert (untiled(scales, 10, 7, 128) == right[1][2:]).all()
-    codes, scales = pyops.silu_and_mul_nvfp4_experts_quant(rows, each, offsets, tiles, 2)
-    assert codes.shape == (9, 40)
+    quantized, scales = pyops.silu_and_mul_nvfp4_experts_quant(rows, each, offsets, tiles, 2)
+    assert quantized.shape == (9, 40)
     alone = new((2, 40), torch.uint8, device), new((128, 2), torch.int32, device)
     pyops.silu_and_mul_nvfp4_quant(*alone, rows[:2].contiguous(), each[:1])
-    assert torch.equal(codes[:2], alone[0])
+    assert torch.equal(quantized[:2], alone[0])
     assert (untiled(scales, 5, 2) == untiled(alone[1], 5, 2)).all()
 
 
@@ -432,8 +434,8 @@ def test_empty() -> None:
         with config.cpu(mode):
             for rows, size in ((0, 64), (3, 0)):
                 for tiled in (True, False):
-                    codes, _ = pyops.nvfp4_quant(torch.ones(rows, size).bfloat16(), torch.ones(1), tiled)
-                    assert codes.shape == (rows, size // 2)
+                    quantized, _ = pyops.nvfp4_quant(torch.ones(rows, size).bfloat16(), torch.ones(1), tiled)
+                    assert quantized.shape == (rows, size // 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -441,14 +443,14 @@ def test_no_experts(device: str) -> None:
     """No expert owns a row, though the rows would fill tiles: nothing is written, and no offset is read."""
     x = draw(130, 64, device=device)
     nothing, offsets = torch.empty(0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    codes = torch.full((130, 32), 7, dtype=torch.uint8, device=device)
+    quantized = torch.full((130, 32), 7, dtype=torch.uint8, device=device)
     scales = torch.full((256, 4), 7, dtype=torch.uint8, device=device)
-    pyops.scaled_fp4_experts_quant(codes, scales, x, nothing, offsets, offsets)
-    assert (codes == 7).all()
+    pyops.scaled_fp4_experts_quant(quantized, scales, x, nothing, offsets, offsets)
+    assert (quantized == 7).all()
     assert (scales == 7).all()
     if device == "cpu":
         rows = x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        codes_, scales_, nothing_, offsets_ = (t.numpy() for t in (codes, scales, nothing, offsets))
+        codes_, scales_, nothing_, offsets_ = (t.numpy() for t in (quantized, scales, nothing, offsets))
         pyops.scaled_fp4_experts_quant(codes_, scales_, rows, nothing_, offsets_, offsets_)
 
 
@@ -460,15 +462,17 @@ def _refusal(function: Any, *args: Any, **more: Any) -> str:
 
 def test_refused() -> None:
     x, g = torch.ones(4, 64).bfloat16(), torch.ones(1)
-    codes, tiled, plain = (torch.zeros(size, dtype=torch.uint8) for size in ((4, 32), (128, 4), (4, 4)))
+    quantized, tiled, plain = (torch.zeros(size, dtype=torch.uint8) for size in ((4, 32), (128, 4), (4, 4)))
 
-    def plain_quant(*, o: Any = codes, i: Any = x, s: Any = tiled, g: Any = g, swizzled: bool = True) -> str:
+    def plain_quant(*, o: Any = quantized, i: Any = x, s: Any = tiled, g: Any = g, swizzled: bool = True) -> str:
         return _refusal(pyops.scaled_fp4_quant, o, i, s, g, swizzled)
 
     assert plain_quant(i=x.float()) == "input: expected dtype float16 or bfloat16, got float32"
     assert plain_quant(i=x[:, :40]) == "input: expected a last dimension of multiples of 16, got shape (4, 40)"
-    assert plain_quant(o=codes[:, :31]) == "output: expected shape (4, 32) for an input of shape (4, 64), got (4, 31)"
-    assert plain_quant(o=codes.view(torch.int8)).startswith("output: expected dtype uint8")
+    assert (
+        plain_quant(o=quantized[:, :31]) == "output: expected shape (4, 32) for an input of shape (4, 64), got (4, 31)"
+    )
+    assert plain_quant(o=quantized.view(torch.int8)).startswith("output: expected dtype uint8")
     assert plain_quant(s=plain) == "output_scale: expected shape (rows=128, columns=4), got (4, 4)"
     assert plain_quant(swizzled=False) == "output_scale: expected shape (rows=4, columns=4), got (128, 4)"
     assert plain_quant(s=torch.zeros(256, 4, dtype=torch.uint8)[::2]).startswith("output_scale: expected a contiguous")
@@ -480,7 +484,7 @@ def test_refused() -> None:
         "output_scale: expected dtype float8_e4m3fn or uint8, got int32"
     )
     offsets = torch.zeros(3, dtype=torch.int32)
-    assert _refusal(pyops.scaled_fp4_experts_quant, codes, tiled, x, g, offsets, offsets) == (
+    assert _refusal(pyops.scaled_fp4_experts_quant, quantized, tiled, x, g, offsets, offsets) == (
         "input_offset_by_experts: expected shape (num_offsets=2), got (3,)"
     ).replace("(num_offsets=2)", "(num_offsets=2,)")
     assert _refusal(pyops.nvfp4_quant, x, g, backend="trtllm").startswith("backend: tiles of 8 rows")

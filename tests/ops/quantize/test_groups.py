@@ -44,11 +44,11 @@ def test_groups(shape: tuple[int, int], group_size: int, scales: str, device: st
     """Any group size, in any order of the scales; gaps between columns are left alone."""
     x = draw(*shape, device=device)
     for kind, power_of_two in ((FP8, False), (FP8, True), (FNUZ, False), (FNUZ, True)):
-        codes, s = new(shape, kind, device), _scales(shape[0], shape[1] // group_size, scales, device)
-        pyops.per_token_group_fp8_quant(x, codes, s, group_size, 1e-10, *LIMITS[kind], power_of_two)
+        quantized, s = new(shape, kind, device), _scales(shape[0], shape[1] // group_size, scales, device)
+        pyops.per_token_group_fp8_quant(x, quantized, s, group_size, 1e-10, *LIMITS[kind], power_of_two)
         right, right_scale = grouped(exact(x), group_size, kind, power_of_two)
         same(s, right_scale)
-        same(codes, right)
+        same(quantized, right)
     eights = new(shape, INT8, device)
     pyops.per_token_group_quant_int8(x, eights, s, group_size, 1e-10, -128.0, 127.0)
     right, right_scale = grouped(exact(x), group_size, INT8)
@@ -75,15 +75,15 @@ def test_groups_of_any_contents(
         *((FNUZ, (-224.0, 224.0)), (FNUZ, (-240.0, 240.0))),
         *((INT8, (-128.0, 127.0)), (INT8, (0.0, 7.0))),
     ):
-        codes = layout.place(new(x.shape, dtype, device))
+        quantized = layout.place(new(x.shape, dtype, device))
         s = new((5, 192 // group_size), torch.float32, device)
         if dtype is not INT8:
-            pyops.per_token_group_fp8_quant(placed, codes, s, group_size, eps, *limits, power_of_two)
+            pyops.per_token_group_fp8_quant(placed, quantized, s, group_size, eps, *limits, power_of_two)
         else:
-            pyops.per_token_group_quant_int8(placed, codes, s, group_size, eps, *limits)
+            pyops.per_token_group_quant_int8(placed, quantized, s, group_size, eps, *limits)
         right, right_scale = grouped(exact(x), group_size, dtype, power_of_two and dtype is not INT8, eps, limits)
         same(s, right_scale)
-        same(codes, right)
+        same(quantized, right)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,12 +91,12 @@ def test_power_of_two_scales(device: str) -> None:
     """A magnitude of 448 times a power of two has that power as its scale, and a slightly larger one the next."""
     powers = 2.0 ** torch.arange(-30, 31, device=device)
     x = torch.stack((powers * 448, (powers * 448).nextafter(powers * 1000), powers * 447), -1)
-    codes, s = new(x.shape, FP8, device), new(x.shape, torch.float32, device)
-    pyops.per_token_group_fp8_quant(x, codes, s, 1, 1e-10, -448.0, 448.0, True)
+    quantized, s = new(x.shape, FP8, device), new(x.shape, torch.float32, device)
+    pyops.per_token_group_fp8_quant(x, quantized, s, 1, 1e-10, -448.0, 448.0, True)
     assert torch.equal(s, torch.stack((powers, powers * 2, powers), -1))
     zeros = torch.zeros(1, 4, device=device)
     pyops.per_token_group_fp8_quant(
-        zeros, codes[:1, :1].expand(1, 1).new_empty(1, 4), s[:1, :1], 4, 1e-12, -448.0, 448.0, True
+        zeros, quantized[:1, :1].expand(1, 1).new_empty(1, 4), s[:1, :1], 4, 1e-12, -448.0, 448.0, True
     )
     assert s[0, 0].item() == 2.0**-33  # the next power after 1e-10
 
@@ -111,11 +111,11 @@ def test_packed_exponents(kind: torch.dtype, padded: bool, rows: int, groups: in
     stride, words = -(-rows // 4) * 4, -(-groups // 4)
     packed = new((words, stride), torch.int32, device).t()
     before = packed.clone()
-    codes = new(x.shape, kind, device)
+    quantized = new(x.shape, kind, device)
     given_rows = stride if padded else rows
-    pyops.per_token_group_fp8_quant_packed(x, codes, packed[:given_rows], 64, 1e-10, *LIMITS[kind])
+    pyops.per_token_group_fp8_quant_packed(x, quantized, packed[:given_rows], 64, 1e-10, *LIMITS[kind])
     right, scale = grouped(exact(x), 64, kind, power_of_two=True)
-    same(codes, right)
+    same(quantized, right)
     exponents = numpy.zeros((given_rows, words * 4), "int64")
     exponents[:rows, :groups] = numpy.log2(scale) + 127
     right_words = sum(exponents[:, byte::4] << 8 * byte for byte in range(4))

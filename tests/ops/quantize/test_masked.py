@@ -47,17 +47,17 @@ def assert_true(x: torch.Tensor, counts: list[int], scales: str, column_major: b
     device = str(x.device)
     experts, tokens, groups = x.shape[0], x.shape[1], x.shape[2] // 256
     place = placed or torch.clone
-    codes = place(new((experts, tokens, groups * 128), torch.float8_e4m3fn, device))
+    quantized = place(new((experts, tokens, groups * 128), torch.float8_e4m3fn, device))
     shape = experts, tokens, -(-groups // 4) if scales == "packed" else groups
     dtype = torch.int32 if scales == "packed" else torch.float32
     found = columns_first(shape, dtype, device) if column_major else new(shape, dtype, device)
     untouched = found.clone()
     of_counts = torch.tensor(counts, dtype=torch.int32, device=device)
-    pyops.persistent_masked_m_silu_mul_quant(place(x), of_counts, codes, found, scales != "float")
+    pyops.persistent_masked_m_silu_mul_quant(place(x), of_counts, quantized, found, scales != "float")
     right, right_scales = truth(x, scales != "float")
     counted = numpy.arange(tokens) < numpy.array(counts)[:, None]
     right = numpy.where(counted[..., None], right, 0x55)
-    assert (codes.cpu().view(torch.uint8).numpy() == right).all()
+    assert (quantized.cpu().view(torch.uint8).numpy() == right).all()
     if scales == "packed":
         exponents = numpy.full((experts, tokens, shape[2] * 4), 0x55, "uint8")
         bits = right_scales.astype("float32").view("uint32") >> 23
@@ -130,21 +130,25 @@ def test_special_values(device: str) -> None:
     x = torch.ones(1, 4, 256, dtype=torch.bfloat16, device=device) * 100
     x[0, :, 128] = torch.tensor([nan, inf, -inf, 0.0])
     x[0, 3, 128:] = 0.0
-    codes, scales = new((1, 4, 128), torch.uint8, device), new((1, 4, 1), torch.float32, device)
+    quantized, scales = new((1, 4, 128), torch.uint8, device), new((1, 4, 1), torch.float32, device)
     pyops.persistent_masked_m_silu_mul_quant(
-        x, torch.tensor([4], dtype=torch.int32, device=device), codes, scales, False
+        x, torch.tensor([4], dtype=torch.int32, device=device), quantized, scales, False
     )
-    assert codes[0, :, 0].tolist() == [0xFE, 0xFE, 0xFE, 0]  # -448
-    assert set(codes[0, 1:, 1:].flatten().tolist()) == {0}
+    assert quantized[0, :, 0].tolist() == [0xFE, 0xFE, 0xFE, 0]  # -448
+    assert set(quantized[0, 1:, 1:].flatten().tolist()) == {0}
     assert scales.flatten()[1:].tolist() == [inf, inf, b(b(1e-10) * b(1 / 448)).item()]
     assert scales[0, 0, 0].isfinite()
 
 
 def test_refused() -> None:
     x, counts = torch.ones(2, 3, 256).bfloat16(), torch.ones(2, dtype=torch.int32)
-    codes, floats, words = torch.ones(2, 3, 128).to(torch.float8_e4m3fn), torch.ones(2, 3, 1), torch.ones(2, 3, 1).int()
+    quantized, floats, words = (
+        torch.ones(2, 3, 128).to(torch.float8_e4m3fn),
+        torch.ones(2, 3, 1),
+        torch.ones(2, 3, 1).int(),
+    )
 
-    def refusal(*, i: Any = x, c: Any = counts, q: Any = codes, s: Any = floats, power: bool = False) -> str:
+    def refusal(*, i: Any = x, c: Any = counts, q: Any = quantized, s: Any = floats, power: bool = False) -> str:
         with pytest.raises(pyops.OpError) as caught:
             pyops.persistent_masked_m_silu_mul_quant(i, c, q, s, power)
         return str(caught.value).partition(": ")[2]
@@ -154,19 +158,19 @@ def test_refused() -> None:
     assert refusal(i=x[0]).startswith("input: expected shape (num_experts, num_tokens, columns)")
     assert refusal(c=counts[:1]) == "counts: expected shape (num_experts=2,), got (1,)"
     assert refusal(c=counts.long()).startswith("counts: expected dtype int32")
-    assert refusal(q=codes[:, :2]).startswith("y_q: expected shape (num_experts=2, num_tokens=3, hidden_size=128)")
+    assert refusal(q=quantized[:, :2]).startswith("y_q: expected shape (num_experts=2, num_tokens=3, hidden_size=128)")
     assert refusal(s=words) == "y_s: expected dtype float32, got int32"
     assert refusal(s=floats.expand(2, 3, 2).clone(), power=True) == (
         "y_s: expected shape (num_experts=2, num_tokens=3, groups=1), got (2, 3, 2)"
     )
-    pyops.persistent_masked_m_silu_mul_quant(x, counts, codes, words, True)
+    pyops.persistent_masked_m_silu_mul_quant(x, counts, quantized, words, True)
 
 
 def test_counts_out_of_range_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CHECK", "1")
     op = pyops.persistent_masked_m_silu_mul_quant
     op.op.forget()
-    x, codes = torch.ones(2, 3, 256).bfloat16(), torch.ones(2, 3, 128).to(torch.float8_e4m3fn)
+    x, quantized = torch.ones(2, 3, 256).bfloat16(), torch.ones(2, 3, 128).to(torch.float8_e4m3fn)
     with pytest.raises(pyops.OpError, match=r"counts: 2 of 2 indices are out of range, the first at \(0,\): 4"):
-        op(x, torch.tensor([4, -1], dtype=torch.int32), codes, torch.ones(2, 3, 1), False)
+        op(x, torch.tensor([4, -1], dtype=torch.int32), quantized, torch.ones(2, 3, 1), False)
     op.op.forget()

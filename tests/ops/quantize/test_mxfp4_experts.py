@@ -26,8 +26,8 @@ def truth(x: Any) -> tuple[Any, Any]:
     factor = numpy.where((exponents == 0) | (exponents == 255), 0.0, 2.0 ** (127.0 - exponents))
     y = f32(blocks * factor)
     code, negative = nearest(y, E2M1)
-    codes = numpy.where(numpy.isnan(y), 7, code | (negative << 3)).reshape(x.shape[0], -1)
-    return codes[:, ::2] | codes[:, 1::2] << 4, exponents[..., 0]
+    quantized = numpy.where(numpy.isnan(y), 7, code | (negative << 3)).reshape(x.shape[0], -1)
+    return quantized[:, ::2] | quantized[:, 1::2] << 4, exponents[..., 0]
 
 
 def rows_of(num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,9 +55,9 @@ def rows_of(num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 def test_experts(offsets: list[int], tiles: list[int], scale_rows: int, dtype: torch.dtype, device: str) -> None:
     num_rows, blocks, padded = offsets[-1] if offsets[-1] < 99 else 12, 5, 8
     x = rows_of(num_rows, blocks * 32, dtype).to(device)
-    codes, scales = new((num_rows, blocks * 16), torch.uint8, device), new((scale_rows, 2), torch.int32, device)
+    quantized, scales = new((num_rows, blocks * 16), torch.uint8, device), new((scale_rows, 2), torch.int32, device)
     of_offsets = [torch.tensor(of, dtype=torch.int32, device=device) for of in (offsets, tiles)]
-    pyops.mxfp4_experts_quant(codes, scales, x, *of_offsets, len(offsets) - 1)
+    pyops.mxfp4_experts_quant(quantized, scales, x, *of_offsets, len(offsets) - 1)
     right, written = numpy.full((num_rows, blocks * 16), 0x55, "uint8"), numpy.zeros(scale_rows * padded, bool)
     for first, end, tile in zip(offsets, offsets[1:], tiles, strict=False):
         if not 0 <= first <= end <= num_rows:
@@ -71,7 +71,7 @@ def test_experts(offsets: list[int], tiles: list[int], scale_rows: int, dtype: t
         assert not whole[end - first :].any()
         assert not whole[:, blocks:].any()
         written[tile * padded : (tile + fill) * padded] = True
-    assert (codes.cpu().numpy() == right).all()
+    assert (quantized.cpu().numpy() == right).all()
     assert (scales.cpu().view(torch.uint8).flatten().numpy()[~written] == 0x55).all()
 
 
@@ -82,22 +82,22 @@ def test_gated(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(9, 2 * 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     gate, up = x.float().chunk(2, dim=-1)
     product = (torch.nn.functional.silu(gate) * up).to(dtype)
-    codes, scales = new((9, 48), torch.uint8, device), new((128, 1), torch.int32, device)
+    quantized, scales = new((9, 48), torch.uint8, device), new((128, 1), torch.int32, device)
     offsets = [torch.tensor(of, dtype=torch.int32, device=device) for of in ([0, 9], [0, 128])]
-    pyops.silu_and_mul_mxfp4_experts_quant(codes, scales, x.to(device), *offsets, 1)
+    pyops.silu_and_mul_mxfp4_experts_quant(quantized, scales, x.to(device), *offsets, 1)
     right, scale = truth(product)
-    assert (codes.cpu().numpy() == right).all()
+    assert (quantized.cpu().numpy() == right).all()
     assert (untiled(scales, 3, 9) == scale).all()
 
 
 def test_refused() -> None:
-    codes, scales, offsets = (
+    quantized, scales, offsets = (
         torch.zeros(2, 24, dtype=torch.uint8),
         torch.zeros(128, 1, dtype=torch.int32),
         torch.zeros(2),
     )
     with pytest.raises(OpError, match="input: expected a last dimension of multiples of 32"):
-        pyops.mxfp4_experts_quant(codes, scales, torch.zeros(2, 48).half(), offsets.int(), offsets.int(), 1)
-    codes = torch.zeros(2, 16, dtype=torch.uint8)
+        pyops.mxfp4_experts_quant(quantized, scales, torch.zeros(2, 48).half(), offsets.int(), offsets.int(), 1)
+    quantized = torch.zeros(2, 16, dtype=torch.uint8)
     with pytest.raises(OpError, match="input_offset_by_experts"):
-        pyops.mxfp4_experts_quant(codes, scales, torch.zeros(2, 32).half(), offsets.int(), offsets.int(), 3)
+        pyops.mxfp4_experts_quant(quantized, scales, torch.zeros(2, 32).half(), offsets.int(), offsets.int(), 3)

@@ -26,8 +26,8 @@ def truth(x: Any) -> tuple[Any, Any]:
     powers = 2.0 ** numpy.arange(-127, 128)
     exponents = numpy.minimum(numpy.searchsorted(powers, share), 254)
     y = numpy.clip(blocks * 2.0 ** (127.0 - exponents), -448, 448)
-    codes = y.astype(ml_dtypes.float8_e4m3fn).astype(numpy.float64)
-    return codes.reshape(x.shape[0], -1), exponents[..., 0]
+    quantized = y.astype(ml_dtypes.float8_e4m3fn).astype(numpy.float64)
+    return quantized.reshape(x.shape[0], -1), exponents[..., 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -46,18 +46,18 @@ def test_experts(
 ) -> None:
     num_rows, blocks, padded = max(12, 2 + sum(sizes)), 5, 8
     x = rows_of(num_rows, blocks * 32, dtype).to(device)
-    codes = new((num_rows, blocks * 32), torch.uint8, device)
+    quantized = new((num_rows, blocks * 32), torch.uint8, device)
     scales = new((scale_rows, padded), torch.uint8, device)
     lists = [[[rows, 7, blocks * 32] for rows in sizes], firsts, tiles]
     arguments = [torch.tensor(one, dtype=torch.int32, device=device) for one in lists]
-    pyops.mxfp8_experts_quant(x, *arguments, codes.view(torch.float8_e4m3fn), scales)
+    pyops.mxfp8_experts_quant(x, *arguments, quantized.view(torch.float8_e4m3fn), scales)
     unwritten_rows, unwritten = numpy.ones(num_rows, bool), numpy.ones(scale_rows * padded, bool)
     for rows, first, tile in zip(sizes, firsts, tiles, strict=True):
         fill = -(-rows // 128) * 128
         if rows <= 0 or not 0 <= first <= num_rows - rows or not 0 <= tile <= scale_rows - fill:
             continue
         right, scale = truth(x[first : first + rows])
-        found = codes[first : first + rows].cpu().view(torch.float8_e4m3fn).double().numpy()
+        found = quantized[first : first + rows].cpu().view(torch.float8_e4m3fn).double().numpy()
         assert numpy.array_equal(found, right, equal_nan=True)
         assert (numpy.signbit(found) == numpy.signbit(right))[~numpy.isnan(right)].all()
         whole = untiled(scales, padded, fill, tile)
@@ -66,7 +66,7 @@ def test_experts(
         assert not whole[:, blocks:].any()
         unwritten_rows[first : first + rows] = False
         unwritten[tile * padded : (tile + fill) * padded] = False
-    assert (codes.cpu().numpy()[unwritten_rows] == 0x55).all()
+    assert (quantized.cpu().numpy()[unwritten_rows] == 0x55).all()
     assert (scales.cpu().flatten().numpy()[unwritten] == 0x55).all()
 
 
@@ -77,24 +77,27 @@ def test_scales_at_their_bounds(device: str) -> None:
     x = torch.zeros(len(magnitudes), 32, dtype=torch.bfloat16)
     x[:, 3] = -torch.tensor(magnitudes)
     lists = [torch.tensor(one, dtype=torch.int32, device=device) for one in ([[len(x), 0, 0]], [0], [0])]
-    codes, scales = new((len(x), 32), torch.uint8, device), new((128, 4), torch.uint8, device)
-    pyops.mxfp8_experts_quant(x.to(device), *lists, codes.view(torch.float8_e4m3fn), scales)
+    quantized, scales = new((len(x), 32), torch.uint8, device), new((128, 4), torch.uint8, device)
+    pyops.mxfp8_experts_quant(x.to(device), *lists, quantized.view(torch.float8_e4m3fn), scales)
     right, scale = truth(x)
     assert scale[:, 0].tolist() == [127, 128, 127, 0, 0, 1, 0, 0, 247, 254]
     assert (untiled(scales, 4, len(x))[:, :1] == scale).all()
-    assert numpy.array_equal(codes.cpu().view(torch.float8_e4m3fn).double().numpy(), right)
+    assert numpy.array_equal(quantized.cpu().view(torch.float8_e4m3fn).double().numpy(), right)
 
 
 def test_refused() -> None:
-    x, codes = torch.zeros(2, 64).half(), torch.zeros(2, 64).to(torch.float8_e4m3fn)
+    x, quantized = torch.zeros(2, 64).half(), torch.zeros(2, 64).to(torch.float8_e4m3fn)
     scales, sizes, offsets = torch.zeros(128, 4).byte(), torch.zeros(1, 3).int(), torch.zeros(1).int()
     for match, arguments in (
-        ("input: expected a last dimension of multiples of 32", (x[:, :48], sizes, offsets, offsets, codes, scales)),
-        ("input: expected 2 dimensions", (x[0], sizes, offsets, offsets, codes, scales)),
-        ("problem_sizes: expected shape", (x, sizes[:, :2], offsets, offsets, codes, scales)),
-        ("expert_offsets: expected dtype int32", (x, sizes, offsets.long(), offsets, codes, scales)),
+        (
+            "input: expected a last dimension of multiples of 32",
+            (x[:, :48], sizes, offsets, offsets, quantized, scales),
+        ),
+        ("input: expected 2 dimensions", (x[0], sizes, offsets, offsets, quantized, scales)),
+        ("problem_sizes: expected shape", (x, sizes[:, :2], offsets, offsets, quantized, scales)),
+        ("expert_offsets: expected dtype int32", (x, sizes, offsets.long(), offsets, quantized, scales)),
         ("quant_output: expected dtype float8_e4m3fn", (x, sizes, offsets, offsets, x, scales)),
-        ("scale_factor: expected shape", (x, sizes, offsets, offsets, codes, scales[:, :2])),
+        ("scale_factor: expected shape", (x, sizes, offsets, offsets, quantized, scales[:, :2])),
     ):
         with pytest.raises(OpError, match=match):
             pyops.mxfp8_experts_quant(*arguments)

@@ -43,37 +43,37 @@ __all__ = ["_quietly"]  # a fixture
 @pytest.mark.parametrize("device", DEVICES)
 def test_scaled_fp8_quant(device: str) -> None:
     x = draw(5, 96, device=device)
-    codes, scale = pyops.scaled_fp8_quant(x)
+    quantized, scale = pyops.scaled_fp8_quant(x)
     right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
-    assert (codes.dtype, scale.shape, scale.dtype) == (FP8, (1,), torch.float32)
+    assert (quantized.dtype, scale.shape, scale.dtype) == (FP8, (1,), torch.float32)
     same(scale, right_scale)
-    same(codes, static_fp8(exact(x), right_scale))
+    same(quantized, static_fp8(exact(x), right_scale))
     bound = torch.tensor(4.0, device=device)
-    codes, scale = pyops.scaled_fp8_quant(x, num_token_padding=17, scale_ub=bound, use_per_token_if_dynamic=True)
-    assert (codes.shape, scale.shape) == ((17, 96), (17, 1))
+    quantized, scale = pyops.scaled_fp8_quant(x, num_token_padding=17, scale_ub=bound, use_per_token_if_dynamic=True)
+    assert (quantized.shape, scale.shape) == ((17, 96), (17, 1))
     right, rights = token_fp8(exact(x), 4.0)
-    same(codes[:5], right)
+    same(quantized[:5], right)
     same(scale[:5], rights)
     given_scale = torch.full((5, 1), 0.1, device=device)
     output = new((5, 96), FP8, device)
-    codes, scale = pyops.scaled_fp8_quant(x, given_scale, output=output, group_shape=(1, 96))
-    assert codes is output
+    quantized, scale = pyops.scaled_fp8_quant(x, given_scale, output=output, group_shape=(1, 96))
+    assert quantized is output
     assert scale is given_scale
-    same(codes, static_fp8(exact(x), exact(given_scale)))
+    same(quantized, static_fp8(exact(x), exact(given_scale)))
     assert pyops.scaled_fp8_quant(x, num_token_padding=2)[0].shape == (5, 96)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scaled_int8_quant(device: str) -> None:
     x = draw(96, 5, device=device).t() + 2
-    codes, scale, azp = pyops.scaled_int8_quant(x)
+    quantized, scale, azp = pyops.scaled_int8_quant(x)
     right, right_scale = token_int8(exact(x))
     assert azp is None
-    same(codes, right)
+    same(quantized, right)
     same(scale, right_scale)
-    codes, scale, azp = pyops.scaled_int8_quant(x, symmetric=False)
+    quantized, scale, azp = pyops.scaled_int8_quant(x, symmetric=False)
     right, right_scale, right_azp = token_azp(exact(x))
-    same(codes, right)
+    same(quantized, right)
     same(scale, right_scale)
     same(azp, right_azp)
     apart = torch.nn.functional.pad(x, (0, 7))[:, :96]
@@ -83,10 +83,10 @@ def test_scaled_int8_quant(device: str) -> None:
     x = x.contiguous()
     same(pyops.scaled_int8_quant(x, s)[0], static_int8(exact(x), exact(s), None))
     same(pyops.scaled_int8_quant(apart, s)[0], static_int8(exact(apart), exact(s), None))
-    codes, scale, azp = pyops.scaled_int8_quant(x, s, zero, symmetric=False)
+    quantized, scale, azp = pyops.scaled_int8_quant(x, s, zero, symmetric=False)
     assert scale is s
     assert azp is zero
-    same(codes, static_int8(exact(x), exact(s), 3))
+    same(quantized, static_int8(exact(x), exact(s), 3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,18 +98,18 @@ def test_group_quant_into_new_tensors(device: str) -> None:
         ({"column_major_scales": True}, (1, 5)),
         ({"column_major_scales": True, "tma_aligned_scales": True}, (1, 8)),
     ):
-        codes, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
+        quantized, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
         assert scale.stride() == strides
-        same(codes, right)
+        same(quantized, right)
         same(scale, right_scale)
     output = new(x.shape, FP8, device)
-    codes, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=output, use_ue8m0=True)
-    assert codes is output
+    quantized, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=output, use_ue8m0=True)
+    assert quantized is output
     right, right_scale = grouped(exact(x), 64, FP8, power_of_two=True)
-    same(codes, right)
+    same(quantized, right)
     same(scale, right_scale)
     for major, strides in ((False, (4, 2, 1)), (True, (4, 1, 2))):
-        codes, scale = pyops.per_token_group_quant_fp8(x.view(5, 2, 128), 64, column_major_scales=major)
+        quantized, scale = pyops.per_token_group_quant_fp8(x.view(5, 2, 128), 64, column_major_scales=major)
         assert (scale.shape, scale.stride()) == ((5, 2, 2), strides)
         same(scale.flatten(1), grouped(exact(x), 64, FP8)[1])
     packed_codes, packed = pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 64)
@@ -132,13 +132,13 @@ def test_scale_tensor_with_unused_elements(device: str) -> None:
         (pyops.dynamic_per_token_scaled_fp8_quant, (5,), 5),
         (pyops.dynamic_scaled_fp8_quant, (3,), 1),
     ):
-        codes, scale = new(x.shape, FP8, device), torch.full(shape, 7.0, device=device)
-        op(codes, x, scale)
+        quantized, scale = new(x.shape, FP8, device), torch.full(shape, 7.0, device=device)
+        op(quantized, x, scale)
         right_codes, right = new(x.shape, FP8, device), torch.empty(count, device=device)
         op(right_codes, x, right)
         assert torch.equal(scale.flatten()[:count], right)
         assert (scale.flatten()[count:] == 7.0).all()
-        assert torch.equal(codes.view(torch.uint8), right_codes.view(torch.uint8))
+        assert torch.equal(quantized.view(torch.uint8), right_codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,10 +148,10 @@ def test_int8_groups_round_to_nearest(device: str) -> None:
     x[0, :5] = torch.tensor([127.0, 2.5, 3.5, -0.5, -126.5])  # under a scale of 1
     x[0, 5:] = 0.0
     for limits in ((-128.0, 127.0), (-20.5, 100.0)):
-        codes, scale = new(x.shape, INT8, device), torch.empty(6, 2, device=device)
-        pyops.per_token_group_quant_int8(x, codes, scale, 64, 1e-10, *limits, True)
+        quantized, scale = new(x.shape, INT8, device), torch.empty(6, 2, device=device)
+        pyops.per_token_group_quant_int8(x, quantized, scale, 64, 1e-10, *limits, True)
         right, right_scale = grouped(exact(x), 64, INT8, limits=limits, rounded=numpy.rint)
-        same(codes, right)
+        same(quantized, right)
         same(scale, right_scale)
 
 
@@ -159,9 +159,9 @@ def test_int8_groups_round_to_nearest(device: str) -> None:
 def test_unsigned_groups_have_no_negative_zero(device: str) -> None:
     """Where the smallest quant is 0, no result is -0."""
     x = torch.tensor([[-1.0, -0.0, 0.0, 2.0]], device=device)
-    codes, scale = new(x.shape, FP8, device), torch.empty(1, 1, device=device)
-    pyops.per_token_group_fp8_quant(x, codes, scale, 4, 1e-10, 0.0, 448.0, False)
-    assert codes.view(torch.uint8).tolist() == [[0, 0, 0, 0x7E]]
+    quantized, scale = new(x.shape, FP8, device), torch.empty(1, 1, device=device)
+    pyops.per_token_group_fp8_quant(x, quantized, scale, 4, 1e-10, 0.0, 448.0, False)
+    assert quantized.view(torch.uint8).tolist() == [[0, 0, 0, 0x7E]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -169,37 +169,39 @@ def test_new_tensors_have_the_devices_e4m3(device: str, monkeypatch: pytest.Monk
     """Where that is e4m3fnuz, its limits apply; an explicit tensor or dtype takes precedence."""
     x = draw(5, 256, device=device)
     for kind in (FP8, FNUZ):
-        codes, scale = pyops.scaled_fp8_quant(x, output=new(x.shape, kind, device))
+        quantized, scale = pyops.scaled_fp8_quant(x, output=new(x.shape, kind, device))
         right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / LARGEST[kind])
         same(scale, right_scale)
-        same(codes, static_fp8(exact(x), right_scale, kind))
+        same(quantized, static_fp8(exact(x), right_scale, kind))
         for options in ({"dtype": kind}, {"out_q": new(x.shape, kind, device)}):
-            codes, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
-            assert codes.dtype is kind
+            quantized, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
+            assert quantized.dtype is kind
             right, right_scale = grouped(exact(x), 64, kind)
-            same(codes, right)
+            same(quantized, right)
             same(scale, right_scale)
     for out_q in (new(x.shape, FNUZ, device), new(x.shape, torch.int8, device)):
-        with pytest.raises(pyops.OpError, match=f"out_q: expected codes of torch.float8_e4m3fn, got {out_q.dtype}"):
+        with pytest.raises(
+            pyops.OpError, match=f"out_q: expected quantized values of torch.float8_e4m3fn, got {out_q.dtype}"
+        ):
             pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=out_q)
     as_bytes, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=new(x.shape, torch.uint8, device))
     same(as_bytes, grouped(exact(x), 64, FP8)[0])
 
     monkeypatch.setattr(scaled, "own_fp8", lambda _: "float8_e4m3fnuz")
     for more in ({}, {"use_per_token_if_dynamic": True}, {"scale": torch.ones(1, device=device)}):
-        codes, scale = pyops.scaled_fp8_quant(x, **more)
-        assert codes.dtype is FNUZ
+        quantized, scale = pyops.scaled_fp8_quant(x, **more)
+        assert quantized.dtype is FNUZ
         right, right_scale = token_fp8(exact(x), None, FNUZ)
-        same(codes, right if "use_per_token_if_dynamic" in more else static_fp8(exact(x), exact(scale), FNUZ))
+        same(quantized, right if "use_per_token_if_dynamic" in more else static_fp8(exact(x), exact(scale), FNUZ))
         if "use_per_token_if_dynamic" in more:
             same(scale, right_scale)
     right, right_scale = grouped(exact(x), 64, FNUZ, power_of_two=True)
-    for codes in (
+    for quantized in (
         pyops.per_token_group_quant_fp8(x, 64, use_ue8m0=True)[0],
         pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 64)[0],
     ):
-        assert codes.dtype is FNUZ
-        same(codes, right)
+        assert quantized.dtype is FNUZ
+        same(quantized, right)
 
 
 def test_e4m3_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

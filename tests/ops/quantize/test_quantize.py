@@ -123,9 +123,9 @@ def test_static_fp8_of_every_value(kind: torch.dtype, dtype: torch.dtype, device
     """All 65536 bit patterns under scales that reach every fp8 value, saturate, and make ties."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).reshape(256, 256).to(device)
     for scale in (1.0, 0.5, -3.0, 0.0371, 2.0**-9, 2.0**20):
-        codes = new(x.shape, kind, device)
-        pyops.static_scaled_fp8_quant(codes, x, torch.tensor(scale, device=device))
-        same(codes, static_fp8(exact(x), exact(torch.tensor(scale)), kind))
+        quantized = new(x.shape, kind, device)
+        pyops.static_scaled_fp8_quant(quantized, x, torch.tensor(scale, device=device))
+        same(quantized, static_fp8(exact(x), exact(torch.tensor(scale)), kind))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,9 +148,9 @@ def test_fnuz_limits(device: str) -> None:
         0.0,
     ]
     x = torch.tensor([values, [-value for value in values]], device=device)
-    codes = new(x.shape, FNUZ, device)
-    pyops.static_scaled_fp8_quant(codes, x, torch.ones(1, device=device))
-    plus, minus = codes.view(torch.uint8).tolist()
+    quantized = new(x.shape, FNUZ, device)
+    pyops.static_scaled_fp8_quant(quantized, x, torch.ones(1, device=device))
+    plus, minus = quantized.view(torch.uint8).tolist()
     assert plus == [0x7E] * 8 + [1] + [0] * 4
     assert minus == [0xFE] * 7 + [0x7E, 0x81] + [0] * 4
 
@@ -162,11 +162,11 @@ def test_bad_scales(kind: torch.dtype, scale: float, device: str) -> None:
     """Zero, negative, infinite, NaN and subnormal scales, for all kinds of values; -0 keeps its sign."""
     x = torch.tensor(SPECIAL, device=device)
     s = torch.tensor([scale], device=device)
-    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
-    pyops.static_scaled_fp8_quant(codes, x, s)
-    same(codes, static_fp8(exact(x), exact(s), kind))
+    quantized, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
+    pyops.static_scaled_fp8_quant(quantized, x, s)
+    same(quantized, static_fp8(exact(x), exact(s), kind))
     if scale == 0.0:
-        assert codes.float()[:8].tolist() == [0.0] * 8
+        assert quantized.float()[:8].tolist() == [0.0] * 8
     for azp in (None, 54):
         zero = None if azp is None else torch.tensor(azp, dtype=torch.int32, device=device)
         pyops.static_scaled_int8_quant(eights, x, s, zero)
@@ -214,23 +214,23 @@ def test_ties_round_to_even(kind: torch.dtype, device: str) -> None:
         near = f32(numpy.concatenate((ties8, ties, -ties)) * scale)
         beside = [numpy.nextafter(near.astype("float32"), numpy.float32(to * numpy.inf)) for to in (-1, 1)]
         x = torch.tensor(numpy.concatenate((near, *beside)), dtype=torch.float32, device=device)
-        codes, eights, scales = (
+        quantized, eights, scales = (
             new(x.shape, kind, device),
             new(x.shape, INT8, device),
             new((1, 1), torch.float32, device),
         )
-        pyops.static_scaled_fp8_quant(codes, x, s)
-        same(codes, static_fp8(exact(x), scale, kind))
+        pyops.static_scaled_fp8_quant(quantized, x, s)
+        same(quantized, static_fp8(exact(x), scale, kind))
         pyops.static_scaled_int8_quant(eights, x, s, None)
         same(eights, static_int8(exact(x), scale, None))
         # The same values under a dynamic scale: their absmax is the fp8 maximum times it.
         absmax_ = largest * scale
         row = torch.cat((x.clamp(-absmax_, absmax_), torch.tensor([absmax_], device=device)))[None]
-        codes = new(row.shape, kind, device)
-        pyops.dynamic_per_token_scaled_fp8_quant(codes, row, scales, None)
+        quantized = new(row.shape, kind, device)
+        pyops.dynamic_per_token_scaled_fp8_quant(quantized, row, scales, None)
         right, right_scale = token_fp8(exact(row), None, kind)
         same(scales, right_scale)
-        same(codes, right)
+        same(quantized, right)
 
 
 # Per-tensor dynamic scales
@@ -268,7 +268,7 @@ def test_absmax_may_be_anywhere_in_the_tensor(rows: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("values", "scale", "codes"),
+    ("values", "scale", "quantized"),
     [
         ([0.0, -0.0, 0.0], 0.0, [0.0, 0.0, 0.0]),
         ([1e-37, -1e-37, 0.0], None, [0.0, 0.0, 0.0]),
@@ -280,12 +280,12 @@ def test_absmax_may_be_anywhere_in_the_tensor(rows: int, device: str) -> None:
 )
 @E4M3
 def test_dynamic_tensor_of_special_values(
-    kind: torch.dtype, values: list[float], scale: float | None, codes: list[float], device: str
+    kind: torch.dtype, values: list[float], scale: float | None, quantized: list[float], device: str
 ) -> None:
     x, found = torch.tensor([values], device=device) * (LARGEST[kind] / 448), new((1,), torch.float32, device)
     result = new(x.shape, kind, device)
     pyops.dynamic_scaled_fp8_quant(result, x, found)
-    assert result.float()[0].tolist() == [code * LARGEST[kind] / 448 for code in codes]
+    assert result.float()[0].tolist() == [code * LARGEST[kind] / 448 for code in quantized]
     same(found, f32(absmax(exact(x)).item() / LARGEST[kind]) if scale is None else scale)
 
 
@@ -309,14 +309,14 @@ def test_dynamic_tensor_of_special_values(
 def test_dynamic_tokens(kind: torch.dtype, tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
     """fp8 with and without scale_ub, int8 with and without zero points."""
     x = draw(tokens, hidden_size, dtype=dtype, device=device) + 3
-    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
+    quantized, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     scale, azp = new((tokens, 1), torch.float32, device), new((tokens, 1), torch.int32, device)
     for bound in (None, 5.0, -1.0, float("nan"), float("inf")):
         limit = None if bound is None else torch.tensor([bound], device=device)
-        pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale, limit)
+        pyops.dynamic_per_token_scaled_fp8_quant(quantized, x, scale, limit)
         right, right_scale = token_fp8(exact(x), bound, kind)
         same(scale, right_scale)
-        same(codes, right)
+        same(quantized, right)
     pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
     right, right_scale = token_int8(exact(x))
     same(scale, right_scale)
@@ -359,12 +359,12 @@ ROWS = [
 @E4M3
 def test_rows_of_special_values(kind: torch.dtype, dtype: torch.dtype, device: str) -> None:
     x = torch.tensor(ROWS, device=device).to(dtype)
-    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
+    quantized, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     scale, azp = new((len(ROWS),), torch.float32, device), new((len(ROWS),), torch.int32, device)
-    pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale)
+    pyops.dynamic_per_token_scaled_fp8_quant(quantized, x, scale)
     right, right_scale = token_fp8(exact(x), None, kind)
     same(scale, right_scale)
-    same(codes, right)
+    same(quantized, right)
     pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
     right, right_scale = token_int8(exact(x))
     same(scale, right_scale)
@@ -391,12 +391,12 @@ def test_dynamic_quant_of_any_contents(
     x: torch.Tensor, layout: Layout, kind: str, bound: float | None, e4m3: torch.dtype, device: str
 ) -> None:
     x = filled(x, kind).to(device)
-    codes, scale = layout.place(new(x.shape, e4m3, device)), new((6,), torch.float32, device)
+    quantized, scale = layout.place(new(x.shape, e4m3, device)), new((6,), torch.float32, device)
     limit = None if bound is None else torch.tensor(bound, device=device)
-    pyops.dynamic_per_token_scaled_fp8_quant(codes, layout.place(x), scale, limit)
+    pyops.dynamic_per_token_scaled_fp8_quant(quantized, layout.place(x), scale, limit)
     right, right_scale = token_fp8(exact(x), bound, e4m3)
     same(scale, right_scale)
-    same(codes, right)
+    same(quantized, right)
     eights, azp = new(x.shape, INT8, device), new((6,), torch.int32, device)
     pyops.dynamic_scaled_int8_quant(eights, x.contiguous(), scale, azp)
     right, right_scale, right_azp = token_azp(exact(x))
@@ -404,10 +404,10 @@ def test_dynamic_quant_of_any_contents(
     same(azp, right_azp)
     same(eights, right)
     one = new((), torch.float32, device)
-    pyops.dynamic_scaled_fp8_quant(codes, layout.place(x), one)
+    pyops.dynamic_scaled_fp8_quant(quantized, layout.place(x), one)
     right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / LARGEST[e4m3])
     same(one, right_scale)
-    same(codes, static_fp8(exact(x), right_scale, e4m3))
+    same(quantized, static_fp8(exact(x), right_scale, e4m3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -423,9 +423,9 @@ def test_static_quant_under_any_scale(
 ) -> None:
     x = filled(x, kind).to(device).contiguous()
     s = torch.tensor([scale], device=device)
-    codes, eights = new(x.shape, e4m3, device), new(x.shape, INT8, device)
-    pyops.static_scaled_fp8_quant(codes, x, s)
-    same(codes, static_fp8(exact(x), scale, e4m3))
+    quantized, eights = new(x.shape, e4m3, device), new(x.shape, INT8, device)
+    pyops.static_scaled_fp8_quant(quantized, x, s)
+    same(quantized, static_fp8(exact(x), scale, e4m3))
     zero = None if azp is None else torch.tensor([azp], dtype=torch.int32, device=device)
     pyops.static_scaled_int8_quant(eights, x, s, zero)
     same(eights, static_int8(exact(x), scale, azp))
@@ -538,8 +538,8 @@ def test_empty() -> None:
         with config.cpu(device):
             for shape in ((0, 64), (3, 0)):
                 x = torch.ones(shape)
-                for codes, scale in (pyops.scaled_fp8_quant(x), pyops.scaled_fp8_quant(x, torch.ones(1))):
-                    assert codes.shape == shape
+                for quantized, scale in (pyops.scaled_fp8_quant(x), pyops.scaled_fp8_quant(x, torch.ones(1))):
+                    assert quantized.shape == shape
                     assert scale.shape == (1,)
                 assert pyops.scaled_int8_quant(x)[0].shape == shape
                 assert pyops.permute_cols(x, torch.arange(shape[1]).int()).shape == shape

@@ -162,20 +162,20 @@ def gptq_fields(weight: torch.Tensor, bit: int) -> Any:
     return (bits * (1 << numpy.arange(bit))[:, None]).sum(1)
 
 
-def gptq_shuffled(codes: Any, bit: int) -> Any:
+def gptq_shuffled(quantized: Any, bit: int) -> Any:
     """uint32 words of quants [K, N], packed row by row by the definition."""
-    columns = codes.shape[1]
-    codes = codes.astype("uint64")
+    columns = quantized.shape[1]
+    quantized = quantized.astype("uint64")
     if bit == 8:
-        four = codes.reshape(-1, 4, columns)
+        four = quantized.reshape(-1, 4, columns)
         return sum(four[:, f] << numpy.uint64(8 * f) for f in range(4))
     if bit != 3:
         count = 32 // bit
-        split = codes.reshape(-1, count, columns)
+        split = quantized.reshape(-1, count, columns)
         even = sum(split[:, f] << numpy.uint64(bit * (f // 2)) for f in range(0, count, 2))
         odd = sum(split[:, f] << numpy.uint64(bit * (f // 2)) for f in range(1, count, 2))
         return even | odd << numpy.uint64(16)
-    split = codes.reshape(-1, 32, columns)
+    split = quantized.reshape(-1, 32, columns)
     words = numpy.zeros((len(split), 3, columns), "uint64")
     for word in range(3):
         for i in range(5):
@@ -198,22 +198,22 @@ def gptq_shuffled(codes: Any, bit: int) -> Any:
 def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: int, seed: int, device: str) -> None:
     """In any order of rows, some of them twice or out of range; in place, at any address."""
     weight = words(units * (3 if bit == 3 else 1), columns, seed=seed)
-    codes = gptq_fields(weight, bit)
+    quantized = gptq_fields(weight, bit)
     random = numpy.random.default_rng(seed)
     perm = None
     if order == "empty":
         perm = torch.empty(0, dtype=torch.int32, device=device)
     elif order != "none":
-        rows = len(codes)
+        rows = len(quantized)
         chosen = random.permutation(rows) if order == "permuted" else random.integers(-2, rows + 2, rows)
         chosen[:: 1 + seed] += 0 if order == "permuted" else 2**30
         inside = (chosen >= 0) & (chosen < rows)
-        codes = codes[numpy.where(inside, chosen, 0)] * inside[:, None]
+        quantized = quantized[numpy.where(inside, chosen, 0)] * inside[:, None]
         perm = torch.from_numpy(chosen.astype("int32")).to(device)
     place = Layout(offset=offset).place
     placed = place(weight.to(device))
     pyops.gptq_shuffle(placed, perm if perm is None else place(perm), bit)
-    assert numpy.array_equal(placed.cpu().numpy().view("uint32"), gptq_shuffled(codes, bit))
+    assert numpy.array_equal(placed.cpu().numpy().view("uint32"), gptq_shuffled(quantized, bit))
 
 
 @pytest.mark.parametrize("device", DEVICES)
