@@ -11,8 +11,9 @@ Two things override `choose`: the context ``tuning.forced(op, config)``, and the
     {"paged_attention_v1": {"DecodeConfig <bucket of the problem>": {"num_warps": 3}}}
 
 An entry replaces the fields of the choice that it names; for a field that is a Config itself, it has the fields of that
-one. It serves every problem of its bucket for which `choose` returns a Config of this class, which stands for a kernel.
-So a Config holds no number that differs within a bucket, such as the size of a grid.
+one. It serves every problem of its bucket for which `choose` returns a Config of this class, which stands for a kernel,
+with Configs of the same classes in its fields ("DecodeConfig CombineConfig <bucket>"). So a Config holds no number that
+differs within a bucket, such as the size of a grid.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -76,8 +77,9 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
 
 
 def key(problem: Problem, config: Config) -> str:
-    """The key of a table's entry for problems of this bucket and choices of this class."""
-    return f"{type(config).__name__} {problem.bucket()}"
+    """The key of a table's entry for problems of this bucket, and for choices of these classes."""
+    values = config, *(getattr(config, one.name) for one in fields(config))  # type: ignore[arg-type]
+    return " ".join([*(type(one).__name__ for one in values if is_dataclass(one)), problem.bucket()])
 
 
 def _changed(config: C, entry: dict[str, Any]) -> C:

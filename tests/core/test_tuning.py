@@ -83,6 +83,22 @@ def test_table_names_fields_of_the_config(tables: Path) -> None:
         config(5)
 
 
+def test_table_serves_choices_with_configs_of_the_same_classes(tables: Path) -> None:
+    """A field may be a Config of several classes, or None: an entry with its fields is for the class that it names."""
+
+    @dataclass(frozen=True)
+    class Combine:
+        groups: int
+
+    @dataclass(frozen=True)
+    class Outer:
+        second: Any
+
+    write(tables, "nvidia-h200", an_op={"Outer Combine rows=8": {"second": {"groups": 4}}})
+    for second, expected in ((Combine(1), Combine(4)), (Config(1), Config(1)), (None, None)):
+        assert tuning.config("an_op", Problem(5), H200, lambda *_, one=second: Outer(one)) == Outer(expected)  # type: ignore[misc]
+
+
 def test_forced_config_overrides_the_table(tables: Path) -> None:
     """Contexts nest, and also end with an error."""
     write(tables, "nvidia-h200", an_op={"Config rows=8": {"cluster_size": 4}})
