@@ -189,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--seed", type=int, default=0, help="of the draws")
     writing.add_argument("--ignore-eos", action="store_true", help="go on behind an end of text")
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
-    writing.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e4m3 or fp8_e5m2 for a cache of codes")
+    writing.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e4m3 or fp8_e5m2 for a quantized cache")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from random weights by the kernels, on the GPU or the CPU, checked against PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")

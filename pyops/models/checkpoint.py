@@ -274,7 +274,7 @@ def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tup
                 raise ModelError(shard, f"{name}: expected {' or '.join(sorted(_FLOATS))}, got {dtype}")
             found[known] = checked_scale(shard, name, tensor, by_module[known.rpartition(".")[0]].num_heads)
         elif tensor.any():
-            raise ModelError(shard, f"{name}: expected zeros, as the codes of a cache are symmetric")
+            raise ModelError(shard, f"{name}: expected zeros, as the quantization of a cache is symmetric")
     return found, others
 
 

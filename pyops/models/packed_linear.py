@@ -139,7 +139,7 @@ def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -
             raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
     keeps_zeros = not quantization.is_symmetric or quantization.bits not in (4, 8) or ".experts." not in name
     if name.endswith(".qzeros") and not keeps_zeros and (tensor != _middle(quantization)).any():
-        raise ModelError(name, "expected zero points in the middle of codes, as with sym")
+        raise ModelError(name, "expected zero points in the middle of the quantized range, as with sym")
 
 
 def _middle(quantization: PackedQuantization) -> int:

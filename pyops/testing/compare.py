@@ -110,7 +110,7 @@ def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, 
         values = expected.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
         uncertain = 2.0 * atol * values.max() / _spacing(expected.dtype, values) if values.numel() else values
         allowed = max(1, int(_TIES * steps.numel() + uncertain.clamp(max=1.0).sum()))
-    assert int(steps.sum()) <= allowed, f"{what}: {int(steps.sum())} codes of {steps.numel()} differ by a step"
+    assert int(steps.sum()) <= allowed, f"{what}: {int(steps.sum())} values of {steps.numel()} differ by a step"
 
 
 def _spacing(dtype: Any, values: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
         "gptq",
         "gate_proj.qzeros",
         lambda zeros: zeros + 1,
-        "qzeros: expected zero points in the middle of codes, as with sym",
+        "qzeros: expected zero points in the middle of the quantized range, as with sym",
     ),
 }
 

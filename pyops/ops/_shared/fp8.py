@@ -60,11 +60,11 @@ def converts_fp8(device: Device) -> bool:
     return device.arch.startswith(("gfx95", "gfx12"))
 
 
-def converts_to(codes: TensorArg) -> bool:
-    """Whether the device has instructions that convert to the dtype of `codes`, int8 or an e4m3."""
-    if codes.dtype is float8_e4m3fnuz:
-        return native_fp8(codes.device) is float8_e4m3fnuz
-    return codes.dtype is int8 or converts_fp8(codes.device)
+def converts_to(out: TensorArg) -> bool:
+    """Whether the device has instructions that convert to the dtype of `out`, int8 or an e4m3."""
+    if out.dtype is float8_e4m3fnuz:
+        return native_fp8(out.device) is float8_e4m3fnuz
+    return out.dtype is int8 or converts_fp8(out.device)
 
 
 def e4m3_name(dtype: Any) -> str | None:

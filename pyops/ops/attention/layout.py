@@ -57,7 +57,7 @@ class CacheLayout:
         keys, values, head_size = kv.key_cache, kv.value_cache, query.shape[2]
         dtype = fp8.cache_dtype(keys, kv.kv_cache_dtype, query.dtype)
         if fp8.cache_dtype(values, kv.kv_cache_dtype, query.dtype) is not dtype:
-            raise values.error(f"expected codes of {dtype} like key_cache, got {values.dtype}")
+            raise values.error(f"expected {dtype} like key_cache, got {values.dtype}")
         packed, x = len(keys.shape) == 5, 16 // dtype.itemsize
         if packed:
             if len(values.shape) != 4:

@@ -637,7 +637,7 @@ def test_keys_and_values_have_one_fp8_type() -> None:
     key_cache, value_cache = (torch.zeros(call[name].shape).to(FNUZ) for name in ("key_cache", "value_cache"))
     call |= {"key_cache": key_cache, "value_cache": value_cache}
     V1.wrapper(**call)
-    with pytest.raises(pyops.OpError, match="value_cache: expected codes of float8_e4m3fnuz like key_cache, got uint8"):
+    with pytest.raises(pyops.OpError, match="value_cache: expected float8_e4m3fnuz like key_cache, got uint8"):
         V1.wrapper(**call | {"value_cache": value_cache.view(torch.uint8)})
     with pytest.raises(pyops.OpError, match="key_cache: expected dtype uint8 or float8_e5m2, got float8_e4m3fnuz"):
         V1.wrapper(**call | {"kv_cache_dtype": "fp8_e5m2"})

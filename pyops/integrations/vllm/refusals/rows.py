@@ -7,7 +7,7 @@ from ._refusal import Refusal
 _SHAPE_WHY = (
     "vLLM counts elements in memory alone, and fills a tensor of the wrong shape; its callers give the right one"
 )
-_RANGE_WHY = "kernels divide by it: outside the range, scales are no normal numbers or codes overflow"
+_RANGE_WHY = "kernels divide by it: outside the range, scales are no normal numbers or quantized values overflow"
 
 
 def _shape(argument: str, like: str = "input") -> Refusal:
@@ -23,8 +23,8 @@ def _group_range(least: str, largest: str) -> tuple[Refusal, ...]:
     return (
         Refusal("group_size", "no divisor of the last dimension", "groups would reach across rows"),
         Refusal("eps", "less than 2^-100 or more than 2^100", _RANGE_WHY),
-        Refusal(least, "less than the smallest code, or above 0", _RANGE_WHY),
-        Refusal(largest, "above the largest code, or less than 1", _RANGE_WHY),
+        Refusal(least, "less than the smallest value of the dtype, or above 0", _RANGE_WHY),
+        Refusal(largest, "above the largest value of the dtype, or less than 1", _RANGE_WHY),
     )
 
 
@@ -32,8 +32,8 @@ _TOP_K = (
     Refusal("logits", "other strides than stride0 and stride1", "only its own strides are known to stay inside it"),
     Refusal("indices", "more rows than numRows", _SHAPE_WHY),
 )
-_BYTES = "codes as another dtype than uint8"
-_BYTES_WHY = "the bytes are codes, scales and floats in turn; vLLM allocates them as uint8"
+_BYTES = "quantized entries as another dtype than uint8"
+_BYTES_WHY = "an entry is bytes of quantized values, scales and floats; vLLM allocates it as uint8"
 
 _BLOCK_SIZES = Refusal(
     "block_size_M", "more than block_size_N", "a slash then has several blocks, and block_offset a place for one"
@@ -196,7 +196,7 @@ ROWS: dict[str, tuple[Refusal, ...]] = {
         *_group_range("fp8_min", "fp8_max"),
     ),
     "per_token_group_fp8_quant_packed": (
-        Refusal("output_q", "int8", "DeepGEMM multiplies codes of fp8 under such scales"),
+        Refusal("output_q", "int8", "DeepGEMM multiplies fp8 values under such scales"),
         *_group_range("fp8_min", "fp8_max"),
     ),
     "per_token_group_quant_int8": (
