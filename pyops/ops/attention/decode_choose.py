@@ -12,8 +12,6 @@ from ... import tuning
 from ..._core.system.device import Device
 from .combine import CombineConfig, choose_combine, lanes_of
 from .decode_blocks import (
-    BLOCK_US,
-    BYTES_PER_US,
     FEW_BLOCKS,
     MAX_CLUSTER_STEPS,
     MAX_WIDE_ELEMENTS,
@@ -281,8 +279,7 @@ def equal_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -
 def _waves(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> Waves:
     at_once = blocks_at_once(num_warps, min_blocks, device)
     splits = at_once * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
-    start_tokens = BLOCK_US * BYTES_PER_US / at_once / problem.token_bytes
-    return Waves(problem.num_seqs, splits, at_once / device.num_sms, start_tokens)
+    return Waves.of(problem.num_seqs, splits, at_once, device.num_sms, problem.token_bytes)
 
 
 def _fastest_splits(rounds: float, heads: int) -> int:

@@ -43,9 +43,9 @@ def splits_of(lengths: list[int], waves: Waves, head_size: int = 128) -> list[in
 
 
 def waves_of_h200(num_seqs: int, ctas_of_sm: int, kv_heads: int, token_bytes: int) -> Waves:
-    """The waves of an H200: a CTA takes 5.5 us without its loads, and DRAM gives 4.35 TB/s."""
+    """The waves of the 132 SMs of an H200."""
     ctas = 132 * ctas_of_sm
-    return Waves(num_seqs, ctas / kv_heads, ctas_of_sm, 5.5 * 4.35e6 / ctas / token_bytes)
+    return Waves.of(num_seqs, ctas / kv_heads, ctas, 132, token_bytes)
 
 
 @pytest.mark.parametrize(
@@ -65,37 +65,43 @@ def test_splits_of_alike_sequences_fill_the_last_wave(num_seqs: int, head_size: 
     assert sum(found) <= -(-num_seqs // 60) * 60
 
 
-# {(sequences, tokens, CTAs of an SM, bytes of a token): {splits of a sequence: us}} with eight KV heads on an H200:
+# {(sequences, tokens, CTAs of an SM, bytes of a token, KV heads): {splits of a sequence: us}} on an H200:
 # docs/performance/decode.md, "Three waves of equal splits".
 MEASURED = {
-    (24, 8192, 2, 1024): {1: 444, 2: 459, 4: 394.8, 5: 421},
-    (24, 8192, 2, 512): {1: 226, 2: 227, 4: 201.5, 5: 212.9},
-    (18, 8192, 2, 512): {1: 212, 2: 216, 3: 162.5, 4: 185, 5: 165},
-    (29, 8192, 2, 512): {1: 243, 2: 253, 3: 256, 4: 260, 5: 267},
-    (33, 8192, 2, 512): {1: 251, 2: 260.6},
-    (34, 8192, 3, 512): {1: 331, 2: 292, 3: 300, 4: 265},
-    (28, 8192, 3, 512): {1: 325, 2: 284, 3: 223, 4: 241, 5: 223},
-    (26, 3000, 3, 512): {1: 114, 2: 106, 3: 84.8, 4: 95.7},
-    (34, 3000, 3, 512): {1: 124, 2: 115, 3: 121, 4: 107.5},
-    (41, 3000, 3, 512): {1: 128, 2: 126, 3: 130, 4: 134},
-    (18, 3000, 2, 512): {1: 81, 2: 89, 3: 69.7, 4: 81, 5: 77},
-    (24, 3000, 2, 512): {1: 87, 2: 94, 3: 101, 4: 90, 5: 99},
-    (24, 3000, 2, 1024): {1: 176, 2: 182, 3: 192, 4: 167, 5: 178},
-    (64, 8192, 4, 512): {1: 483.6, 2: 481.4},
-    (16, 16384, 3, 512): {3: 245.2, 6: 245.3},
-    (8, 8192, 2, 512): {4: 70.7, 8: 84.3},
-    (4, 4252, 3, 512): {12: 24.9, 23: 27.5},
+    (24, 8192, 2, 1024, 8): {1: 444, 2: 459, 4: 394.8, 5: 421},
+    (24, 8192, 2, 512, 8): {1: 226, 2: 227, 4: 201.5, 5: 212.9},
+    (18, 8192, 2, 512, 8): {1: 212, 2: 216, 3: 162.5, 4: 185, 5: 165},
+    (29, 8192, 2, 512, 8): {1: 243, 2: 253, 3: 256, 4: 260, 5: 267},
+    (33, 8192, 2, 512, 8): {1: 251, 2: 260.6, 3: 268.2},
+    (34, 8192, 3, 512, 8): {1: 331, 2: 292, 3: 300, 4: 265},
+    (28, 8192, 3, 512, 8): {1: 325, 2: 284, 3: 223, 4: 241, 5: 223},
+    (26, 3000, 3, 512, 8): {1: 114, 2: 106, 3: 84.8, 4: 95.7},
+    (34, 3000, 3, 512, 8): {1: 124, 2: 115, 3: 121, 4: 107.5},
+    (41, 3000, 3, 512, 8): {1: 128, 2: 126, 3: 130, 4: 134},
+    (18, 3000, 2, 512, 8): {1: 81, 2: 89, 3: 69.7, 4: 81, 5: 77},
+    (24, 3000, 2, 512, 8): {1: 87, 2: 94, 3: 101, 4: 90, 5: 99},
+    (24, 3000, 2, 1024, 8): {1: 176, 2: 182, 3: 192, 4: 167, 5: 178},
+    (64, 8192, 4, 512, 8): {1: 483.6, 2: 481.4},
+    (16, 16384, 3, 512, 8): {3: 245.2, 6: 245.3},
+    (8, 8192, 2, 512, 8): {4: 70.7, 8: 84.3},
+    (4, 4252, 3, 512, 8): {12: 24.9, 23: 27.5},
+    (30, 20000, 3, 512, 8): {1: 778.5, 2: 672.5, 3: 557.2, 4: 580.6},
+    (40, 20000, 3, 512, 8): {1: 817.1, 2: 751.0, 3: 768.6, 4: 777.1},
+    (64, 2048, 3, 512, 2): {2: 48.2, 3: 37.4, 6: 44.9},
+    (64, 8192, 3, 512, 2): {2: 172.4, 3: 129.2, 6: 134.2, 9: 135.9},
+    (35, 45179, 3, 512, 2): {5: 392.5, 7: 441.7, 11: 365.4, 16: 367.3, 22: 368.8},
+    (50, 20000, 3, 512, 1): {5: 140.3, 7: 132.8, 15: 127.5},
 }
 
 
 @pytest.mark.parametrize("call", MEASURED)
-def test_splits_of_equal_lengths_are_fast(call: tuple[int, int, int, int]) -> None:
-    """The kernel and the plan take the same number of splits, which is within 4 % of the fastest measured one."""
-    num_seqs, tokens, ctas_of_sm, token_bytes = call
-    waves, times = waves_of_h200(num_seqs, ctas_of_sm, 8, token_bytes), MEASURED[call]
+def test_splits_of_equal_lengths_are_fast(call: tuple[int, int, int, int, int]) -> None:
+    """The kernel and the plan take the same number of splits, which is within 2 % of the fastest measured one."""
+    num_seqs, tokens, ctas_of_sm, token_bytes, kv_heads = call
+    waves, times = waves_of_h200(num_seqs, ctas_of_sm, kv_heads, token_bytes), MEASURED[call]
     planned = waves.equal_splits(waves.equal_from.waves(tokens))
     assert splits_of([tokens] * num_seqs, waves) == [planned] * num_seqs
-    assert times[planned] <= 1.04 * min(times.values())
+    assert times[planned] <= 1.02 * min(times.values())
 
 
 @pytest.mark.parametrize(
