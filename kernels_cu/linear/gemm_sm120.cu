@@ -169,7 +169,7 @@ gemm_sm120(out_t* out,                     // [M, N]
     __shared__ uint32_t is_last;
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
-    const TileIndex index = index_of_tile<GROUP_ROWS>(m, n);
+    const TileIndex index = index_of_tile<GROUP_ROWS>(blockIdx.x, m, n);
     const int64_t first_row = index.row * TILE_M, first_column = index.column * TILE_N;
 
     const int64_t all_steps = (k + STEP - 1) / STEP;

@@ -14,7 +14,8 @@
 //
 // Blocks: a block takes an output tile of TILE_M x TILE_N, with experts of TILE_M rows of one expert. blockIdx.x counts
 // tiles: GROUP_ROWS row tiles come before the next column tile, so that concurrent blocks read the same rows of a and
-// b; with experts in the order of grouped.cuh, where blocks past the last tile exit. Split-K: SPLITS blocks along y
+// b; with experts in the order of grouped.cuh, where blocks past the last tile exit. PERSISTENT: a block takes every
+// gridDim.x-th tile, and begins the copies of the next one before it stores a tile. Split-K: SPLITS blocks along y
 // share a tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces
 // them in the order of the splits.
 //
@@ -38,6 +39,7 @@
 // Constants without experts
 //     OUT_ACCESS    elements of one access to out: 1, 2 or 8 (gemm_tile.cuh)
 //     SPLITS        split-K: blocks that share a tile
+//     PERSISTENT    whether a block takes several tiles; only without split-K
 //     GROUP_ROWS    row tiles that the tile order takes before the next column tile
 //
 // Constants with experts
@@ -92,11 +94,11 @@ struct DenseTile {
     }
     // The rows that a thread copies, from element `first` of each on.
     DEVICE StridedRows copied_of_a(int64_t first) const {
-        const int64_t row = first_row + thread_of_team() / 8;
+        const int64_t row = first_row + made_anew(thread_of_team() / 8);
         return strided_rows(a + first * a_step, row, a_stride, ROWS_APART, m - row);
     }
     DEVICE StridedRows copied_of_b(int64_t first) const {
-        const int local = thread_of_team() / 8;
+        const int local = made_anew(thread_of_team() / 8);
         const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
         return strided_rows(b + first * b_step, row, b_stride, ROWS_APART / RUNS_OF_B, (n - column) * RUNS_OF_B);
     }
@@ -165,8 +167,8 @@ gemm_sm80(out_t* out,                 // [M, N]
           const out_t* bias,          // [N] or [M, N]
           total_t* partial,           // [tiles, SPLITS, OUT_SUMS / 4, NUM_THREADS, 4]
           uint32_t* arrived,          // [tiles]
-          int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
-          int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
+          int64_t tiles, int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step,
+          int64_t b_step, int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
           int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -174,31 +176,56 @@ gemm_sm80(out_t* out,                 // [M, N]
     const int warp = thread_of_team() / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
-    const TileIndex index = index_of_tile<GROUP_ROWS>(m, GATED ? 2 * n : n);
-    const int64_t first_row = index.row * TILE_M, first_column = index.column * (GATED ? TILE_N / 2 : TILE_N);
-    const DenseTile tile{a, b, first_row, first_column, m, n, a_stride, b_stride, a_step, b_step};
-
     const int64_t all_steps = (k + STEP - 1) / STEP;
-    const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
-    const BlockScales scales{a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step};
-    Accumulators accum;
+    const int split = SPLITS == 1 ? 0 : blockIdx.y;
+    const int64_t first_step = all_steps * split / SPLITS, end_step = all_steps * (split + 1) / SPLITS;
     const int steps = int(end_step - first_step);
-    multiply_tile(
-        accum.current, tile, memory, k, first_step, steps, warp_row, warp_column,
-        [&](int step) { return tile.scales_of(scales, warp_row + lane_row(lane), warp_column, first_step + step); },
-        [&](const TileScales& of_step) { accum.promote(of_step); });
-
-    total_t result[OUT_SUMS];
-    add_teams(result, memory, [&](int i, int j, int l) { return accum.get(i, j, l); });
-    if (!add_splits<SPLITS>(result, partial, arrived, &is_last)) return;
+    const BlockScales scales{a_scales, b_scales, a_scale_step, b_scale_step, a_scale_block_step, b_scale_block_step};
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
-    const auto row_of = [&](int local, int more) { return first_row + local + more; };
-    const auto exists = [&](int64_t row) { return row < m; };
-    const auto column_of = [&](int local) { return tile.column_of(local); };
-    write_tile<OUT_ACCESS>(out, out_stride, n, epilogue, result, warp_row + lane_row(lane),
-                           warp_column + team() * OUT_TILES * PRODUCT_COLUMNS + lane_column(lane), row_of, exists,
-                           column_of);
+    const auto tile_of = [&](int64_t tile) {
+        const TileIndex index = index_of_tile<GROUP_ROWS>(tile, m, GATED ? 2 * n : n);
+        const int64_t first_column = index.column * (GATED ? TILE_N / 2 : TILE_N);
+        return DenseTile{a, b, index.row * TILE_M, first_column, m, n, a_stride, b_stride, a_step, b_step};
+    };
+    static_assert(!PERSISTENT || SPLITS == 1);
+    total_t result[OUT_SUMS] = {};
+    const auto multiply = [&](auto& copies, int64_t index) {
+        Accumulators accum;
+        const auto scales_of = [&](int step) {
+            return tile_of(index).scales_of(scales, warp_row + lane_row(lane), warp_column, first_step + step);
+        };
+        multiply_tile(accum.current, copies, memory, steps, warp_row, warp_column, scales_of,
+                      [&](const TileScales& of_step) { accum.promote(of_step); });
+        add_teams(result, memory, [&](int i, int j, int l) { return accum.get(i, j, l); });
+    };
+    const auto store = [&](int64_t index, int thread) {
+        const DenseTile tile = tile_of(index);
+        const int lane = thread % WARP_SIZE, warp = thread % TEAM_THREADS / WARP_SIZE;
+        write_tile<OUT_ACCESS>(
+            out, out_stride, n, epilogue, result, warp / WARPS_N * WARP_M + lane_row(lane),
+            warp % WARPS_N * WARP_N + thread / TEAM_THREADS * OUT_TILES * PRODUCT_COLUMNS + lane_column(lane),
+            [&](int local, int more) { return tile.first_row + local + more; }, [&](int64_t row) { return row < m; },
+            [&](int local) { return tile.column_of(local); });
+    };
+    if constexpr (!PERSISTENT) {
+        TileCopies<DenseTile> copies(tile_of(blockIdx.x), k, first_step, steps);
+        copies.begin(memory);
+        multiply(copies, blockIdx.x);
+        if (add_splits<SPLITS>(result, partial, arrived, &is_last)) store(blockIdx.x, threadIdx.x);
+    } else {
+        for (uint32_t next = blockIdx.x;; next += gridDim.x) {
+            const uint32_t index = made_anew(next);  // what follows from it has no registers during the main loop
+            TileCopies<DenseTile> copies(tile_of(min(int64_t(index), tiles - 1)), k, first_step, steps);
+            if (index < tiles) {
+                __syncthreads();  // all warps have read the stages
+                copies.begin(memory);
+            }
+            if (index >= gridDim.x) store(index - gridDim.x, made_anew(threadIdx.x));
+            if (index >= tiles) break;
+            multiply(copies, index);
+        }
+    }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_sm80(
@@ -244,8 +271,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) grouped_gemm_s
                              b_scale_step, a_scale_block_step, b_scale_block_step};
     Accumulators accum;
     const int steps = int((k + STEP - 1) / STEP);
+    TileCopies<ExpertTile> copies(tile, k, 0, steps);
+    copies.begin(memory);
     multiply_tile(
-        accum.current, tile, memory, k, 0, steps, warp_row, warp_column,
+        accum.current, copies, memory, steps, warp_row, warp_column,
         [&](int step) { return tile.scales_of(scales, warp_row + g, warp_column + t, step); },
         [&](const TileScales& of_step) { accum.promote(of_step); });
 

@@ -5,13 +5,13 @@
 #include "gemm_epilogue.cuh"
 #include "tile_shape.cuh"
 
-// The row tile and the column tile of blockIdx.x: GROUP_ROWS row tiles come before the next column tile.
+// The row tile and the column tile of tile `tile`: GROUP_ROWS row tiles come before the next column tile.
 struct TileIndex { int64_t row, column; };
 
 template <int GROUP_ROWS>
-DEVICE TileIndex index_of_tile(int64_t m, int64_t b_rows) {
+DEVICE TileIndex index_of_tile(int64_t tile, int64_t m, int64_t b_rows) {
     const int64_t row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (b_rows + TILE_N - 1) / TILE_N;
-    const int64_t group = blockIdx.x / (GROUP_ROWS * column_tiles), within = blockIdx.x % (GROUP_ROWS * column_tiles);
+    const int64_t group = tile / (GROUP_ROWS * column_tiles), within = tile % (GROUP_ROWS * column_tiles);
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     return {group * GROUP_ROWS + within % group_rows, within / group_rows};
 }

@@ -110,44 +110,62 @@ DEVICE void multiply_ahead(int steps, const Load& load, const NextStage& next_st
 static_assert(WARPS_K == 1 || SCALE_BLOCK == 0);
 constexpr bool SCALES_EARLY = SCALE_BLOCK > 0 && WARP_M* WARP_N <= 32 * WARP_SIZE;
 
-// Adds the MMAs of the k-tiles first_step ... first_step + steps - 1 to the accumulators of the teams. A warp's tile
-// begins at (warp_row, warp_column) of the CTA's. `tile` has the rows of both operands that a thread copies,
-// tile.copied_of_a(first) and tile.copied_of_b(first), from element `first` on, and the distances of the elements of a
-// row, tile.a_step and tile.b_step. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile, and
-// promote(scales) is called after its MMAs.
-template <typename Tile, typename ScalesOf, typename Promote>
-DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const Tile& tile, uint4* memory,
-                          int64_t k, int64_t first_step, int steps, int warp_row, int warp_column,
-                          const ScalesOf& scales_of, const Promote& promote) {
-    const auto stage_of = [&](int slot) {
-        return tile_t{reinterpret_cast<uint16_t*>(memory) + (slot * WARPS_K + team()) * (STAGE_BYTES / 2)};
-    };
+DEVICE tile_t stage_of(uint4* memory, int slot) {
+    return tile_t{reinterpret_cast<uint16_t*>(memory) + (slot * WARPS_K + team()) * (STAGE_BYTES / 2)};
+}
+
+// The copies of a tile's k-tiles first_step ... first_step + steps - 1 to the stages in shared memory, in order. `tile` has
+// the rows of both operands that a thread copies, tile.copied_of_a(first) and tile.copied_of_b(first), from element
+// `first` on, and the distances of the elements of a row, tile.a_step and tile.b_step.
+template <typename Tile>
+struct TileCopies {
     // A stage holds the rows of a, then the rows of b.
-    const int64_t first = (first_step + team()) * STEP + threadIdx.x % 8 * CHUNK;
-    OperandCopies<TILE_M, decltype(tile.copied_of_a(first))> a(tile.copied_of_a(first));
-    OperandCopies<TILE_N, decltype(tile.copied_of_b(first))> b(tile.copied_of_b(first));
-    // Elements of a row from the next k-tile on. Copies of k-tiles after the last one are zeros.
-    int64_t left = min(k, (first_step + steps) * STEP) - first;
-    const auto load = [&](int slot) {
-        a.load(stage_of(slot), 0, tile.a_step, left);
-        b.load(stage_of(slot), TILE_M, tile.b_step, left);
+    OperandCopies<TILE_M, decltype(Tile().copied_of_a(0))> a;
+    OperandCopies<TILE_N, decltype(Tile().copied_of_b(0))> b;
+    int64_t a_step, b_step;
+    int64_t left;  // elements of a row from the next k-tile on; copies of k-tiles after the last one are zeros
+
+    // The thread's first element. What follows from it would take registers until the next tile.
+    DEVICE static int64_t first_of(int64_t first_step) {
+        return (first_step + team()) * STEP + made_anew(threadIdx.x % 8 * CHUNK);
+    }
+    DEVICE TileCopies(const Tile& tile, int64_t k, int64_t first_step, int steps)
+        : a(tile.copied_of_a(first_of(first_step))),
+          b(tile.copied_of_b(first_of(first_step))),
+          a_step(tile.a_step),
+          b_step(tile.b_step),
+          left(min(k, (first_step + steps) * STEP) - first_of(first_step)) {}
+    // Begins the copies of the first STAGES - 1 k-tiles of each team.
+    DEVICE void begin(uint4* memory) {
+        for (int step = 0; step < STAGES - 1; ++step) {
+            load(stage_of(memory, step));
+            store_held(stage_of(memory, step));
+        }
+    }
+    DEVICE void load(const tile_t& stage) {
+        a.load(stage, 0, a_step, left);
+        b.load(stage, TILE_M, b_step, left);
         left -= WARPS_K * STEP;
         cp_async_commit();
-    };
-    const auto store_held = [&](int step) {
-        a.held.store(stage_of(step % STAGES), 0);
-        b.held.store(stage_of(step % STAGES), TILE_M);
-    };
+    }
+    DEVICE void store_held(const tile_t& stage) const {
+        a.held.store(stage, 0);
+        b.held.store(stage, TILE_M);
+    }
+};
+
+// Adds the MMAs of a tile's `steps` k-tiles, whose copies have begun, to the accumulators of the teams. A warp's tile
+// begins at (warp_row, warp_column) of the CTA's. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile,
+// and promote(scales) is called after its MMAs.
+template <typename Copies, typename ScalesOf, typename Promote>
+DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], Copies& copies, uint4* memory,
+                          int steps, int warp_row, int warp_column, const ScalesOf& scales_of, const Promote& promote) {
     // Afterwards the warp can read the next stage, and the stage before the present one can be filled.
     const auto next_stage = [] {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
     };
     const int own_steps = ceil_div(steps, WARPS_K);
-    for (int step = 0; step < STAGES - 1; ++step) {
-        load(step);
-        store_held(step);
-    }
     decltype(scales_of(0)) scales;
     const auto begin = [&](int step) {
         if constexpr (SCALES_EARLY) scales = scales_of(step);
@@ -159,22 +177,22 @@ DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS],
     if constexpr (PREFETCHES) {
         using operands_t = Fragments<scalar_t, LOAD_WORDS>;
         multiply_ahead<operands_t>(
-            own_steps, load,
+            own_steps, [&](int slot) { copies.load(stage_of(memory, slot)); },
             [&](int step) {
-                store_held(step);
+                copies.store_held(stage_of(memory, step % STAGES));
                 next_stage();
             },
             [&](operands_t& operands, int slot, int part) {
-                operands.load(stage_of(slot), warp_row, TILE_M + warp_column, part);
+                operands.load(stage_of(memory, slot), warp_row, TILE_M + warp_column, part);
             },
             [&](const operands_t& operands, int) { operands.multiply(accum); }, begin, end);
     } else {
         for (int step = 0; step < own_steps; ++step) {
             next_stage();
-            load((step + STAGES - 1) % STAGES);
+            copies.load(stage_of(memory, (step + STAGES - 1) % STAGES));
             begin(step);
-            multiply_step(accum, stage_of(step % STAGES), warp_row, TILE_M + warp_column);
-            store_held(step + STAGES - 1);
+            multiply_step(accum, stage_of(memory, step % STAGES), warp_row, TILE_M + warp_column);
+            copies.store_held(stage_of(memory, (step + STAGES - 1) % STAGES));
             end(step);
         }
     }

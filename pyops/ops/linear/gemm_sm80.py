@@ -22,6 +22,7 @@ _SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
 _MAX_SPLITS = 8  # split-K: most blocks that share a tile
 _MIN_SPLIT_K_TILES = 4  # split-K: fewest k-tiles of each block
 _MAX_ACCUMULATORS = 128  # most accumulators of a thread: half of its registers
+_MAX_COPIED = 16  # most rows that a thread of a persistent block copies: sm_80 spills 24 bytes with 20
 _MAX_RESIDENT = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
 # Row tiles that run together for each column tile: 132 CTAs of 128 x 256 are then about as high as wide, and read the
 # fewest rows. Of 4096 x 28672 x 4096, a standalone copy of the kernel took 2117 us with 8 and 2082 with 16.
@@ -89,6 +90,7 @@ class MmaConfig:
         """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
         tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
         splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
+        blocks = self._blocks(tiles, problem.device) if splits == 1 else tiles
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if splits > 1 and tiles:
             partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
@@ -106,9 +108,22 @@ class MmaConfig:
             SPLITS=splits,
             GROUP_ROWS=_GROUP_ROWS,
             MIN_BLOCKS=self.min_blocks,
+            PERSISTENT=blocks < tiles,
         ).launch(
-            (tiles, splits), self.num_threads(problem.device), self.shared_memory, **problem.arguments(), **partial
+            (blocks, splits),
+            self.num_threads(problem.device),
+            self.shared_memory,
+            tiles=tiles,
+            **problem.arguments(),
+            **partial,
         )
+
+    def _blocks(self, tiles: int, device: Device) -> int:
+        """Blocks that take all tiles: as many as there are, or as shared memory lets run at a time."""
+        copied = (self.tile_m + self.tile_n) * 8 * self.warps_k // self.num_threads(device)  # rows of a thread
+        if not device.supports("async_copies") or copied > _MAX_COPIED:
+            return tiles
+        return min(tiles, device.num_sms * max(1, device.shared_memory // self.shared_memory))
 
 
 # Tiles and their warps: TILE_M, TILE_N, WARPS_M, WARPS_N, WARPS_K. Warps of 64 x 64 read the fewest bytes of shared

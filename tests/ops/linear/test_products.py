@@ -407,6 +407,25 @@ def test_edges_of_tiles(one: Any, m: int, n: int, k: int, seed: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("one", [SMALL, TALL, TEAMS, ODD], ids=str)
+def test_tiles_of_a_block(monkeypatch: pytest.MonkeyPatch, one: MmaConfig, blocks: int) -> None:
+    """A block takes several tiles, not all blocks as many, in groups of rows that end early: exact for integers."""
+    on = replace(device.host(), num_sms=blocks, shared_memory=one.shared_memory)
+    monkeypatch.setitem(device._HOST, 32, on)
+    m, n, k = 17 * one.tile_m + 3, 2 * one.tile_n + 10, 328
+    a, b = draw(m, k, dtype=torch.int8), columns(draw(k, n, dtype=torch.int8, seed=1))
+    a_scales = 2.0 ** torch.arange(m)[:, None].remainder(3)
+    b_scales, out = 2.0 ** -torch.arange(9.0, 9 + n).remainder(5)[None], torch.empty(m, n, dtype=torch.bfloat16)
+    right = (a.double() @ b.double() * a_scales * b_scales).bfloat16()
+    with forced("cutlass_scaled_mm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                pyops.cutlass_scaled_mm(out.fill_(torch.nan), a, b, a_scales.float(), b_scales)
+            assert torch.equal(out, right)
+
+
+@needs_compiler
 @pytest.mark.parametrize("one", [replace(SMALL, splits=4), TALL], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
 def test_rows_do_not_depend_on_others(one: Any, activation: str) -> None:
@@ -557,7 +576,10 @@ def test_choices_fit(on: Device) -> None:
                         assert found.splits == 1 or found.splits * 512 <= k * one.dtype.itemsize
                     launch = found.launch(one)
                     assert launch.shared == found.shared_memory
-                    assert launch.grid == (-(-m // found.tile_m) * -(-one.b.rows // found.tile_n), found.splits, 1)
+                    tiles, resident = -(-m // found.tile_m) * -(-one.b.rows // found.tile_n), on.num_sms
+                    resident *= max(1, on.shared_memory // found.shared_memory)
+                    whole = found.splits > 1 or (found.tile_m, found.tile_n) == (64, 256)
+                    assert launch.grid == (tiles if whole else min(tiles, resident), found.splits, 1)
 
 
 def test_warps_must_divide_the_tile() -> None:
