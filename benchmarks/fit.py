@@ -34,6 +34,7 @@ from pyops._core.tensors.dtypes import DType
 from pyops.ops._shared.scalar_type import ScalarType
 from pyops.ops.linear import (
     gemm_engines,
+    gemm_plan,
     gemm_rates,
     grouped_engines,
     grouped_rates,
@@ -93,7 +94,7 @@ FAMILIES = {
             {"bf16": "linear", "gated": "linear"} | dict.fromkeys(("fp8", "blocks", "int8"), "cutlass_scaled_mm"),
             GemmShape,
             gemm_engines.choose,
-            lambda problem, config: [config.launch(problem)],
+            gemm_plan.launches,
         ),
         Family(
             packed_rates.FAMILY,

@@ -11,7 +11,7 @@ from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.system.device import Device
 from ...tuning.engines import Choice, Engine
-from . import gemm_engines, gemm_rates, gemm_sm120
+from . import gemm_engines, gemm_plan, gemm_rates, gemm_sm120
 from .block_scaled_problem import BlockScaledProblem, BlockScaledShape
 from .gemm_rates import GemmRates
 from .gemm_sm120 import ScaledMmaConfig
@@ -57,8 +57,8 @@ class DequantizeBothConfig:
 
     def launches(self, problem: BlockScaledProblem) -> list[Launch]:
         """The launches that dequantize the operands, and the GEMM."""
-        product = self.gemm.launch(problem.product)
-        return [] if product.empty else [*problem.dequantize(), product]
+        product = gemm_plan.launches(problem.product, self.gemm)
+        return [*problem.dequantize(), *product] if product else []
 
 
 def _dequantize_configs(shape: BlockScaledShape, device: Device) -> Iterator[DequantizeBothConfig]:

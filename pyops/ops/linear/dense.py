@@ -58,7 +58,7 @@ def plan_linear(
     bias: TensorArg | None,
     activation: str,
     constant_weight: bool,
-) -> Launch:
+) -> list[Launch]:
     return plan(check_linear(out, input, weight, bias, activation, constant_weight, takes_matrix=True))
 
 

@@ -10,13 +10,15 @@ from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32
 from ..._core.tensors.tensor import TensorArg
+from . import gemm_plan
+from .gather_columns import gathered
 from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
-_dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
+_dequantize_packed = Kernel("linear/dequantize_packed.cu")
 _dequantize_table = Kernel("linear/dequantize_table.cu")
 _NUM_THREADS = 256  # threads of a block of these kernels
-_VEC_SIZE = 8  # elements of a thread of the first two
+_VEC_SIZE = 8  # elements of a thread of the first
 _COLUMNS = 4  # columns of a thread of dequantize_packed.cu
 _TILE = 64, 32 * _COLUMNS  # rows and columns of a block of dequantize_packed.cu
 _TABLE_TILE = 2 * _NUM_THREADS, 32  # rows and columns of a block of dequantize_table.cu
@@ -42,8 +44,8 @@ class DequantizeConfig:
         """The launch that dequantizes the weight, and the GEMM."""
         gemm = product(problem)
         assert isinstance(gemm.b.source, Scratch)
-        launch = self.gemm.launch(gemm)
-        return [] if launch.empty else [written(gemm.b.source, gemm.dtype, problem.weight), launch]
+        launches = gemm_plan.launches(gemm, self.gemm)
+        return [written(gemm.b.source, gemm.dtype, problem.weight), *launches] if launches else []
 
 
 def product(problem: PackedProblem) -> GemmProblem:
@@ -60,7 +62,9 @@ def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list
     `in_fours`: 8-bit activations are written in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
     a = operand(problem)
-    return [] if a is problem.a else [_gather(a, problem.a, problem.weight, in_fours)], a
+    if a is problem.a:
+        return [], a
+    return [gathered(a, problem.a, problem.weight.k, problem.weight.perm, in_fours=in_fours)], a
 
 
 def operand(problem: PackedProblem) -> Operand:
@@ -143,21 +147,3 @@ def _written_by_tables(dense: Scratch, w: PackedWeight, quants: TensorArg, count
         GROUP_ROWS=min(_MAX_GROUP_ROWS, w.group_size & -w.group_size),
         NUM_THREADS=_NUM_THREADS,
     ).launch((rows * columns, count), _NUM_THREADS, dense=dense, k=w.k, n=w.n, groups=w.groups, group_size=w.group_size)
-
-
-def _gather(gathered: Operand, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:
-    """The launch that writes the activations to `gathered`, [M, K]."""
-    assert isinstance(a.source, TensorArg)
-    kernel, absent = _fed(_gather_columns, a=a.source, perm=w.perm)
-    pieces = a.rows * -(-w.k // _VEC_SIZE)
-    return kernel(
-        scalar_t=gathered.dtype,
-        a_t=a.dtype,
-        PERMUTED=w.perm is not None,
-        IN_FOURS=in_fours,
-        VEC_SIZE=_VEC_SIZE,
-        ACCESS=_access(w.k),
-        NUM_THREADS=_NUM_THREADS,
-    ).launch(
-        -(-pieces // _NUM_THREADS), _NUM_THREADS, gathered=gathered.source, m=a.rows, k=w.k, a_stride=a.stride, **absent
-    )

@@ -46,7 +46,7 @@ def result_dsv3_fused_a_gemm(mat_a: TensorArg, mat_b: TensorArg) -> Result:
 
 
 @dsv3_fused_a_gemm.plan
-def plan_dsv3_fused_a_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
+def plan_dsv3_fused_a_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> list[Launch]:
     rows, columns = check_product(output, mat_a, mat_b, bfloat16)
     check.dtype(output, bfloat16)
     return plan(GemmProblem(rows, columns, mat_a.shape[1], Epilogue(output)))
@@ -83,7 +83,7 @@ def result_dsv3_router_gemm(mat_a: TensorArg, mat_b: TensorArg, *, out_dtype: to
 
 
 @dsv3_router_gemm.plan
-def plan_dsv3_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
+def plan_dsv3_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> list[Launch]:
     check.dtype(mat_a, bfloat16)
     check.dtype(output, float32, bfloat16)
     return plan_product(output, mat_b, mat_a)
@@ -119,7 +119,7 @@ def result_fp32_router_gemm(mat_a: TensorArg, mat_b: TensorArg) -> Result:
 
 
 @fp32_router_gemm.plan
-def plan_fp32_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
+def plan_fp32_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> list[Launch]:
     check.dtype(mat_a, bfloat16, float32)
     check.dtype(mat_b, float32)
     check.sizes(mat_a, tokens=None, K=None)
@@ -135,7 +135,7 @@ def plan_fp32_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg)
         raise mat_a.error(f"expected rows of at least one element, got shape {mat_a.shape}")
     if problem.m > _MAX_ROUTER_TOKENS:
         raise mat_a.error(f"expected at most 2^18 rows of bfloat16, got shape {mat_a.shape}")
-    return tuning.config(problem.op, problem, problem.device, choose).launch(problem)
+    return [tuning.config(problem.op, problem, problem.device, choose).launch(problem)]
 
 
 @fp32_router_gemm.example

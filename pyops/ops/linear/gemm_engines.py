@@ -14,7 +14,8 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import FLOATS, float16, int8
 from ...tuning import engines
 from ...tuning.engines import Choice, Engine
-from . import gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, gemm_sm100, skinny_linear
+from . import gemm_converted, gemm_rates, gemm_simt, gemm_sm80, gemm_sm90, gemm_sm100, skinny_linear
+from .gemm_converted import ConvertedConfig
 from .gemm_problem import multiplies
 from .gemm_rates import GemmRates
 from .gemm_shape import K_TILE_BYTES, GemmShape
@@ -156,13 +157,24 @@ def _mma_us(config: MmaConfig, shape: GemmShape, device: Device, rates: GemmRate
     """The teams of a CTA wait at the same time for what a k-tile takes besides MMAs and shared memory."""
     tiles = -(-shape.m // config.tile_m) * -(-shape.n // config.tile_n)
     of_sm = -(-tiles * config.splits // device.num_sms)
-    mma = rates.mma_area * config.tile_m * config.tile_n * (2 if gemm_sm80.converts(shape.dtype, device) else 1)
+    converts = gemm_sm80.converts(shape.dtype, device)
+    mma = rates.mma_area * config.tile_m * config.tile_n * (2 if converts else 1)
     k_tile = rates.mma_k_tile / config.warps_k + engines.overlapped(mma, rates.mma_shared * config.k_tile_traffic)
+    k_tile += rates.mma_converted * config.k_tile_reads if converts else 0.0
     loop = of_sm * -(-shape.num_k_tiles // config.splits) * k_tile
     l2_rows = tiles * shape.num_k_tiles * (min(shape.m, config.tile_m) + config.tile_n)
     loop = rates.overlapped(loop, shape.nbytes, l2_rows * K_TILE_BYTES)
     split = rates.reduction(config.splits, tiles, config.tile_m * config.tile_n)
     return rates.mma_launch + loop + of_sm * rates.mma_block + split
+
+
+# gather_columns.cu, and gemm_sm80.cu
+
+
+def _converted_us(config: ConvertedConfig, shape: GemmShape, device: Device, rates: GemmRates) -> float:
+    elements = (shape.m + shape.n) * shape.k
+    product = _mma_us(config.gemm, gemm_converted.converted(shape), device, rates)
+    return 2 * rates.mma_launch + elements * rates.conversion + product
 
 
 # gemm_simt.cu, gemv.cu
@@ -194,6 +206,7 @@ choose: Choice[GemmShape, GemmRates] = Choice(
     Engine("gemm_sm90_swap_ab.cu", _swap_refusal, _swap_configs, _swap_us),
     Engine("gemm_sm100.cu", gemm_sm100.refusal, gemm_sm100.configs, gemm_sm100.time_us),
     Engine("gemm_sm80.cu", _mma_refusal, gemm_sm80.configs, _mma_us),
+    Engine("gather_columns.cu", gemm_converted.refusal, gemm_converted.configs, _converted_us),
     Engine("gemv.cu", _gemv_refusal, lambda shape, device: (skinny_linear.config_for(shape, device),), _gemv_us),
     Engine("gemm_simt.cu", lambda shape, device: None, lambda shape, device: (gemm_simt.choose(shape),), _simt_us),
 )

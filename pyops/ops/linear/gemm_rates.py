@@ -40,6 +40,8 @@ class GemmRates:
         mma_launch: gemm_sm80.cu: a launch, with the first loads.
         mma_k_tile, mma_area: a k-tile, and its MMAs, for each element of the tile.
         mma_shared: for each byte of shared memory that a k-tile writes and reads, while MMAs run.
+        mma_converted: for each byte of fp8 that a warp reads and converts to float16.
+        conversion: gather_columns.cu: to convert an element of fp8 to float16 before gemm_sm80.cu runs.
         mma_block: to begin and end a block's tile.
         mma_split, mma_split_byte: to reduce the partial accumulators of split-K through device memory, and for each
             byte of them.
@@ -76,6 +78,8 @@ class GemmRates:
     mma_k_tile: float
     mma_area: float
     mma_shared: float
+    mma_converted: float
+    conversion: float
     mma_block: float
     mma_split: float
     mma_split_byte: float

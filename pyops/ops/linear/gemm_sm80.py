@@ -64,6 +64,11 @@ class MmaConfig:
         """Bytes of shared memory that a k-tile writes, and that its warps read."""
         return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
 
+    @property
+    def k_tile_reads(self) -> int:
+        """Bytes of shared memory that the warps of a team read of a k-tile."""
+        return (self.warps_n * self.tile_m + self.warps_m * self.tile_n) * K_TILE_BYTES
+
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * self.warps_k * device.warp_size
 

@@ -44,7 +44,7 @@ def plan_product(
     in_bias: TensorArg | None = None,
     scale_a: TensorArg | None = None,
     scale_b: TensorArg | None = None,
-) -> Launch:
+) -> list[Launch]:
     """The launch of ``out = scale_b * (scale_a * (in_b @ in_a.T)) + in_bias``."""
     check.sizes(in_a, outputs=None, K=None)
     check.sizes(in_b, tokens=None, K=in_a.shape[1])
@@ -92,7 +92,7 @@ def result_LLMM1(in_a: TensorArg, in_b: TensorArg) -> Result:
 
 
 @LLMM1.plan
-def plan_LLMM1(in_a: TensorArg, in_b: TensorArg, out: TensorArg) -> Launch:
+def plan_LLMM1(in_a: TensorArg, in_b: TensorArg, out: TensorArg) -> list[Launch]:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
     return plan_product(out, in_a, in_b)
@@ -128,7 +128,7 @@ def result_wvSplitK(in_a: TensorArg, in_b: TensorArg) -> Result:
 
 
 @wvSplitK.plan
-def plan_wvSplitK(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> Launch:
+def plan_wvSplitK(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> list[Launch]:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
     return plan_product(out, in_a, in_b, in_bias)
@@ -163,7 +163,7 @@ def result_wvSplitKrc(in_a: TensorArg, in_b: TensorArg) -> Result:
 
 
 @wvSplitKrc.plan
-def plan_wvSplitKrc(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> Launch:
+def plan_wvSplitKrc(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> list[Launch]:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
     return plan_product(out, in_a, in_b, in_bias)
@@ -217,7 +217,7 @@ def plan_wvSplitKQ(
     out_c: TensorArg,
     scale_a: TensorArg,
     scale_b: TensorArg,
-) -> Launch:
+) -> list[Launch]:
     check.dtype(in_a, *E4M3)
     check.dtype(out_c, float16, bfloat16)
     check.scalar(scale_a)

@@ -95,7 +95,7 @@ def check_scales(problem_rows: int, scales: TensorArg) -> None:
 @cutlass_scaled_mm.plan
 def plan_cutlass_scaled_mm(
     out: TensorArg, a: TensorArg, b: TensorArg, a_scales: TensorArg, b_scales: TensorArg, bias: TensorArg | None
-) -> Launch:
+) -> list[Launch]:
     rows, columns = check_product(out, a, b, int8, *E4M3, float8_e5m2)
     check.dtype(out, float16, bfloat16)
     (m, k), n = a.shape, b.shape[1]
@@ -203,7 +203,7 @@ def plan_cutlass_scaled_mm_azp(
     azp_adj: TensorArg,
     azp: TensorArg | None,
     bias: TensorArg | None,
-) -> Launch:
+) -> list[Launch]:
     rows, columns = check_product(out, a, b, int8)
     check.dtype(out, float16, bfloat16)
     (m, k), n = a.shape, b.shape[1]

@@ -197,7 +197,7 @@ def plan_cutlass_scaled_sparse_mm(
     operand = Operand.of_scratch(dense, a.dtype, n, k)
     epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n))
     product = plan(GemmProblem(Operand.of_matrix(a), operand, k, epilogue))
-    return [] if product.empty else [expand, product]
+    return [expand, *product] if product else []
 
 
 @cutlass_scaled_sparse_mm.example

@@ -24,6 +24,7 @@ from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear import gemm_sm80
+from pyops.ops.linear.gemm_converted import ConvertedConfig
 from pyops.ops.linear.gemm_engines import choose
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
 from pyops.ops.linear.gemm_shape import GemmShape
@@ -487,6 +488,23 @@ def test_block_scale_promotion(one: Any, dtype: torch.dtype) -> None:
     assert_rounded_once(out, (a.double() * each) @ b.double())
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("k", [37, 200])
+def test_converted_first(dtype: torch.dtype, k: int) -> None:
+    """Operands converted to float16 in a workspace, from rows with a stride: subnormal numbers and NaN, too."""
+    wide, tiny = draw(18, k + 5, dtype=dtype), torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    a, b = wide[:, :k], columns(draw(k, 40, dtype=dtype, seed=1))
+    a[3, :4] = tiny.view(dtype)
+    a[17, 20] = torch.nan
+    a_scales, b_scales, out = positive(18, 1, seed=2), positive(1, 40, seed=3), torch.empty(18, 40).bfloat16()
+    with forced("cutlass_scaled_mm", ConvertedConfig(SMALL)):
+        pyops.cutlass_scaled_mm(out, a, b, a_scales, b_scales)
+    assert out[17].isnan().all()
+    exact = a.double() @ b.double() * (a_scales.double() * b_scales.double())
+    assert_rounded_once(out[:17], exact[:17])
+
+
 def problem(
     m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: bool = False, **options: Any
 ) -> GemmProblem:
@@ -518,6 +536,8 @@ INSTINCT = device.model("gfx942")
         (AMPERE, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
         (AMPERE, 16, 4096, 4096, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 8, 1, 1)),
         (AMPERE, 4096, 4096, 4096, dtypes.bfloat16, MmaConfig(128, 256, 2, 4, 3, 1, 1)),
+        (AMPERE, 4096, 28672, 4096, dtypes.float8_e4m3fn, ConvertedConfig),
+        (AMPERE, 64, 28672, 4096, dtypes.float8_e4m3fn, MmaConfig),
         (ADA, 16, 4096, 14336, dtypes.float8_e4m3fn, MmaConfig(16, 32, 1, 2, 8, 1, 1, 2)),
         (ADA, 4096, 4096, 4096, dtypes.float8_e4m3fn, MmaConfig(128, 256, 2, 4, 2, 1, 1)),
         (BLACKWELL, 1, 4096, 4096, dtypes.int8, MmaConfig(16, 32, 1, 2, 8, 1, 1, 2)),

@@ -1,0 +1,37 @@
+"""A copy of an operand in a workspace: columns permuted, or 8-bit elements converted to 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.tensors.tensor import TensorArg
+from .gemm_problem import Operand
+
+_gather_columns = Kernel("linear/gather_columns.cu")
+_NUM_THREADS = 256  # threads of a block
+_VEC_SIZE = 8  # elements of a thread
+
+
+def gathered(to: Operand, a: Operand, k: int, perm: TensorArg | None = None, *, in_fours: bool = False) -> Launch:
+    """The launch that writes the rows of `a`, of `k` adjacent elements, to `to`, a packed matrix in a workspace."""
+    sources: dict[str, Any] = {"a": a.source, "perm": perm}
+    kernel = _gather_columns.renamed(**{n: one.name for n, one in sources.items() if isinstance(one, TensorArg)})
+    pieces = a.rows * -(-k // _VEC_SIZE)
+    return kernel(
+        scalar_t=to.dtype,
+        a_t=a.dtype,
+        PERMUTED=perm is not None,
+        IN_FOURS=in_fours,
+        VEC_SIZE=_VEC_SIZE,
+        ACCESS=_VEC_SIZE if k % _VEC_SIZE == 0 else 1,
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        -(-pieces // _NUM_THREADS),
+        _NUM_THREADS,
+        gathered=to.source,
+        m=a.rows,
+        k=k,
+        a_stride=a.stride,
+        **{name: one or 0 for name, one in sources.items() if not isinstance(one, TensorArg)},
+    )
