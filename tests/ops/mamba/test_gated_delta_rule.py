@@ -237,15 +237,16 @@ def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.
     ],
 )
 def test_on_hopper(geometry: GatedDeltaSm90Config, sizes: tuple[int, int], dtype: torch.dtype, schedules: Any) -> None:
-    """Prompts of lengths around a tile of 64 tokens, with a decay of zero, and keys of bfloat16 near its maximum; some
-    segments have a tile, others none."""
+    """Prompts of lengths around a tile of 64 tokens, with a decay of zero, and keys and queries of bfloat16 near its
+    maximum; some segments have a tile, others none."""
     lengths = [130, 0, 1, 64]
     call = tokens("cpu", 1, sum(lengths), 1, 2, sizes, dtype)
     call["g"][:, [5, 40, 150]] = -torch.inf
-    ones, largest = call | {"k": call["k"].clone()}, call | {"k": call["k"].clone()}
+    ones, largest = ({name: x.clone() for name, x in call.items()} for _ in range(2))
     if dtype == torch.bfloat16:  # next to 1024, the epsilon of a norm is negligible
-        signs = call["k"][:, 3::7].sign()
-        ones["k"][:, 3::7], largest["k"][:, 3::7] = signs * 1024.0, signs * torch.finfo(dtype).max
+        for name, some in ("k", slice(3, None, 7)), ("q", slice(2, None, 5)):
+            signs = call[name][:, some].sign()
+            ones[name][:, some], largest[name][:, some] = signs * 1024.0, signs * torch.finfo(dtype).max
     initial = torch.randn(len(lengths), 2, *sizes)
     more = {
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
