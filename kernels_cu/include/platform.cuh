@@ -71,6 +71,10 @@ DEVICE void await_previous_kernel() {
 #endif
 }
 
+// The same for a kernel that another kernel of the same call always precedes. That kernel has waited for everything
+// before the call when this one starts, so this one may read the arguments of the call before it waits.
+DEVICE void await_previous_of_call() { await_previous_kernel(); }
+
 // The value of the lane whose number differs from the caller's in the bits of `mask`. Every lane of the warp takes
 // part.
 template <typename T>

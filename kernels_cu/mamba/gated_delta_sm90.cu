@@ -97,7 +97,6 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
     Ring<STAGES> ring(barriers);
     if (threadIdx.x == 0) ring.init(4 * WARPGROUPS, PRODUCERS / 32 + 1);
     __syncthreads();
-    await_previous_kernel();
     const int warpgroup = shfl<32>(int(threadIdx.x) / 128, 0) - 1;  // the compiler sees that a warp has one warpgroup
     const int adding = TILES * int(OUTPUTS ? segments : segments - 1);  // blocks of a head that begin with a state
     const int of_head = adding + (OUTPUTS || segments < 3 ? 0 : KEY_TILES * int(segments - 2));
@@ -128,27 +127,32 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         }
         uint64_t large_keys = 0, large_queries = 0;  // of the tile that is in flight
         Ring<STAGES> landing = ring;                 // the stage of that tile
-        // Hands over the tile in flight. The thread's copies of it are complete.
-        const auto hand_over = [&] {
-            if (HAS_LARGE && (large_keys | large_queries)) {
+        for (int tile = first_tile; tile <= end_tile; ++tile, ring.advance()) {
+            if (tile < end_tile) {
+                ring.acquire();
+                Stage& to = stages[ring.stage];
+                const int64_t token = tiles.token(tile);
+                const int count = tiles.tokens(tile);
+#pragma unroll
                 for (int part = 0; part < PANELS; ++part) {
-                    scale_rows(tile_at(stages[landing.stage].rows[part][0]), large_keys);
-                    if (OUTPUTS) scale_rows(tile_at(stages[landing.stage].rows[part][1]), large_queries);
+                    copy.load(tile_at(to.rows[part][0]), k + token * k_stride + key + part * WIDE, k_stride, count);
+                    if constexpr (OUTPUTS) {
+                        copy.load(tile_at(to.rows[part][1]), q + token * q_stride + key + part * WIDE, q_stride, count);
+                    }
+                }
+#pragma unroll
+                for (int part = 0; part < WARPGROUPS; ++part) {
+                    copy.load(tile_at(to.values[part]), v + token * v_stride + value + part * WIDE, v_stride,
+                              is_transition ? 0 : count);
                 }
             }
-            fence_proxy_async();
-            sync_warp();
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(landing.full());
-            landing.advance();
-        };
-        for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
-            ring.acquire();
-            Stage& to = stages[ring.stage];
-            const int64_t token = tiles.token(tile);
-            const int count = tiles.tokens(tile);
+            cp_async_commit();
+            // States and the first tile are on their way while gated_delta_prepare.cu still runs.
+            if (tile == first_tile) await_previous_of_call();
             const auto* const from =
                 reinterpret_cast<const PreparedTile*>(prepared) + (tiles.first_slot + tile) * value_heads + head;
-            if (threadIdx.x == 0) {
+            if (tile < end_tile && threadIdx.x == 0) {
+                Stage& to = stages[ring.stage];
                 mbarrier_arrive_expect_tx(ring.full(), PREPARED_BYTES);
                 bulk_load(&to.factors, &from->factors, sizeof(TileFactors), ring.full());
 #pragma unroll
@@ -157,31 +161,25 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
                               from->weights + Weights::offset(step), Weights::packed(step), ring.full());
                 }
             }
-#pragma unroll
-            for (int part = 0; part < PANELS; ++part) {
-                copy.load(tile_at(to.rows[part][0]), k + token * k_stride + key + part * WIDE, k_stride, count);
-                if constexpr (OUTPUTS) {
-                    copy.load(tile_at(to.rows[part][1]), q + token * q_stride + key + part * WIDE, q_stride, count);
-                }
-            }
-#pragma unroll
-            for (int part = 0; part < WARPGROUPS; ++part) {
-                copy.load(tile_at(to.values[part]), v + token * v_stride + value + part * WIDE, v_stride,
-                          is_transition ? 0 : count);
-            }
-            cp_async_commit();
-            if (tile > first_tile) {
+            if (tile > first_tile) {  // the tile before has landed
                 cp_async_wait<1>();
-                hand_over();
+                if (HAS_LARGE && (large_keys | large_queries)) {
+                    for (int part = 0; part < PANELS; ++part) {
+                        scale_rows(tile_at(stages[landing.stage].rows[part][0]), large_keys);
+                        if (OUTPUTS) scale_rows(tile_at(stages[landing.stage].rows[part][1]), large_queries);
+                    }
+                }
+                fence_proxy_async();
+                sync_warp();
+                if (threadIdx.x % 32 == 0) mbarrier_arrive(landing.full());
+                landing.advance();
             }
-            if constexpr (HAS_LARGE) {
+            if (HAS_LARGE && tile < end_tile) {
                 const auto rows = Vec<uint32_t, 4>::load(from->factors.large_rows);
                 large_keys = uint64_t(rows.data[1]) << 32 | rows.data[0];
                 large_queries = uint64_t(rows.data[3]) << 32 | rows.data[2];
             }
         }
-        cp_async_wait<0>();
-        if (first_tile < end_tile) hand_over();
         return;
     }
 
@@ -219,6 +217,7 @@ gated_delta_sm90(scalar_t* o,              // [num_tokens, value_heads, VALUE_SI
         const initial_t* const from = initial_state + own_of_state;
         load_state([&](int row, int column) { return load_two(from + row * ROW_STRIDE + column * COLUMN_STRIDE); });
     } else if (OUTPUTS && segment > 0) {
+        await_previous_of_call();
         const float* const from = added_at(segment - 1);
         load_state([&](int row, int column) { return Vec<float, 2>::load(from + row * KEY_SIZE + column); });
     } else {

@@ -120,6 +120,7 @@ def test_signature(kernel: MakeKernel) -> None:
         ("{ prefetch_line(out); await_previous_kernel(); ", True),
         ("{ if (*out) prefetch_line(out); await_previous_kernel(); ", False),
         ("{ if (threadIdx.x == 0) { await_previous_kernel(); } ", False),
+        ("{ *out = 1; await_previous_of_call(); ", True),
     ],
 )
 def test_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: str, overlaps: bool) -> None:

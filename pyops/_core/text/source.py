@@ -130,7 +130,8 @@ class Signature(NamedTuple):
     Attributes:
         entry: the name of the kernel. parameters: (struct format, name) of each parameter.
         overlaps: whether programmatic dependent launch is safe: the statements of the kernel that precede
-            ``await_previous_kernel();`` name none of its pointers and tensor maps but in calls of ``prefetch_...``.
+            ``await_previous_kernel();`` name none of its pointers and tensor maps but in calls of ``prefetch_...``, or
+            it calls ``await_previous_of_call();``.
     """
 
     entry: str
@@ -175,6 +176,8 @@ def is_tile(name: str, text: str | None = None) -> bool:
 
 
 def _overlaps(body: str, pointers: list[str]) -> bool:
+    if "await_previous_of_call();" in body:
+        return True
     before, waits, _ = body.partition("await_previous_kernel();")
     before = _PREFETCH.sub("", before)
     nested = before.count("{") != before.count("}")
