@@ -81,7 +81,11 @@ struct alignas(1024) Shared {
     uint64_t barriers[2 * STAGES], query_barriers[2 * QUERY_STAGES];
     Tile tiles[STAGES];
     LogitRow rows[QUERY_STAGES][ROWS];
-    int totals[NUM_WARPS], group, tile;  // tiles of the threads' groups; where the work of the CTA begins
+    int totals[NUM_WARPS];  // tiles of the threads' groups
+    Tiles start;            // of the CTA's first group; the count is not set
+    // 2^32 cta / gridDim.x, rounded up, of this CTA and the next: all CTAs wait for their first tiles, total * cta /
+    // gridDim.x, so the division comes before the sum.
+    uint32_t shares[2];
 };
 
 // Prefetches lengths and block tables, which the CTAs read one after the other before their first key: a thread of the
@@ -119,6 +123,10 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         // Boxes fill a stage, and a warp's copies of weights, or of scales that are not in the cache.
         ring.init(CONSUMERS * 4, KEY_WARPS * (PAGED ? 1 : 1 + 32));
         queries.init(CONSUMERS * 4, 1 + 32);
+    }
+    if (threadIdx.x < 2) {
+        const uint32_t cta = blockIdx.x + threadIdx.x, least = ~0u / gridDim.x, rest = ~0u % gridDim.x + 1;
+        shared.shares[threadIdx.x] = least * cta + (rest * cta + gridDim.x - 1) / gridDim.x;
     }
     prefetch_tensor_maps(key_map, query_map);
     if constexpr (PAGED) {
@@ -158,8 +166,10 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
     // The share of the CTA. Each thread counts the tiles of some adjacent groups.
     const int groups = ceil_div(num_groups, NUM_THREADS), own_group = min(int(threadIdx.x) * groups, num_groups);
     const int end_group = min(own_group + groups, num_groups);
-    int own_tiles = 0;
-    for (int group = own_group; group < end_group; ++group) own_tiles += range_of(group).tiles();
+    const Range own_range = range_of(own_group);
+    int own_tiles = own_range.tiles();
+#pragma unroll 1
+    for (int group = own_group + 1; group < end_group; ++group) own_tiles += range_of(group).tiles();
     int until = own_tiles;  // of the groups of this thread and the ones before
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -174,16 +184,14 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         total += shared.totals[i];
         if (i < warp) until += shared.totals[i];
     }
-    // The tile is total * cta / gridDim.x. Every CTA waits for it, and a 64-bit division takes longer.
-    const uint32_t least = total / gridDim.x, rest = total % gridDim.x;
-    const auto begin_of = [&](uint32_t cta) { return int(least * cta + rest * cta / gridDim.x); };
-    const int begin_tile = begin_of(blockIdx.x), end_tile = begin_of(blockIdx.x + 1);
+    const int begin_tile = int(uint64_t(total) * shared.shares[0] >> 32);
+    const int end_tile = int(blockIdx.x + 1 < gridDim.x ? uint64_t(total) * shared.shares[1] >> 32 : total);
     if (begin_tile == end_tile) return;
     if (begin_tile >= until - own_tiles && begin_tile < until) {
+        Range range = own_range;
         int group = own_group, tile = begin_tile - (until - own_tiles);
-        for (int tiles = range_of(group).tiles(); tile >= tiles; tiles = range_of(++group).tiles()) tile -= tiles;
-        shared.group = group;
-        shared.tile = tile;
+        for (; tile >= range.tiles(); range = range_of(++group)) tile -= range.tiles();
+        shared.start = {group, range.begin + tile * TILE, range.end, 0};
     }
     __syncthreads();
 
@@ -191,10 +199,11 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         const int producer = warp - CONSUMERS * 4;
         if (producer > KEY_WARPS) return;
-        // The tiles of the CTA that the warp has not taken. Lane i has the positions of group window + i.
-        int window = shared.group, group = window, left = end_tile - begin_tile;
-        Range ranges = range_of(window + lane);
-        int first = shfl<32>(ranges.begin, 0) + shared.tile * TILE, end = shfl<32>(ranges.end, 0);
+        // The tiles of the CTA that the warp has not taken. Lane i has the positions of group window + i; the first group
+        // of the CTA needs none, and with the next one the window moves.
+        int group = shared.start.group, first = shared.start.first, end = shared.start.end;
+        int window = group - 31, left = end_tile - begin_tile;
+        Range ranges{0, 0};
         const auto take = [&](int limit) {
             while (left > 0 && first >= end) {
                 if (++group == window + 32) {
@@ -213,12 +222,8 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         if (producer == KEY_WARPS) {
             for (Tiles tiles = take(left); tiles.count > 0; tiles = take(left), queries.advance()) {
                 const int64_t first_row = int64_t(tiles.group) * ROWS;
-                const LogitRow row = lane < ROWS ? row_of(tiles.group, lane) : LogitRow{0, 0, 0};
                 queries.acquire();
-                if (lane < ROWS) shared.rows[queries.stage][lane] = row;
-                sync_warp();
                 if (lane == 0) {
-                    mbarrier_arrive_expect_tx(queries.full(), QUERY_BYTES);
                     tma_load(shared.queries[queries.stage], &query_map, queries.full(), 0, 0, int(first_row));
                 }
                 // Heads after the last one are zeros, and so are their weights.
@@ -230,6 +235,9 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
                     const int place = column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
                     cp_async<4>(to + place, weights + row * weights_stride + head, head < NUM_HEADS && row < num_rows);
                 }
+                if (lane < ROWS) shared.rows[queries.stage][lane] = row_of(tiles.group, lane);
+                sync_warp();
+                if (lane == 0) mbarrier_arrive_expect_tx(queries.full(), QUERY_BYTES);
                 cp_async_mbarrier_arrive_noinc(queries.full());
             }
             cp_async_wait<0>();
@@ -249,8 +257,6 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
         while (next.count > 0) {
             const Tiles tiles = next;
             const int numbers = keys.has_block(entry) ? int(entry) : -1;
-            next = take(BATCH);
-            entry = entry_of(next);
             for (int i = 0; i < tiles.count; ++i, ring.advance()) {
                 const int block = shfl<32>(numbers, i * OWN_BOXES + own_box), of_tile = tiles.first + i * TILE;
                 const uint32_t boxes = ballot(block >= 0 && lane < OWN_BOXES);
@@ -279,6 +285,10 @@ mqa_logits_sm90(const __grid_constant__ TensorMap key_map,    // [blocks, keys, 
                         cp_async<4>(scales + i, k_scales + of_tile + i, of_tile + i < tiles.end);
                     }
                     cp_async_mbarrier_arrive_noinc(ring.full());
+                }
+                if (i == 0) {
+                    next = take(BATCH);
+                    entry = entry_of(next);
                 }
             }
         }

@@ -120,7 +120,7 @@ def _launch_sm90(
     threads = 128 * (_SM90_CONSUMERS + 1)
     stage = _SM90_TILE * (head_size + float32.itemsize) + 2 * 8 + (2 + _SM90_KEY_WARPS) * int32.itemsize
     of_group = rows * (heads * (head_size + float32.itemsize) + 3 * int32.itemsize) + 2 * 8
-    rest = (threads // 32 + 2) * int32.itemsize
+    rest = (threads // 32 + 4 + 2) * int32.itemsize
     capacity = q.device.shared_memory - rest
     query_stages = min(_SM90_STAGES, max(2, capacity // 2 // of_group))
     stages = min(_SM90_STAGES, (capacity - query_stages * of_group) // stage)
