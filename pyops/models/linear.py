@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # The largest M at which skinny_linear is faster than cuBLAS (docs/performance/products.md).
 MAX_SKINNY_ROWS = 1
 # The largest M for which Hopper takes `linear`, which starts early and prefetches a constant weight, and not cuBLAS.
+# With 256 rows cuBLAS is faster (docs/performance/engine.md).
 _MAX_FEW_ROWS = 64
 
 
