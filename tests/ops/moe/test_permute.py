@@ -182,6 +182,20 @@ def test_sum(num_tokens: int, topk: int, hidden_size: int, dtype: str, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("topk", [1, 6, 8, 11])
+def test_sum_without_missing_experts(topk: int, device: str) -> None:
+    """Whatever a choice without an expert on this device has computed, its bits included, it adds nothing."""
+    random = torch.Generator().manual_seed(topk)
+    x = torch.randint(-8, 9, (40, topk, 24), generator=random).bfloat16()  # sums are exact
+    ids = torch.randint(-2, 6, (40, topk), generator=random, dtype=torch.int32)
+    exists = (ids >= 0) & (ids < 4)
+    right = x.where(exists[:, :, None], 0).float().sum(1)
+    x[~exists] = torch.tensor(float("nan"))
+    result = pyops.moe_sum_experts.new(x.to(device), ids.to(device), 4).cpu()
+    assert torch.equal(result.float(), right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     num_sources=st.integers(0, 20),
     num_rows=st.integers(0, 40),
