@@ -63,11 +63,21 @@ DEVICE void scale_rows(const tile_t& tile, uint64_t rows) {
     }
 }
 
-// Two elements of a state, in adjacent columns.
+// Elements of a state in adjacent columns. They are loaded before the wait for gated_delta_prepare.cu, so the load bypasses
+// the L1 cache, which may hold values from before the last call.
+template <int N>
+DEVICE Vec<initial_t, N> load_state_of(const initial_t* from) {
+    Vec<initial_t, N> x;
+    using word_t = typename word_of<int(sizeof(x))>::type;
+    x.template word<N>(0) = load_fresh(reinterpret_cast<const word_t*>(from));
+    return x;
+}
+
 DEVICE Vec<float, 2> load_two(const initial_t* from) {
     Vec<float, 2> two;
-    if constexpr (STATE_ACCESS == 2) Vec<initial_t, 2>::load(from).to_floats(two.data);
-    else two.data[0] = to_float(from[0]), two.data[1] = to_float(from[COLUMN_STRIDE]);
+    if constexpr (STATE_ACCESS == 2) load_state_of<2>(from).to_floats(two.data);
+    else
+        for (int i = 0; i < 2; ++i) two.data[i] = to_float(load_state_of<1>(from + i * COLUMN_STRIDE).data[0]);
     return two;
 }
 

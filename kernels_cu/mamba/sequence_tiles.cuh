@@ -4,7 +4,7 @@
 //     TOKENS         tokens of a tile
 //     CHECKPOINTS    a tile ends after the first checkpoint_offsets[i] tokens of sequence i
 #pragma once
-#include "platform.cuh"
+#include "memory.cuh"
 
 // A sequence in tiles of TOKENS tokens. With CHECKPOINTS, a tile ends where the state is wanted.
 struct SequenceTiles {
@@ -15,8 +15,9 @@ struct SequenceTiles {
     template <typename starts_t, typename offset_t>
     DEVICE SequenceTiles(const starts_t* cu_seqlens, const offset_t* offsets, int64_t seq, int64_t seq_tokens,
                          int64_t num_tokens) {
-        begin = cu_seqlens ? int64_t(cu_seqlens[seq]) : seq * seq_tokens;
-        end = cu_seqlens ? int64_t(cu_seqlens[seq + 1]) : begin + seq_tokens;
+        // Before the wait for the previous kernel (await_previous_of_call), the L1 cache may hold older values.
+        begin = cu_seqlens ? int64_t(load_fresh(cu_seqlens + seq)) : seq * seq_tokens;
+        end = cu_seqlens ? int64_t(load_fresh(cu_seqlens + seq + 1)) : begin + seq_tokens;
         if (begin < 0 || end > num_tokens || begin > end) begin = end = 0;
         const int64_t offset = CHECKPOINTS ? int64_t(offsets[seq]) : 0;
         cut = begin + (offset > 0 && offset <= end - begin ? offset : 0);
