@@ -15,7 +15,8 @@
 template <bool FRESH, int SLICES = 1>
 struct PartialRows {
     using pointer_t = conditional_t<FRESH, float*, const float*>;
-    static constexpr int ACCESS = 4;  // elements of a row in one access of a lane
+    static constexpr int ACCESS = FRESH || VALUE_SIZE > 64 ? 4 : 2;  // elements of a row in one access of a lane
+    static constexpr int BATCH = 8;                                  // splits of a row that a lane loads at once
     scalar_t* out;
     float* lse;
     pointer_t tmp_out, max_logits, exp_sums;
@@ -35,12 +36,25 @@ struct PartialRows {
         const int lane = threadIdx.x % WARP_SIZE;
         const int64_t first_part = (token * num_heads + head) * max_splits;
         const float sink = HAS_SINKS ? sinks[head / SLICES] : minus_infinity();
-        // A lane has each WARP_SIZE-th split, so that all loads are in flight together. The first ones are kept.
+        // A lane has each WARP_SIZE-th split. What it needs of the first ones is kept, and so are the first results: all
+        // of their loads are in flight together.
         const auto max_of = [&](int split) {
             return split < splits ? load(max_logits + first_part + split) : minus_infinity();
         };
         const auto sum_of = [&](int split) { return split < splits ? load(exp_sums + first_part + split) : 0.0f; };
         const float own_max = max_of(lane), own_sum = sum_of(lane);
+        float x[BATCH][ACCESS];  // BATCH splits of the lane's elements
+        const auto load_batch = [&](int first, int column) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+#pragma unroll
+                for (int k = 0; k < ACCESS; ++k) x[i][k] = 0.0f;
+                if (first + i >= splits || column >= VALUE_SIZE) continue;
+                load_values(x[i], tmp_out + (first_part + first + i) * VALUE_SIZE + column);
+            }
+        };
+        load_batch(0, lane * ACCESS);
+
         float max_logit = fmaxf(sink, own_max);
         for (int split = lane + WARP_SIZE; split < splits; split += WARP_SIZE)
             max_logit = fmaxf(max_logit, max_of(split));
@@ -59,18 +73,16 @@ struct PartialRows {
         const float scale = 1.0f / (exp_sum + 1e-6f);
         for (int first = 0; first < VALUE_SIZE; first += WARP_SIZE * ACCESS) {
             const int column = first + lane * ACCESS;
-            float sum[ACCESS] = {};
-            for (int batch = 0; batch < splits; batch += WARP_SIZE) {
-                const float part_of_lane = weight_of(batch + lane) * scale;  // <= 1, so that products cannot overflow
-                const float* const from = tmp_out + (first_part + batch) * VALUE_SIZE + column;
-                const int count = min(splits - batch, WARP_SIZE);
-#pragma unroll 8
-                for (int i = 0; i < count; ++i) {
-                    const float part = shfl<WARP_SIZE>(part_of_lane, i);
-                    float x[ACCESS] = {};
-                    if (column < VALUE_SIZE) load_values(x, from + i * VALUE_SIZE);
+            float sum[ACCESS] = {}, part_of_lane = 0.0f;
+            for (int batch = 0; batch < splits; batch += BATCH) {
+                if (first + batch > 0) load_batch(batch, column);
+                // <= 1, so that products cannot overflow
+                if (batch % WARP_SIZE == 0) part_of_lane = weight_of(batch + lane) * scale;
 #pragma unroll
-                    for (int k = 0; k < ACCESS; ++k) sum[k] = fmaf(part, x[k], sum[k]);
+                for (int i = 0; i < BATCH; ++i) {
+                    const float part = shfl<WARP_SIZE>(part_of_lane, batch % WARP_SIZE + i);
+#pragma unroll
+                    for (int k = 0; k < ACCESS; ++k) sum[k] = fmaf(part, x[i][k], sum[k]);
                 }
             }
             if (column < VALUE_SIZE)

@@ -10,9 +10,9 @@
 
 #include "combine_splits.cuh"
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 8, MIN_BLOCKS = VALUE_SIZE > 64 ? 4 : 5;
 
-extern "C" __global__ void LAUNCH_BOUNDS(WARPS * 32, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(WARPS * 32, MIN_BLOCKS)
 prefill_combine(scalar_t* out,            // [num_tokens, num_heads, VALUE_SIZE]
                 float* lse,               // [num_heads, num_tokens]
                 const float* tmp_out,     // [num_tokens, num_heads, max_splits, VALUE_SIZE]
@@ -25,11 +25,12 @@ prefill_combine(scalar_t* out,            // [num_tokens, num_heads, VALUE_SIZE]
     const int64_t row = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP_SIZE;
     if (row >= num_tokens * num_heads) return;
     const int splits = split_counts[row];
+    const int64_t token = row / num_heads;  // a long division, meanwhile
     if (splits == 0) return;
 
     const PartialRows<false> rows{out,   lse,        tmp_out,    max_logits, exp_sums,
                                   sinks, num_tokens, max_splits, out_stride, num_heads};
-    rows.combine(row / num_heads, row % num_heads, splits);
+    rows.combine(token, row - token * num_heads, splits);
     sync_warp();
     if (threadIdx.x % WARP_SIZE == 0) split_counts[row] = 0;
 }
