@@ -18,6 +18,7 @@
 // number may have no work, because an item has as many as one without a window, at most those of the last one.
 #pragma once
 #include "arith.cuh"
+#include "barrier.cuh"
 #include "ragged.cuh"
 #include "reduce.cuh"
 #include "sequence_search.cuh"
@@ -49,10 +50,13 @@ struct Window {
     DEVICE int first_seen(int limit) const { return limit < size ? 0 : limit - size + 1; }
 };
 
-// How the keys of all items are divided, in shared memory: the producer has no registers for it.
+// How the keys of all items are divided, in shared memory: the producer has no registers for it. Rounding up adds less
+// than one split to each item, so TRIES lengths of a split are tested, one by each warp of the producer's warpgroup.
 struct Division {
-    int split_tiles;  // most KV tiles of a split, unless max_splits are longer
-    int num_splits;   // splits of all items
+    static constexpr int TRIES = 4;
+    int counts[TRIES];  // splits of all items for PACKED_HEADS heads, by each length
+    int split_tiles;    // most KV tiles of a split, unless max_splits are longer
+    int num_splits;     // splits of all items
 };
 
 // The sequences of a call. Members are the kernel's arguments of the same names.
@@ -106,12 +110,13 @@ struct Sequences {
     };
     DEVICE Items items_of(int seq, const Window& window) const {
         const Tokens own = tokens_of(seq);
-        if (!own.exist) return {0, 0, 0, 1};
-        const int tokens = int(own.end - own.begin), length = length_of(seq);
+        int tokens = int(own.end - own.begin), length = length_of(seq);  // without a branch, all loads are in flight
+        tokens = own.exist ? tokens : 0;
+        length = own.exist ? length : 0;
         Work last;
-        last.tokens = (tokens - 1) % ITEM_TOKENS + 1;
+        last.tokens = max(tokens - 1, 0) % ITEM_TOKENS + own.exist;
         set_keys(last, length, window);
-        return {(tokens - 1) / ITEM_TOKENS + 1, tokens, CAUSAL ? length - tokens : length,
+        return {ceil_div(tokens, ITEM_TOKENS), tokens, CAUSAL ? length - tokens : length,
                 last.last_tile - last.first_tile + 1};
     }
     // The splits of an item with so many KV tiles, if a split has at most split_tiles.
@@ -137,12 +142,12 @@ struct Sequences {
         });
         return splits;
     }
-    // Divides the keys of all items into as many splits as num_items admits. Rounding up adds less than one split to
-    // each item, so TRIES lengths of a split are tested; the first one is taken with which all splits are num_items or
-    // less. Every lane of the warp must call.
+    // Divides the keys of all items into as many splits as num_items admits: the first of the TRIES lengths is taken with
+    // which all splits are num_items or less. Every thread of the producer's warpgroup must call.
+    template <int BARRIER>
     DEVICE void divide(const Window& window) const {
-        constexpr int TRIES = 4;
-        const int lane = threadIdx.x % WARP_SIZE;
+        constexpr int TRIES = Division::TRIES;
+        const int lane = threadIdx.x % WARP_SIZE, own_try = threadIdx.x % 128 / WARP_SIZE;
         float items = 0.0f, tiles = 0.0f;
         for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) {
             const Items own = items_of(seq, window);
@@ -156,19 +161,19 @@ struct Sequences {
             const float splits = fmaxf(wanted - i * (1.0f / (TRIES - 1)) * items, 1.0f);
             return int(fminf(fmaxf(ceilf(tiles / splits), 1.0f), 0x1p30f));
         };
-        int counts[TRIES] = {};
-        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE) {
-            const Items own = items_of(seq, window);
-#pragma unroll
-            for (int i = 0; i < TRIES; ++i) counts[i] += splits_of(own, split_tiles(i));
+        int count = 0;
+        for (int seq = lane; seq < num_seqs; seq += WARP_SIZE)
+            count += splits_of(items_of(seq, window), split_tiles(own_try));
+        count = lane_reduce<Sum, WARP_SIZE>(count);
+        if (lane == 0) division->counts[own_try] = count;
+        named_barrier_sync<BARRIER>(128);
+        int found = 0;
+        while (found < TRIES - 1 && float(division->counts[found]) > wanted) ++found;
+        if (own_try > 0) return;
+        if (lane == 0) {
+            division->split_tiles = split_tiles(found);
+            division->num_splits = division->counts[found] * num_groups();
         }
-        Division found;
-#pragma unroll
-        for (int i = TRIES - 1; i >= 0; --i) {
-            const int count = lane_reduce<Sum, WARP_SIZE>(counts[i]);
-            if (i == TRIES - 1 || float(count) <= wanted) found = {split_tiles(i), count * num_groups()};
-        }
-        if (lane == 0) *division = found;
         sync_warp();
     }
     // The number of work items, with all their splits.

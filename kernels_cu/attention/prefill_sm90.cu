@@ -69,8 +69,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 256 - PRODUCER_REGISTERS
 // docs/performance/prefill.md, "The wait for P V".
 constexpr int BEFORE_WAIT = ROW_SUMS_BY_WGMMA ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 // Named barriers: TURNS + w orders the WGMMAs of consumer w (ping-pong), QUERIES + w synchronises its converted
-// queries.
-constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
+// queries, DIVISION the warps that divide the keys.
+constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS, DIVISION = QUERIES + CONSUMERS;
 // docs/performance/prefill.md, "Queries as operands in registers".
 constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
 static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
@@ -133,11 +133,11 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
 
     if (warpgroup == CONSUMERS) {
         if constexpr (MOVES_REGISTERS) warpgroup_reg_dealloc<PRODUCER_REGISTERS, MIN_BLOCKS>();
+        const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
+                                  num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
+                                  max_splits,   num_items,  &division};
+        if constexpr (HAS_SPLITS) sequences.divide<DIVISION>(window);
         if (warp <= HAS_FINDER) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
-                                      num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
-                                      max_splits,   num_items,  &division};
-            if constexpr (HAS_SPLITS) sequences.divide(window);
             Finder finder{sequences, window, block_tables, table_stride, table_step, num_blocks, items_taken};
             if (warp == 1) return finder.run(tiles);
             Producer producer{

@@ -44,7 +44,8 @@ constexpr int PIECE = CONSUMERS == 3 || TOKENS % 64 || !OVERLAP ? 32 : 64;  // N
 constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PIECES_IN_FLIGHT = OVERLAP || PIECES == 1 ? 1 : 2;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
-constexpr int TURNS = 1;  // named barriers TURNS + w: ping-pong order of consumer w
+// Named barriers: TURNS + w orders the WGMMAs of consumer w (ping-pong), DIVISION the warps that divide the keys.
+constexpr int TURNS = 1, DIVISION = 1 + CONSUMERS;
 constexpr uint32_t FOUR_ONES = 0x38383838u;
 static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && part_rows(TOKENS - DEPTH) % PIECE == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -94,11 +95,11 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
+                                  num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
+                                  max_splits,   num_items,  &division};
+        if constexpr (HAS_SPLITS) sequences.divide<DIVISION>(window);
         if (warp == 0) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,  num_seqs,
-                                      num_tokens,   min_tokens, max_tokens,  num_kv_heads, section_heads,
-                                      max_splits,   num_items,  &division};
-            if constexpr (HAS_SPLITS) sequences.divide(window);
             Finder finder{sequences, window, block_tables, table_stride, table_step, num_blocks, items_taken};
             Producer producer{
                 tiles, finder,      window, &query_map, {&key_map, key_head_pitch}, {&value_map, value_head_pitch},

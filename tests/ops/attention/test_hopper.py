@@ -845,7 +845,7 @@ def test_mla_shares_of_many_sequences(on: str) -> None:
 
 DIVISION = """
 #include "attention/prefill_scheduler.cuh"
-extern "C" __global__ void LAUNCH_BOUNDS(32, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(128, 1)
 divide(int* found,                        // [most, 7]
        const length_t* seq_lens,          // [num_seqs]
        const starts_t* cu_seqlens_q,      // [num_seqs + 1]
@@ -855,7 +855,8 @@ divide(int* found,                        // [most, 7]
     const Window window{int(sliding_window)};
     const Sequences sequences{cu_seqlens_q, seq_lens,  1,     1, num_seqs, num_tokens, 1, 100000, 2, 1,
                               max_splits,   num_items, &division};
-    sequences.divide(window);
+    sequences.divide<1>(window);
+    if (threadIdx.x >= WARP_SIZE) return;
     for (int number = 0; number < sequences.count(); ++number) {
         Work work;
         int origin, length;
@@ -900,7 +901,7 @@ def test_splits_are_of_equal_size(
     launched(
         DIVISION,
         1,
-        32,
+        128,
         found=found,
         seq_lens=numpy.array(lengths, numpy.int32),
         cu_seqlens_q=starts,
