@@ -108,7 +108,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     };
     // A short call waits mostly for loads that depend on each other. So lanes ask for the lengths of up to WARP_SIZE
     // sequences during the search, and threads for the block numbers of the first tokens before they know the length.
-    // Loads stay in order with the copies of the queries, so a scale is asked for before these.
+    // Loads stay in order with the copies of the queries, so scales, and sinks, are asked for before these.
     const int kv_head = blockIdx.y / SLICES, slice = blockIdx.y % SLICES;
     const float key_scale = IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
     const float value_scale = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
@@ -170,6 +170,17 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
     const Exchange exchange{shared + QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES), warp_row + g, part};
+
+    float sink[ROW_TILES * LANE_ROWS];
+    const auto load_sinks = [&] {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+            const int row = min(warp_row + i * ROW_STEP + g, tile_rows - 1);
+            sink[i] = HAS_SINKS ? sinks[head_of(row)] : minus_infinity();
+        }
+    };
+    constexpr bool EARLY_SINKS = IS_EARLY && ROW_TILES == 1;  // otherwise few registers are left
+    if constexpr (EARLY_SINKS) load_sinks();
 
     // Copies the queries to shared memory. All copies of a thread are in flight together, and with those of the first
     // keys.
@@ -442,12 +453,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const Results results{{out, lse, tmp_out, max_logits, exp_sums, sinks, num_tokens, max_splits, out_stride,
                            int64_t(gridDim.y) * GROUP},
                           FULL_SCALE<scalar_t> * value_scale};
-    float sink[ROW_TILES * LANE_ROWS];  // no load moves above the store of another row
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-        const int row = min(warp_row + i * ROW_STEP + g, tile_rows - 1);
-        sink[i] = HAS_SINKS ? sinks[head_of(row)] : minus_infinity();
-    }
+    if constexpr (!EARLY_SINKS) load_sinks();  // no load moves above the store of a row
 #pragma unroll
     for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
         float& row_sum = exp_sum[i / LANE_ROWS][i % LANE_ROWS];
