@@ -34,7 +34,9 @@ _SHORT_ITEM_US, _SHORT_TILE_US = 3.6, 3.4
 _SHORT_ITEM_US_ALONE, _SHORT_TILE_US_ALONE = 3.0, 1.0
 # The same of a CTA alone with p_hi_lo, of any head size: latencies ("Many heads of short sequences" of decode.md).
 _EXACT_TILE_US_ALONE = 1.3
-_FP8_TILE = 1.3  # times of a KV tile of 16 bits that one of an fp8 cache takes: "Short calls over fp8"
+# Times of a KV tile of 16 bits that one of an fp8 cache takes where SMs are full: the conversion takes issue slots. A
+# CTA alone waits for latencies ("Short calls over fp8").
+_FP8_TILE = 1.3
 _MAX_HEAD_SIZE_OF_SHORT = 128  # largest head size with 128 registers; above, heads are wide
 _MAX_WIDE_HEAD_SIZE = {False: 256, True: 192}  # {an fp8 cache: largest wide head}
 
@@ -147,8 +149,8 @@ def us_of_short(problem: PrefillProblem, config: PrefillMmaConfig, device: Devic
     crowd = min(1.0, max(0.0, items.items / device.num_sms - 1) / (config.min_blocks - 1))
     item_us = _SHORT_ITEM_US_ALONE + crowd * (_SHORT_ITEM_US - _SHORT_ITEM_US_ALONE)
     alone_us = _EXACT_TILE_US_ALONE if problem.p_hi_lo else _SHORT_TILE_US_ALONE * width
-    tile_us = alone_us + crowd * max(0.0, _SHORT_TILE_US * width - alone_us)
-    tile_us *= _FP8_TILE if problem.is_fp8 else 1.0
+    full_us = _SHORT_TILE_US * width * (_FP8_TILE if problem.is_fp8 else 1.0)
+    tile_us = alone_us + crowd * max(0.0, full_us - alone_us)
     return items.us(config.min_blocks * device.num_sms, item_us, tile_us, config.step_tokens)
 
 

@@ -106,6 +106,13 @@ class PrefillProblem:
         max_tokens = max_tokens_of(self.kv)
         return -(-max_tokens // max(1, self.num_seqs)) if self.layout.ragged else max_tokens
 
+    @property
+    def likely_tokens(self) -> int:
+        """Expected keys of the longest sequence of a paged cache: its last block is half full. New tokens are among
+        them."""
+        new = max(self.max_query_len, -(-self.query.shape[0] // max(1, self.num_seqs)))
+        return min(self.expected_tokens, max(new, self.expected_tokens - self.layout.block_size // 2))
+
     def box_tokens(self, tile_tokens: int) -> int:
         """Keys of a KV tile in one TMA box."""
         return tile_tokens if self.layout.ragged else gcd(self.layout.block_size, tile_tokens)

@@ -93,13 +93,14 @@ class ShortItems(NamedTuple):
         slots if `longest`.
         """
         tokens = problem.query.shape[0] / max(1, problem.num_seqs)
-        new = min(tokens, problem.expected_tokens)
+        most = problem.likely_tokens
+        new = min(tokens, most)
         of_item = item_rows / problem.group
-        seen = most_keys(problem, -(-item_rows // problem.group))
+        seen = min(most, most_keys(problem, -(-item_rows // problem.group)))
         of_sequence = 1.0 if tokens <= of_item else tokens / of_item + 0.5  # the last item is half full on average
-        keys = (new * problem.expected_tokens) ** 0.5 - (new - min(new, of_item)) / 2
+        keys = (new * most) ** 0.5 - (new - min(new, of_item)) / 2
         items = problem.num_seqs * problem.layout.num_kv_heads * of_sequence
-        part_tiles = new / max(1, problem.expected_tokens) / 2 if keys <= seen else 1.0
+        part_tiles = new / max(1, most) / 2 if keys <= seen else 1.0
         return cls(items, seen if longest else min(keys, seen), part_tiles)
 
     def us(self, slots: int, item_us: float, tile_us: float, tile_tokens: int) -> float:

@@ -137,7 +137,7 @@ def test_hostile_indices(one: DecodeConfig) -> None:
 # (tokens of the sequences, table's tokens, heads, fp8 cache, or e4m3) -> columns of a CTA and query tokens of it; None:
 # prefill
 CHOICES = [
-    ([7] * 3, 21, (4, 4), False, (8, 8)),
+    ([7] * 3, 21, (4, 4), False, None),
     ([2] * 30, 96, (8, 2), False, (8, 2)),
     ([5, 1], 32, (3, 1), False, None),
     ([10] * 80 + [11] * 3 + [7], 32, (10, 2), True, None),
@@ -170,13 +170,14 @@ def _launched(
     head_size: int = 128,
     options: bool = False,
     max_query_len: int = 0,
+    block_size: int = 16,
 ) -> Specialisation | None:
     """The last specialisation of a call; None if it is one of prefill."""
     make, (num_heads, num_kv_heads) = ArgMaker(device.model(arch)), heads
-    cache = make.empty(9, 16, num_kv_heads, head_size, dtype="float8_e4m3fn" if is_fp8 else "bfloat16")
+    cache = make.empty(9, block_size, num_kv_heads, head_size, dtype="float8_e4m3fn" if is_fp8 else "bfloat16")
     out = make.empty(sum(counts), num_heads, head_size, dtype="bfloat16")
     query = make.empty(*out.shape, dtype="float8_e4m3fn") if is_fp8 == "e4m3" else out
-    tables = make.empty(len(counts), -(-tokens // 16), dtype="int32")
+    tables = make.empty(len(counts), -(-tokens // block_size), dtype="int32")
     lengths, starts = (make.empty(size, dtype="int32") for size in (len(counts), len(counts) + 1))
     one, codes = make.full(1, value=1.0, dtype="float32"), "fp8" if is_fp8 else "auto"
     of_heads = make.full(num_heads, value=0.5, dtype="float32") if options else None
@@ -191,7 +192,7 @@ def _launched(
         tables,
         lengths,
         starts,
-        16,
+        block_size,
         codes,
         one,
         one,
@@ -209,6 +210,14 @@ def test_choice(
 ) -> None:
     one = _launched(counts, tokens, heads, is_fp8)
     assert (one and (one.constants["HEADS"], one.constants["QUERY_TOKENS"])) == expected
+
+
+def test_choice_by_half_full_blocks() -> None:
+    """The last block of a sequence is half full: 9 tokens in a block of 64 slots are probably one KV tile of
+    prefill_mma.cu, and 65 in two of them three."""
+    counts = [1] * 27 + [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+    assert _launched(counts, 9, (5, 5), True, max_query_len=8, block_size=64) is None
+    assert _launched(counts, 65, (5, 5), True, max_query_len=8, block_size=64) is not None
 
 
 def test_choice_by_the_most_tokens_of_a_sequence() -> None:
