@@ -179,7 +179,9 @@ def _tile_of_many_rows(problem: PrefillProblem) -> PrefillSm90Config:
     """The largest KV tile, and as many rows as registers allow."""
     head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
-        return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2 if problem.few_rows else 3)
+        # Over an fp8 cache, whole rounds of the converting warps.
+        tokens = 112 if is_plain and not problem.is_fp8 else 96
+        return PrefillSm90Config(tokens=tokens, consumers=2 if problem.few_rows else 3)
     if value_size <= 128:
         if value_size == 96 and is_plain and not problem.few_rows:
             return PrefillSm90Config(tokens=96, consumers=3)
