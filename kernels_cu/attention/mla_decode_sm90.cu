@@ -115,7 +115,6 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        if (HAS_BOXES && threadIdx.x / 32 % 4 > 0) return leave_cluster<CLUSTER>();
         for (; schedule.has_item(); schedule.next()) {
             const MlaItem item = schedule.item();
             if (!HAS_BOXES && item.begin == item.end) continue;

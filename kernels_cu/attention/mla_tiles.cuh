@@ -1,4 +1,4 @@
-// mla_tiles.cuh: the shared memory tiles of mla_decode_sm90, and the warp that fills them by TMA. Reads the constants
+// mla_tiles.cuh: the shared memory tiles of mla_decode_sm90, and the warps that fill them by TMA. Reads the constants
 // of the kernel that includes it.
 //
 // A tile is TOKENS entries in nine panels of 64 elements, with swizzled rows of 128 bytes: four panels for the left
@@ -9,7 +9,7 @@
 // reads it last has released it: warpgroup 0 releases the left halves, warpgroup 1 the right ones. Rotated keys are
 // filled together with the half of the warpgroup that reads the probabilities which overwrite them.
 //
-// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. Without boxes, a warpgroup loads
+// load_boxes: warps load boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. Without boxes, a warpgroup loads
 // one entry after another: it copies those of a 16-bit cache (mla_row_loader.cuh), and converts those of an fp8 cache to
 // product_t (mla_code_loader.cuh).
 #pragma once
@@ -102,58 +102,51 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     if (t == 0) units[row] = unit;
 }
 
-// Loads entries by TMA. Every lane of one warp calls it. Returns the number after that of the last pair. The page table
-// has max_tokens tokens: the page numbers of the first pair are loaded up to there, without a wait for the length.
+// Loads a half of one tile of each pair by TMA. Each of four warps has another half, since a warp issues its boxes one
+// after another: the next half that is released does not wait for them. Every lane calls. Returns the number after that
+// of the last pair. The page table has max_tokens tokens: the page numbers of the first pair are loaded up to there,
+// without a wait for the length.
 DEVICE int load_boxes(const EntryTiles& tiles, const Split& split, int max_tokens, const TensorMap* cache_map,
                       const TensorMap* half_map) {
     constexpr int BOXES = TOKENS / BOX_TOKENS;  // boxes of a panel
-    const int lane = threadIdx.x % WARP_SIZE;
-    // Lane i has the page of box i of a pair, or -1 if it is invalid: TMA then fills zeros.
+    const int lane = threadIdx.x % WARP_SIZE, warp = shfl<WARP_SIZE>(int(threadIdx.x / WARP_SIZE % 4), 0);
+    const int stage = warp % 2, half = warp / 2, box = lane % BOXES;
+    const auto start_of = [&](int pair) { return split.token_of(pair) + stage * TOKENS; };
+    // The page of the lane's box, or -1 if it is invalid: TMA then fills zeros.
     const auto page_at = [&](int pair, int loaded_end) {
-        const int token = split.token_of(pair) + lane % (2 * BOXES) * BOX_TOKENS;
+        const int token = start_of(pair) + box * BOX_TOKENS;
         const int64_t page = token < loaded_end ? split.table.at(token) : int64_t(-1);
         return token < split.end && split.table.exists(page) ? int(page) : -1;
     };
     int pair = split.first_pair, next_page = page_at(pair, max_tokens);
     for (; split.has(pair); ++pair) {
-        const int page = next_page;
+        const int page = next_page, start = start_of(pair), slot = (start + box * BOX_TOKENS) % PAGE_SIZE;
         next_page = page_at(pair + 1, split.end);
         const uint32_t found = ballot(page >= 0);
-        const auto load = [&](int stage, int half) {
-            const int start = split.token_of(pair) + stage * TOKENS, box = lane % BOXES;
-            const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
-            if (lane >= BOXES) return;
-            tiles.await_empty(stage, half, pair);
-            if (lane == 0 && half == stage) {  // read by the warpgroup that releases this half
-                uint64_t bits = 0;
-                for (int b = 0; b < BOXES; ++b) {
-                    if (found >> (stage * BOXES + b) & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << b * BOX_TOKENS;
-                }
-                const int left = split.end - start;
-                tiles.exists[stage] = left >= TOKENS ? bits : left > 0 ? bits & ~(~uint64_t(0) << left) : 0;
+        if (lane >= BOXES) continue;
+        tiles.await_empty(stage, half, pair);
+        if (lane == 0 && half == stage) {  // read by the warpgroup that releases this half
+            uint64_t bits = 0;
+            for (int b = 0; b < BOXES; ++b) {
+                if (found >> b & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << b * BOX_TOKENS;
             }
-            const int slot = (start + box * BOX_TOKENS) % PAGE_SIZE;
-            if constexpr (HALF_BOXES) {
-                uint64_t* const barrier = tiles.full_of(stage, half * HALF_PANELS);
-                if (lane == 0) mbarrier_arrive_expect_tx(barrier, HALF_PANELS * PANEL_BYTES);
-                tma_load(tiles.row(stage, half * HALF_PANELS, box * BOX_TOKENS), half_map, barrier, 0, 0,
-                         half * HALF_PANELS, slot / 8, box_page);
-            }
-            const auto load_panel = [&](int panel) {
-                uint64_t* const barrier = tiles.full_of(stage, panel);
-                if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
-                uint8_t* const to = tiles.panel(stage, panel) + box * BOX_TOKENS * ROW_BYTES;
-                const int x = panel * PANEL_SIZE;
-                tma_load(to, cache_map, barrier, x, slot, box_page);
-            };
-            for (int panel = 0; panel < HALF_PANELS && !HALF_BOXES; ++panel) load_panel(half * HALF_PANELS + panel);
-            if (half != stage) load_panel(ROPE_PANEL);
+            const int left = split.end - start;
+            tiles.exists[stage] = left >= TOKENS ? bits : left > 0 ? bits & ~(~uint64_t(0) << left) : 0;
+        }
+        if constexpr (HALF_BOXES) {
+            uint64_t* const barrier = tiles.full_of(stage, half * HALF_PANELS);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, HALF_PANELS * PANEL_BYTES);
+            tma_load(tiles.row(stage, half * HALF_PANELS, box * BOX_TOKENS), half_map, barrier, 0, 0,
+                     half * HALF_PANELS, slot / 8, page);
+        }
+        const auto load_panel = [&](int panel) {
+            uint64_t* const barrier = tiles.full_of(stage, panel);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
+            uint8_t* const to = tiles.panel(stage, panel) + box * BOX_TOKENS * ROW_BYTES;
+            tma_load(to, cache_map, barrier, panel * PANEL_SIZE, slot, page);
         };
-        // In the order in which the halves are released.
-        load(0, LEFT);
-        load(1, RIGHT);
-        load(0, RIGHT);
-        load(1, LEFT);
+        for (int panel = 0; panel < HALF_PANELS && !HALF_BOXES; ++panel) load_panel(half * HALF_PANELS + panel);
+        if (half != stage) load_panel(ROPE_PANEL);
     }
     sync_warp();
     return pair;
