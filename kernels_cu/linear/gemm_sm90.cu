@@ -148,7 +148,7 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     }
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * tma_store_t::BYTES;
-    float* scales = reinterpret_cast<float*>(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
+    float* scales = reinterpret_cast<float*>(column_params_memory + CONSUMERS * column_params_t::BYTES);
     Ring<STAGES> ring(scales + STAGES * STAGE_SCALES);
     if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER, SCALE_BLOCK > 0 ? 1 + SCALE_THREADS : 1);
     start_cluster<CLUSTER>();
@@ -201,7 +201,8 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
-        ColumnParams column_params{{}, reinterpret_cast<float*>(column_params_memory + warpgroup * COLUMN_PARAM_BYTES)};
+        column_params_t column_params{
+            {}, reinterpret_cast<float*>(column_params_memory + warpgroup * column_params_t::BYTES)};
         tma_store_t tma_store{&out_map, stores + (warpgroup * 4 + warp) * tma_store_t::BYTES, lane};
         const TileEpilogue tile_epilogue{epilogue, column_params, tma_store};
         // The warpgroup's index in the ping-pong order, and its first row within a tile.
@@ -214,7 +215,10 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TIL
             const int64_t first_column = int64_t(column) * OUT_N;
             const int64_t warp_row = int64_t(row) * TILE_M + own_row + warp * 16;
             const RowParams<M_SLICES> row_params(epilogue, warp_row, m, lane);
-            column_params.load(epilogue, first_column, n);
+            column_params.load([&](int i) {
+                const int is_up = GATED && i >= OUT_N;
+                return epilogue.column(min(first_column + i - is_up * OUT_N, n - 1) + is_up * n);
+            });
             // An mbarrier's phase is one parity bit, so a waiter must be less than one lap of the ring behind. Hence a
             // ping-pong main loop begins only after the other warpgroup has waited for all of its k-tiles.
             if (PING_PONG && tile.number != blockIdx.x)

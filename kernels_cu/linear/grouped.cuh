@@ -35,6 +35,12 @@ struct ExpertEpilogue : Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPON
     DEVICE Row row(Index t) const {
         return {base_t::row(t / top_k), ROUTED ? topk_weights[t] : 1.0f};
     }
+    // The operands of the row of another lane.
+    static DEVICE Row of_lane(Row row, int lane) {
+        if constexpr (A_SCALES) row.scale = shfl<WARP_SIZE>(row.scale, lane);
+        if constexpr (ROUTED) row.weight = shfl<WARP_SIZE>(row.weight, lane);
+        return row;
+    }
     template <typename Sum>
     DEVICE float value(const Row& row, const typename base_t::Column& column, Sum sum) const {
         const float x = base_t::value(row, column, sum);
@@ -66,6 +72,14 @@ struct ExpertTiles {
     DEVICE int row(int place) const {
         const int row = sorted_token_ids[place];
         return row >= 0 && row < num_rows ? row : -1;
+    }
+    // Whether any of COUNT slots from `slot` on, a multiple of the lanes, holds a row. All lanes of a warp call.
+    template <int COUNT>
+    DEVICE bool any(int slot) const {
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += WARP_SIZE) found |= row(slot + i + int(threadIdx.x) % WARP_SIZE) >= 0;
+        return any_lane(found);
     }
     // Writes the rows of a tile (-1 for padding) to shared memory and returns whether there is any. All threads call.
     template <int NUM_THREADS>

@@ -9,9 +9,10 @@
 //
 // The grid is as many CTAs as the device holds at a time; each takes tiles of TILE_M rows and TILE_N rows of b[e], one
 // after another. A k-tile is 128 bytes of each row of a and b. The last warpgroup is the producer, up to STAGES k-tiles
-// ahead: one thread loads b by TMA, and all threads gather the valid rows of a by cp.async, 16 bytes at a time. Each of
-// the other warpgroups, the consumers, multiplies 64 rows by TILE_N rows of b; with a TILE_M of 64, two consumers halve
-// TILE_N instead of the rows. A consumer without valid rows only releases the stages.
+// ahead: it finds the tiles and queues them for the consumers, one thread loads b by TMA, and all threads gather the
+// valid rows of a by cp.async, 16 bytes at a time. Each of the other warpgroups, the consumers, multiplies 64 rows by
+// TILE_N rows of b; with a TILE_M of 64, two consumers halve TILE_N instead of the rows. A consumer without valid rows
+// only releases the stages.
 //
 // A thread has the accumulators of both a gate and its up: a consumer's rows of b are OUT_N gates and then OUT_N ups,
 // or the two interleaved. A warp stores 16 rows of out, staged through shared memory.
@@ -33,6 +34,7 @@
 #include "grouped.cuh"
 
 constexpr int CONSUMERS = TILE_M > 128 ? TILE_M / 64 : 2, NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int QUEUE = 4;  // tiles that the producer may have found before the consumers take them
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // Parts into which consumers divide the rows of b; rows of a part, boxes of a part (gates, ups), rows of a box, and
@@ -57,6 +59,45 @@ using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 #include "block_promotion.cuh"
 #include "expert_store.cuh"
 using scale_loader_t = ScaleLoader<128>;
+// Three warpgroups with promoted gates and ups have no register for the operands of a row during the main loop.
+constexpr bool LATE_TERMS = SCALE_BLOCK > 0 && CONSUMERS == 3 && GATED > 0;
+constexpr int COLUMNS_BARRIER = 1;  // the first of the named barriers of the operands of columns, one for each consumer
+
+// A tile that the producer has found; a negative expert: there are no more.
+struct FoundTile { int expert, row, column, unused; };
+
+// The queue of found tiles, in shared memory. The producer and each consumer have one of their own.
+struct TileQueue {
+    static constexpr int BYTES = QUEUE * (sizeof(FoundTile) + 2 * sizeof(uint64_t));
+
+    uint8_t* shared;  // QUEUE tiles, then the barriers of a ring
+    int number = 0;   // of the next tile
+
+    DEVICE FoundTile* tiles() const { return reinterpret_cast<FoundTile*>(shared); }
+    DEVICE Ring<QUEUE> ring() const {
+        Ring<QUEUE> found(shared + QUEUE * sizeof(FoundTile));
+        found.skip(number);
+        return found;
+    }
+    // One thread of the producer.
+    DEVICE void put(const FoundTile& tile) {
+        const Ring<QUEUE> at = ring();
+        at.acquire();
+        tiles()[at.stage] = tile;
+        mbarrier_arrive(at.full());
+        ++number;
+    }
+    DEVICE FoundTile take() {
+        const Ring<QUEUE> at = ring();
+        at.wait();
+        const FoundTile tile = tiles()[at.stage];
+        sync_warp();  // all lanes have read it before one lane releases it
+        at.release(at.stage);
+        ++number;
+        // The same in all lanes, which saves registers.
+        return {shfl<WARP_SIZE>(tile.expert, 0), shfl<WARP_SIZE>(tile.row, 0), shfl<WARP_SIZE>(tile.column, 0), 0};
+    }
+};
 
 // The producer of a tile, a warpgroup: one thread loads b by TMA, and all threads gather the rows of a by cp.async, and
 // the block scales.
@@ -131,9 +172,14 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
     // Until the previous kernel ends, the CTA prepares its shared memory.
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
-    float* scales = reinterpret_cast<float*>(stores + 4 * CONSUMERS * ExpertStore::BYTES);
-    Ring<STAGES> ring(scales + STAGES * STAGE_SCALES);
-    if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
+    uint8_t* column_params = stores + 4 * CONSUMERS * ExpertStore::BYTES;
+    float* scales = reinterpret_cast<float*>(column_params + CONSUMERS * column_params_t::BYTES);
+    TileQueue queue{reinterpret_cast<uint8_t*>(scales + STAGES * STAGE_SCALES)};
+    Ring<STAGES> ring(queue.shared + TileQueue::BYTES);
+    if (threadIdx.x == 0) {
+        ring.init(4 * CONSUMERS, 1 + 128);
+        queue.ring().init(4 * CONSUMERS);
+    }
     // Padding rows are never loaded. Rows that are padding now, but were valid in the previous tile, are zeroed again:
     // MMAs on stale data would cost power, which limits the clock of a busy GPU.
     for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
@@ -147,19 +193,20 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
 
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);
-    const int columns = int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)), steps = int((k + TILE_K - 1) / TILE_K);
-    const int tiles = rows.tiles * columns, b_rows = int(GATED ? 2 * n : n);
+    const int num_columns = int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)), steps = int((k + TILE_K - 1) / TILE_K);
+    const int tiles = rows.tiles * num_columns, b_rows = int(GATED ? 2 * n : n);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    int tile_row, tile_column;
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         const int own_row = threadIdx.x % 128 / GatherLoader::ROW_CHUNKS,
                   chunk = threadIdx.x % GatherLoader::ROW_CHUNKS;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
-            if (expert < 0) continue;
+            int tile_row, tile_column;
+            const int expert = rows.template locate<GROUP>(tile, num_columns, int(gridDim.x), tile_row, tile_column);
+            if (expert < 0 || !rows.template any<TILE_M>(tile_row * TILE_M)) continue;
+            if (warp == 0 && elect_one()) queue.put({expert, tile_row, tile_column, 0});
             GatherLoader loader{b_map, shared, n, k, warp, own_row, chunk, expert, b_rows, tile_column};
             loader.begin(rows, tile_row, a, a_stride, int(top_k));
             const BlockScales blocks{a_scales,           b_scales + expert * b_scale_expert_step,
@@ -178,38 +225,49 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                 loader.load(ring, step, block_scales);
             }
         }
+        if (warp == 0 && elect_one()) queue.put({-1, 0, 0, 0});
         ring.drain();
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
         mainloop_t mainloop{ring, shared, first_row * ROW_BYTES, A_BYTES + part * PART_N * ROW_BYTES};
-        uint8_t* own_store = stores + (warpgroup * 4 + warp) * ExpertStore::BYTES;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
-            if (expert < 0) continue;
-            const int first_place = tile_row * TILE_M + first_row, first_column = (tile_column * PARTS + part) * OUT_N;
-            if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {
+        column_params_t columns{{}, reinterpret_cast<float*>(column_params + warpgroup * column_params_t::BYTES)};
+        for (FoundTile tile = queue.take(); tile.expert >= 0; tile = queue.take()) {
+            const int first_place = tile.row * TILE_M + first_row, first_column = (tile.column * PARTS + part) * OUT_N;
+            if (TILE_M > 64 && !rows.template any<64>(first_place)) {
                 mainloop.skip(0, steps);
                 continue;
             }
-            // The two rows of out of the thread's accumulators; results of padding rows are not stored.
-            const int own_rows[2] = {rows.row(first_place + warp * 16 + lane / 4),
-                                     rows.row(first_place + warp * 16 + lane / 4 + 8)};
-            const float* expert_scales = b_scales + expert * b_scale_expert_step;
-            const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
+            // Lane i has row i % 16 of the warp; results of padding rows are not stored.
+            const int own_row = rows.row(first_place + warp * 16 + lane % 16);
+            const float* expert_scales = b_scales + tile.expert * b_scale_expert_step;
+            const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(tile.expert) * b_rows,
                                       int(top_k),   a_scale_step, b_scale_step};
             // Loaded before the main loop, which hides the latency.
-            const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
-                                                           epilogue.row(max(own_rows[1], 0))};
-            const ExpertStore store{out, out_stride, n, own_store, lane};
+            const typename epilogue_t::Row row_terms =
+                LATE_TERMS ? typename epilogue_t::Row{} : epilogue.row(max(own_row, 0));
+            columns.load([&](int i) {
+                if (GATED == 2) return epilogue.column(min(2 * first_column + i, b_rows - 1));
+                const int is_up = GATED == 1 && i >= OUT_N;
+                return epilogue.column(min(first_column + i - is_up * OUT_N, int(n) - 1) + is_up * int(n));
+            });
+            const auto store_tile = [&](const auto& sums) {
+                columns.share(COLUMNS_BARRIER + warpgroup);
+                // Values of the thread are computed here, so that no register holds them during the main loop.
+                const int thread = made_anew(threadIdx.x);
+                uint8_t* own_store = stores + thread / 32 * ExpertStore::BYTES;
+                const ExpertStore store{out, out_stride, int(n), own_store, epilogue, thread % 32};
+                store.store(sums, own_row, LATE_TERMS ? epilogue.row(max(own_row, 0)) : row_terms, columns,
+                            first_column);
+            };
             if constexpr (SCALE_BLOCK == 0) {
                 mainloop_t::accum_t accum;
                 mainloop.run(accum, 0, steps, [] {});
-                store.store(reinterpret_cast<accum_t&>(accum)[0], own_rows, row_terms, epilogue, first_column);
+                store_tile(reinterpret_cast<accum_t&>(accum)[0]);
             } else {
                 Promotion promotion;
                 promotion.run(mainloop, scales, first_row + warp * 16 + lane / 4, part, 0, steps);
-                store.store(promotion.promoted[0], own_rows, row_terms, epilogue, first_column);
+                store_tile(promotion.promoted[0]);
             }
         }
     }

@@ -59,21 +59,18 @@ def _hopper_configs(shape: GroupedShape, device: Device) -> Iterator[GroupedConf
 
 
 def _hopper_us(config: GroupedConfig, shape: GroupedShape, device: Device, rates: GroupedRates) -> float:
-    """Of a tile without rows, the weights are loaded; a warpgroup without rows does not multiply."""
-    columns, of_block = -(-shape.n // config.tile_n), shape.block_size // config.tile_m
+    """A warpgroup without rows does not multiply."""
     filled = shape.row_tiles(config.tile_m)
-    waves = -(-round(shape.row_tiles(shape.block_size) * of_block) * columns // device.num_sms)
-    full_waves = -(-round(filled) * columns // device.num_sms)
+    waves = -(-round(filled) * -(-shape.n // config.tile_n) // device.num_sms)
     rows = shape.rows / max(1.0, filled)
     multiplied = config.tile_n * shape.row_tiles(_PART_ROWS) * _PART_ROWS / max(1.0, filled) / _ROWS
     mma, least = rates.mma, rates.k_tile
     if shape.scales == "block":
         mma += rates.promoted
         least += rates.at_once if config.promotes_at_once else 0.0
-    loads = rates.l2 * config.tile_n
-    k_tile = least + overlapped(mma * multiplied, loads + (rates.l2 + rates.gather) * rows)
-    loop = shape.num_k_tiles * (full_waves * k_tile + (waves - full_waves) * (rates.k_tile + loads))
-    ends = waves * rates.tile + full_waves * rates.epilogue * multiplied
+    loads = rates.l2 * (config.tile_n + rows) + rates.gather * rows
+    loop = waves * shape.num_k_tiles * (least + overlapped(mma * multiplied, loads))
+    ends = waves * (rates.tile + rates.epilogue * multiplied)
     return rates.launch + overlapped(loop, shape.nbytes / rates.bytes_per_us) + ends
 
 

@@ -19,6 +19,7 @@ TILES_M = 192, 128, 64
 TILES_N = range(32, 257, 32)
 _STORE_BYTES = 64 * 128  # bytes of a warpgroup's staging buffer in the epilogue: 64 rows
 _BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
+_QUEUE_BYTES = 4 * (16 + _BARRIER_BYTES)  # bytes of the queue of tiles
 _MAX_STAGES = 16  # most stages
 _BYTES_IN_FLIGHT = 160 * 1024  # bytes of weights in flight per SM; more are slower (docs/performance/products.md)
 _MAX_TWO_SETS = 128  # block scales: most weight rows of each of two warpgroups with a second set of accumulators
@@ -91,8 +92,9 @@ class GroupedConfig:
         stage = (self.tile_m + self.tile_n) * K_TILE_BYTES + _BARRIER_BYTES
         stage += 4 * self.stage_scales(problem.gated == 1) if problem.block_scaled else 0
         most = _BYTES_IN_FLIGHT // (self.tile_n * K_TILE_BYTES)
-        stores = self.consumers * _STORE_BYTES
-        stages = max(2, min(_MAX_STAGES, (device.shared_memory - stores) // stage, most))
+        operands = (problem.b_scales is not None and not problem.block_scaled) + (problem.bias is not None)
+        stores = self.consumers * (_STORE_BYTES + 4 * self.part_n * operands)
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - stores - _QUEUE_BYTES) // stage, most))
         k, itemsize = problem.k, problem.dtype.itemsize
         stride = problem.b.stride * itemsize if problem.b.rows > 1 else -(-k * itemsize // 16) * 16
         box = K_TILE_BYTES // itemsize, self.part_n // halves
@@ -106,7 +108,7 @@ class GroupedConfig:
         ).launch(
             min(problem.max_tiles(self.tile_m) * columns, device.num_sms),
             128 * (self.consumers + 1),
-            stores + stages * stage,
+            stores + stages * stage + _QUEUE_BYTES,
             b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, K_TILE_BYTES),
             **problem.arguments(kernel, self.tile_m),
         )

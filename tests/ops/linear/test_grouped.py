@@ -175,6 +175,15 @@ def test_hopper_grouped_gemm(one: GroupedConfig, case: tuple[Any, ...]) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("one", "columns"), [(GroupedConfig(64, 64), 328), (GroupedConfig(192, 64), 200)], ids=str)
+def test_many_short_tiles(one: GroupedConfig, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One SM has more tiles of one and two k-tiles than are queued at a time, and blocks of padding between them."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=1))
+    for k in (64, 128):
+        test_hopper_grouped_gemm(one, (50, columns, k, "none", BF16, "none", 192))
+
+
+@needs_compiler
 @pytest.mark.parametrize("one", [MMA, GroupedMmaConfig(64, 128, 2, 4, 3), SIMT], ids=str)
 @pytest.mark.parametrize(
     "case",
