@@ -129,9 +129,8 @@ class Signature(NamedTuple):
 
     Attributes:
         entry: the name of the kernel. parameters: (struct format, name) of each parameter.
-        overlaps: whether programmatic dependent launch is safe: the statements of the kernel that precede
-            ``await_previous_kernel();`` name none of its pointers and tensor maps but in calls of ``prefetch_...``, or
-            it calls ``await_previous_of_call();``.
+        overlaps: whether programmatic dependent launch is safe: the kernel calls ``await_previous_of_call();``, or its
+            pointers and tensor maps are only in calls of ``prefetch_...`` before it calls ``await_previous_kernel();``.
     """
 
     entry: str
@@ -176,9 +175,7 @@ def is_tile(name: str, text: str | None = None) -> bool:
 
 
 def _overlaps(body: str, pointers: list[str]) -> bool:
-    if "await_previous_of_call();" in body:
-        return True
     before, waits, _ = body.partition("await_previous_kernel();")
     before = _PREFETCH.sub("", before)
-    nested = before.count("{") != before.count("}")
-    return bool(waits) and not nested and not any(re.search(rf"\b{name}\b", before) for name in pointers)
+    unsafe = before.count("{") != before.count("}") or any(re.search(rf"\b{name}\b", before) for name in pointers)
+    return (bool(waits) and not unsafe) or "await_previous_of_call();" in body

@@ -73,7 +73,7 @@ class Waves(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int, splits: float, ctas_at_once: int, num_sms: int, token_bytes: int) -> Waves:
-        """The waves of CTAs of which so many run at once, with tokens of so many bytes."""
+        """The waves of this many CTAs at once, with tokens of so many bytes."""
         return cls(num_seqs, splits, ctas_at_once / num_sms, _START_BYTES / ctas_at_once / token_bytes)
 
     @property
