@@ -184,7 +184,7 @@ def save(path: Path, op: str, tuned: Tuned) -> None:
     if wrong := [
         name
         for name, value in difference(best, choice).items()
-        if not (isinstance(value, _SCALARS) or _is_config(value))
+        if not (isinstance(value, _SCALARS) or tuning.is_config(value))
     ]:
         raise TypeError(f"{op}: a table cannot hold the Config's {', '.join(wrong)}")
     entries = table.setdefault(op, {})
@@ -196,14 +196,10 @@ def save(path: Path, op: str, tuned: Tuned) -> None:
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def _is_config(value: Any) -> bool:
-    return hasattr(value, "candidates")
-
-
 def _entry(config: Config) -> dict[str, Any]:
     """The fields that a table can hold; those of a field that is a Config itself."""
     values = {one.name: getattr(config, one.name) for one in fields(config)}
-    values = {name: _entry(one) if _is_config(one) else one for name, one in values.items()}
+    values = {name: _entry(one) if tuning.is_config(one) else one for name, one in values.items()}
     return {name: one for name, one in values.items() if isinstance(one, (*_SCALARS, dict))}
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -79,7 +79,12 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
 def key(problem: Problem, config: Config) -> str:
     """The key of a table's entry for problems of this bucket, and for choices of these classes."""
     values = config, *(getattr(config, one.name) for one in fields(config))  # type: ignore[arg-type]
-    return " ".join([*(type(one).__name__ for one in values if is_dataclass(one)), problem.bucket()])
+    return " ".join([*(type(one).__name__ for one in values if is_config(one)), problem.bucket()])
+
+
+def is_config(value: Any) -> bool:
+    """Whether a value, perhaps of a field of a Config, is a Config itself."""
+    return hasattr(value, "candidates")
 
 
 def _changed(config: C, entry: dict[str, Any]) -> C:

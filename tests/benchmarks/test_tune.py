@@ -49,7 +49,7 @@ class Tuning:
         self.TABLES = folder
         self.table = SimpleNamespace(cache_clear=lambda: None)
         self.override: Any = None
-        self.key = pyops.tuning.key
+        self.key, self.is_config = pyops.tuning.key, pyops.tuning.is_config
 
     def config(self, op: str, problem: Any, device: Any, choose: Callable[[Any, Any], Any]) -> Any:
         return self.override or choose(problem, device)

@@ -89,10 +89,12 @@ def test_table_serves_choices_with_configs_of_the_same_classes(tables: Path) -> 
     @dataclass(frozen=True)
     class Combine:
         groups: int
+        candidates = None
 
     @dataclass(frozen=True)
     class Outer:
         second: Any
+        candidates = None
 
     write(tables, "nvidia-h200", an_op={"Outer Combine rows=8": {"second": {"groups": 4}}})
     for second, expected in ((Combine(1), Combine(4)), (Config(1), Config(1)), (None, None)):
