@@ -124,9 +124,12 @@ class MmaConfig:
         )
 
     def _blocks(self, tiles: int, device: Device) -> int:
-        """Blocks that take all tiles: as many as there are, or as shared memory lets run at a time."""
+        """Blocks that take all tiles: as many as there are, or as shared memory lets run at a time.
+
+        With batch invariance, every number of rows has the same kernel.
+        """
         copied = (self.tile_m + self.tile_n) * 8 * self.warps_k // self.num_threads(device)  # rows of a thread
-        if not device.supports("async_copies") or copied > _MAX_COPIED:
+        if tuning.batch_invariant() or not device.supports("async_copies") or copied > _MAX_COPIED:
             return tiles
         return min(tiles, device.num_sms * max(1, device.shared_memory // self.shared_memory))
 
