@@ -114,8 +114,8 @@ DEVICE tile_t stage_of(uint4* memory, int slot) {
     return tile_t{reinterpret_cast<uint16_t*>(memory) + (slot * WARPS_K + team()) * (STAGE_BYTES / 2)};
 }
 
-// The copies of a tile's k-tiles first_step ... first_step + steps - 1 to the stages in shared memory, in order. `tile` has
-// the rows of both operands that a thread copies, tile.copied_of_a(first) and tile.copied_of_b(first), from element
+// The copies of a tile's k-tiles first_step ... first_step + steps - 1 to the stages in shared memory, in order. `tile`
+// has the rows of both operands that a thread copies, tile.copied_of_a(first) and tile.copied_of_b(first), from element
 // `first` on, and the distances of the elements of a row, tile.a_step and tile.b_step.
 template <typename Tile>
 struct TileCopies {
@@ -154,9 +154,9 @@ struct TileCopies {
     }
 };
 
-// Adds the MMAs of a tile's `steps` k-tiles, whose copies have begun, to the accumulators of the teams. A warp's tile
-// begins at (warp_row, warp_column) of the CTA's. With SCALE_BLOCK, scales_of(step) loads the block scales of a k-tile,
-// and promote(scales) is called after its MMAs.
+// Adds the MMAs of a tile's `steps` k-tiles to the accumulators of the teams, after their copies have begun. A warp's
+// tile begins at (warp_row, warp_column) of the CTA's. With SCALE_BLOCK, scales_of(step) loads the block scales of a
+// k-tile, and promote(scales) is called after its MMAs.
 template <typename Copies, typename ScalesOf, typename Promote>
 DEVICE void multiply_tile(sum_t (&accum)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], Copies& copies, uint4* memory,
                           int steps, int warp_row, int warp_column, const ScalesOf& scales_of, const Promote& promote) {

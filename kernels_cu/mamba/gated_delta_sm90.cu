@@ -63,8 +63,8 @@ DEVICE void scale_rows(const tile_t& tile, uint64_t rows) {
     }
 }
 
-// Elements of a state in adjacent columns. They are loaded before the wait for gated_delta_prepare.cu, so the load bypasses
-// the L1 cache, which may hold values from before the last call.
+// Elements of a state in adjacent columns. They are loaded before the wait for gated_delta_prepare.cu, so the load
+// bypasses the L1 cache, which may hold values from before the last call.
 template <int N>
 DEVICE Vec<initial_t, N> load_state_of(const initial_t* from) {
     Vec<initial_t, N> x;
