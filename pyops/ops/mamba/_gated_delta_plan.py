@@ -15,11 +15,11 @@ from ._gated_delta_problem import DeltaProblem, token_stride
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
-# Rows of the state in a block of gated_delta_recurrent.cu, and in a thread. Float32 states with contiguous rows then
-# have whole lines of 128 bytes in a block.
-_ROWS, _THREAD_ROWS = 32, 4
+# Rows of the state in a block of gated_delta_recurrent.cu, and in a thread. Float32 states with contiguous columns then
+# have whole lines of 128 bytes in a block, and in a large block, which reads DRAM faster, two of them in sequence.
+_ROWS, _LARGE_ROWS, _THREAD_ROWS = 32, 64, 4
 # Registers of an SM, and of a thread besides those of the state: in all decode steps, and for a state for each token.
-_SM_REGISTERS, _OTHER_REGISTERS, _DRAFT_REGISTERS = 65536, 64, 32
+_SM_REGISTERS, _OTHER_REGISTERS, _DRAFT_REGISTERS = 65536, 70, 32
 # The producer warps of a block prepare tiles for all of its rows, so large blocks prepare each tile fewer times. On an
 # H200, with 32 heads of 128, one sequence of 8192 tokens takes 814 us in blocks of 8 warps, 862 with 4 and 927 with 2.
 _WARPS = 4  # warps of a block that hold rows of the state
@@ -94,10 +94,12 @@ class GatedDeltaConfig:
     Attributes:
         warps: warps of a block, without the producer warps.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
+        rows: rows of the state in a block of gated_delta_recurrent.cu; a warp of the other kernels has 16.
     """
 
     warps: int
     min_blocks: int
+    rows: int = _ROWS
 
     def candidates(self, problem: DeltaProblem, device: Device) -> list[GatedDeltaConfig]:
         """Other block sizes and register bounds."""
@@ -124,20 +126,35 @@ def choose_recurrent(problem: DeltaProblem) -> GatedDeltaConfig:
     """For a decode step, as many resident blocks as have registers: their states are the bytes in flight."""
     if problem.slots is None:
         return GatedDeltaConfig(_WARPS, 1)
+    num_sms = problem.tokens.q.device.num_sms
+    small, large = (_resident(problem, rows) for rows in (_ROWS, _LARGE_ROWS))
+    few, many = (_blocks(problem, tuning.pinned(problem.num_seqs), rows) for rows in (_LARGE_ROWS, _ROWS))
+    if problem.tokens.v.shape[3] % _LARGE_ROWS or few < num_sms:
+        return small
+    # Where all blocks are resident at the same time, the SM with most rows is the last.
+    is_even = many <= small.min_blocks * num_sms and _ROWS * -(-many // num_sms) < _LARGE_ROWS * -(-few // num_sms)
+    return small if is_even else large
+
+
+def _resident(problem: DeltaProblem, rows: int) -> GatedDeltaConfig:
+    """Blocks of these rows, and as many on an SM as have registers."""
+    assert problem.slots is not None
     indices, threads = problem.slots.ssm_state_indices, 32 * _WARPS
-    held = -(-problem.tokens.q.shape[3] * _ROWS // (4 * _THREAD_ROWS * threads)) * 4 * _THREAD_ROWS
+    held = -(-problem.tokens.q.shape[3] * rows // (4 * _THREAD_ROWS * threads)) * 4 * _THREAD_ROWS
     others = _OTHER_REGISTERS + (_DRAFT_REGISTERS if indices is not None and len(indices.shape) == 2 else 0)
     min_blocks = max(1, _SM_REGISTERS // (threads * (held + others)))
-    num_sms, blocks = problem.tokens.q.device.num_sms, _blocks(problem, tuning.pinned(problem.num_seqs))
-    # One more spills. It pays where only then one launch, or two in sequence, find space at the same time.
-    pays = any(min_blocks * num_sms < count <= (min_blocks + 1) * num_sms for count in (blocks, 2 * blocks))
-    return GatedDeltaConfig(_WARPS, min_blocks + pays)
+    num_sms, blocks = problem.tokens.q.device.num_sms, _blocks(problem, tuning.pinned(problem.num_seqs), rows)
+    # One more spills. It pays where only then one launch, or two in sequence, find space at the same time, and where
+    # without it a second wave would have blocks for most SMs.
+    fewest, most = (min_blocks + 0.5) * num_sms, (min_blocks + 1) * num_sms
+    pays = any(fewest < count <= most for count in (blocks, 2 * blocks))
+    return GatedDeltaConfig(_WARPS, min_blocks + pays, rows)
 
 
-def _blocks(problem: DeltaProblem, num_seqs: int) -> int:
+def _blocks(problem: DeltaProblem, num_seqs: int, rows: int) -> int:
     """Blocks of gated_delta_recurrent.cu."""
     _, _, value_heads, value_size = problem.tokens.v.shape
-    return num_seqs * value_heads * -(-value_size // _ROWS)
+    return num_seqs * value_heads * -(-value_size // rows)
 
 
 class Tiles(NamedTuple):
@@ -254,7 +271,8 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
     slots = problem.slots
     indices, accepted = (slots.ssm_state_indices, slots.num_accepted_tokens) if slots else (None, None)
     key_size, value_size = problem.tokens.q.shape[3], problem.tokens.v.shape[3]
-    blocks, pinned_blocks = (_blocks(problem, count) for count in (problem.num_seqs, tuning.pinned(problem.num_seqs)))
+    counts = problem.num_seqs, tuning.pinned(problem.num_seqs)
+    blocks, pinned_blocks = (_blocks(problem, count, config.rows) for count in counts)
     arguments = arguments_of(problem, _recurrent)
     size = (key_size if problem.tokens.state_v_first else value_size) | arguments["state_stride"]
     wide = size % 4 == 0 and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in problem.states)
@@ -264,8 +282,8 @@ def launch_recurrent(problem: DeltaProblem, config: GatedDeltaConfig) -> Launch:
         index_t=int32 if indices is None else indices.dtype,
         accepted_t=int32 if accepted is None else accepted.dtype,
         STATE_V_FIRST=problem.tokens.state_v_first,
-        LANES=32 * config.warps * _THREAD_ROWS // _ROWS,
-        ROWS=_ROWS,
+        LANES=32 * config.warps * _THREAD_ROWS // config.rows,
+        ROWS=config.rows,
         STATE_VEC=4 if wide else 1,
         SLOTS=slots is not None,
         PER_TOKEN=indices is not None and len(indices.shape) == 2,

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import pyops
-from pyops import axes, tuning
+from pyops import axes, offline, tuning
 from pyops._core import config
 from pyops._core.system import device as device_of
 from pyops.host.toolchain import toolchains
+from pyops.ops.mamba._gated_delta_plan import GatedDeltaConfig
 from pyops.ops.mamba._gated_delta_sm90_plan import GatedDeltaSm90Config
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
@@ -153,23 +154,50 @@ def test_prompts_of_any_length_and_chunking(device: str, dtype: torch.dtype) -> 
             assert torch.equal(last[seq], initial[seq])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_by_token_equals_prefill(device: str, dtype: torch.dtype) -> None:
-    """Decoding token by token, with the state in a slot, gives the result of the prompt."""
-    call = tokens(device, 3, 12, 2, 4, (16, 24), dtype)
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.float32, (16, 24)), (torch.bfloat16, (20, 128))])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_token_by_token_equals_prefill(device: str, dtype: torch.dtype, sizes: tuple[int, int], rows: int) -> None:
+    """Decoding token by token, with the state in a slot, gives the result of the prompt, by blocks of any rows."""
+    call = tokens(device, 3, 12, 2, 4, sizes, dtype)
     slots = torch.tensor([4, 0, 2], device=device)
-    state = torch.randn(5, 4, 16, 24, device=device)
+    state = torch.randn(5, 4, *sizes, device=device)
     wanted, wanted_last = truth(call, state[slots])
     untouched = state[[1, 3]].clone()
-    for i in range(12):
-        one = {name: value[:, i : i + 1] for name, value in call.items()}
-        o, same = pyops.fused_recurrent_gated_delta_rule(
-            **one, initial_state=state, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True
-        )
-        assert same is state
-        assert_near(o, wanted[:, i : i + 1], dtype)
+    op = pyops.registry["gated_delta_rule_update"]
+    op.forget()
+    with tuning.forced(op.name, GatedDeltaConfig(4, 1, rows)):
+        for i in range(12):
+            one = {name: value[:, i : i + 1] for name, value in call.items()}
+            o, same = pyops.fused_recurrent_gated_delta_rule(
+                **one, initial_state=state, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True
+            )
+            assert same is state
+            assert_near(o, wanted[:, i : i + 1], dtype)
+    op.forget()
     assert_near(state[slots], wanted_last, dtype)
     assert torch.equal(state[[1, 3]], untouched)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "rows", "min_blocks", "spilled"),
+    [
+        (2, 8, 32, 5, 0),
+        (12, 8, 32, 6, 48),  # a second launch finds space next to the first
+        (10, 16, 32, 5, 0),  # five blocks of 32 rows on an SM are fewer rows than three of 64
+        (33, 2, 64, 3, 0),
+        (30, 4, 64, 4, 48),  # a second launch finds space next to the first
+        (50, 4, 64, 3, 0),  # a second wave has blocks for four SMs
+        (256, 32, 64, 3, 0),
+    ],
+)
+def test_rows_and_residency_of_steps(num_tokens: int, num_heads: int, rows: int, min_blocks: int, spilled: int) -> None:
+    """Blocks have 64 rows where these have work for every SM; they spill only where that makes one wave."""
+    values = {"num_tokens": num_tokens, "num_heads": num_heads, "head_dim": 128}
+    (one,) = axes.launches(pyops.registry["gated_delta_rule_update"], values, device_of.model("sm_90"))
+    made = one.specialisation
+    assert (made.constants["ROWS"], made.constants["MIN_BLOCKS"]) == (rows, min_blocks)
+    report = offline.compile(made.kernel.file, str(made), made.text, "sm_90", made.kernel.options)
+    assert report.spill_bytes <= spilled
 
 
 def test_speculative_decoding(device: str) -> None:
