@@ -28,6 +28,7 @@ PACKAGES = (
 FUSED = ("FusedMoEQuantConfig", "fused_experts", "fused_marlin_moe", "fused_moe", "parallel_fused_experts")
 WITHOUT = {
     "pyops.models.Config": "what the examples of its package begin with makes one",
+    "pyops.nn.MLAModules": "is an argument of `MultiHeadLatentAttentionWrapper`, which shows it",
     "pyops.nn.PluggableLayer": "is registered and replaced like `CustomOp`, which shows it",
 }
 """{name: why it has no example}."""

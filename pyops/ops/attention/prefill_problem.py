@@ -108,8 +108,7 @@ class PrefillProblem:
 
     @property
     def likely_tokens(self) -> int:
-        """Expected keys of the longest sequence of a paged cache: its last block is half full. New tokens are among
-        them."""
+        """Expected keys of the longest sequence of a paged cache, with the new ones: its last block is half full."""
         new = max(self.max_query_len, -(-self.query.shape[0] // max(1, self.num_seqs)))
         return min(self.expected_tokens, max(new, self.expected_tokens - self.layout.block_size // 2))
 
@@ -161,8 +160,7 @@ class PrefillProblem:
         """Whether prefill_mma.cu supports the call; attention_decode_simt.cu supports every call."""
         query, head_size, device = self.query, self.query.shape[2], self.query.device
         unit = 16 if self.layout.packed or self.is_fp8 else 8
-        # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
-        # spill.
+        # On gfx11 a lane holds a whole operand row: with ALiBi slopes or a soft cap, short values spill registers.
         has_registers = self.value_size == head_size or self.has_plain_logits or not device.arch.startswith("gfx11")
         return (
             has_registers
@@ -198,25 +196,21 @@ class PrefillProblem:
 
     @property
     def single_rows(self) -> decode_problem.DecodeProblem | None:
-        """The decode problem for the sequences with one query token, if there may be enough to fill all SMs; None if
-        the prefill kernel takes them. The lengths are on the device, so the plan does not know which sequences these
-        are.
-        """
+        """The decode problem for the sequences with one query token, which may fill all SMs; None if there are few."""
+        # Lengths are on the device, so the plan does not know which sequences these are.
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV) or self.cu_seqlens_q is None:
             return None
         single_rows = self.as_decode()
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
-        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
-        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
-        may_be_many &= self.tokens_of_each <= 1
+        may_be_many = num_seqs * self.kv.num_kv_heads >= device.num_sms and self.tokens_of_each <= 1
+        may_be_many &= num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
         may_be_many |= tuning.batch_invariant()
         reads_once = single_rows.reads == 1 or not self.uses_wgmma
         return single_rows if is_served and may_be_many and reads_once and self.codes is None else None
 
     def as_decode(self, query_tokens: int = 0) -> decode_problem.DecodeProblem:
-        """The decode problem of a call with a paged cache; a CTA takes `query_tokens` query tokens, 0: sequences have
-        one."""
+        """The decode problem of a call with a paged cache. A CTA takes `query_tokens` of a sequence; 0: it has one."""
         assert isinstance(self.kv, PagedKV)
         return decode_problem.DecodeProblem(
             self.out,
@@ -245,8 +239,7 @@ class PrefillProblem:
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"query_tokens={tuning.power_of_two(num_tokens)}",
         ]
-        words += [] if self.has_plain_logits else ["logits_changed"]
-        return " ".join(words)
+        return " ".join(words + ["logits_changed"] * (not self.has_plain_logits))
 
 
 def shares_rows(problem: PrefillProblem) -> bool:
