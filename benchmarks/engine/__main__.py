@@ -110,7 +110,8 @@ class Worker:
 
 def took_over(log: str) -> list[str]:
     """The log lines of the plugin, and those in which vLLM names a backend of this library."""
-    lines = [line for line in log.splitlines() if line.startswith("INFO") and "] " in line]
+    # vLLM 0.33 begins a line with the process.
+    lines = [line for line in log.splitlines() if re.match(r"(\(\w+ pid=\d+\) )?INFO ", line) and "] " in line]
     chosen = [line for line in lines if re.search(r"\[(plugin|library)\.py:|Using (PYOPS|CUSTOM|Pyops)", line)]
     return list(dict.fromkeys(line.split("] ", 1)[1].strip() for line in chosen))
 

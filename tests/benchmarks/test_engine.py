@@ -86,10 +86,13 @@ def test_replaced_layers_are_read_from_the_log() -> None:
 INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
 INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
 INFO 11-28 20:06:26 [core.py:112] Initializing a V1 LLM engine
+(MainProcess pid=17) INFO 11-28 20:06:27 [plugin.py:78] sampler: forward
+(MainProcess pid=17) WARNING 11-28 20:06:27 [plugin.py:74] experts is left to vLLM
 ERROR 11-28 20:06:26 [plugin.py:81] 157 ops"""
     assert main.took_over(log) == [
         "157 ops of vLLM run on pyops",
         "Using CUSTOM attention backend out of potential backends: ['CUSTOM'].",
+        "sampler: forward",
     ]
 
 

@@ -55,6 +55,7 @@ def activate() -> None:
     if not words or _active is not None:
         return
     choice = Choice.read(words, [name for vllm in VERSIONS for name in table(vllm)], parts.NAMES)
+    _configure_logging()
     importlib.import_module("vllm._custom_ops")  # loads the libraries that define ops
     for module in DEFINED_IN_PYTHON.values():
         with suppress(ModuleNotFoundError):  # another version may have neither the module nor its op
@@ -76,6 +77,14 @@ def activate() -> None:
             if line:
                 _log.info("%s: %s", name, line)
         _active = undo.pop_all()
+
+
+def _configure_logging() -> None:
+    """Let vLLM configure its loggers now. vLLM 0.33 does so when it makes an engine, after it has called plugins."""
+    with suppress(ImportError, AttributeError):
+        configure = importlib.import_module("vllm.logger").configure_logging_if_needed
+        if not logging.getLogger("vllm").handlers:
+            configure(importlib.import_module("vllm.config.logging").LoggingConfig())
 
 
 def deactivate() -> None:
