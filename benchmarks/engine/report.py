@@ -33,7 +33,7 @@ def render(result: Mapping[str, Any]) -> str:
         "# vLLM's engine",
         "",
         f"{versions}.",
-        "Milliseconds: the median of each row's repetitions; the engines of a model took turns on one card. A kernel",
+        "Milliseconds: the median of each row's repetitions, with the engines of a model alternately on one card. A kernel",
         "under programmatic launch waits for its predecessor on the device: its share of the time has that, too.",
         "",
     ]
@@ -102,7 +102,7 @@ def _notes(runs: Mapping[str, Any]) -> list[str]:
         if run != "own" and (compared := _compared(runs.get("own", {}), one)):
             lines.append(f"- {words}: {compared}")
         if "ready" in one:
-            lines.append(f"- {words}: ready after {one['ready']:.1f} s, beside the other engines of this model")
+            lines.append(f"- {words}: ready after {one['ready']:.1f} s, together with the other engines of this model")
         if "took over" in one:
             lines += [f"- {words}: {line}" for line in one["took over"]]
         for row, kernels in one.get("kernels", {}).items():
