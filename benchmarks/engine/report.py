@@ -33,7 +33,7 @@ def render(result: Mapping[str, Any]) -> str:
         "# vLLM's engine",
         "",
         f"{versions}.",
-        "Milliseconds: the median of each row's repetitions, with the engines of a model alternately on one card. A kernel",
+        "Milliseconds: the median of each row's repetitions, the engines of a model alternately on one card. A kernel",
         "under programmatic launch waits for its predecessor on the device: its share of the time has that, too.",
         "",
     ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ EXPERTS, HIDDEN, CHANNELS, TOP_K = 4, 256, 128, 2
 Vllm = SimpleNamespace  # modules of vLLM and of the part, by the last word of their names
 ANY_DEVICE = pytest.mark.parametrize("device", ["cpu", CUDA])
 LAYERS = "vllm.model_executor.layers"
+AWQ = f"{LAYERS}.quantization.awq_marlin"  # not in vLLM 0.33
 MODULES = (
     f"{LAYERS}.fused_moe.config",
     f"{LAYERS}.fused_moe.activation",
@@ -29,7 +33,7 @@ MODULES = (
     f"{LAYERS}.fused_moe.experts.triton_moe",
     *(f"{LAYERS}.fused_moe.oracle.{name}" for name in ("fp8", "int8", "int_wna16", "mxfp4", "unquantized")),
     f"{LAYERS}.quantization.auto_gptq",
-    f"{LAYERS}.quantization.awq_marlin",
+    AWQ,
     f"{LAYERS}.quantization.utils.quant_utils",
     "vllm.platforms.interface",
     "vllm.v1.worker.workspace",
@@ -44,8 +48,9 @@ def vllm() -> Iterator[Vllm]:
     pytest.importorskip("vllm")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        registered = register("0.22")
-        found = Vllm(**{name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES})
+        registered = register("0.33" if importlib.util.find_spec(AWQ) is None else "0.22")
+        names = [name for name in MODULES if importlib.util.find_spec(name)]
+        found = Vllm(**{name.rpartition(".")[2]: importlib.import_module(name) for name in names})
     interface = found.interface
 
     class Hopper(interface.Platform):  # type: ignore[misc, name-defined]
@@ -67,8 +72,15 @@ def vllm() -> Iterator[Vllm]:
             patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         # This asks the engine's configuration.
         patch.setattr(found.mxfp4, "_user_moe_activation_override", lambda: None)
-        yield found
+        with nullcontext() if hasattr(found, "awq_marlin") else configured():
+            yield found
     registered.undo()
+
+
+def configured() -> Any:
+    """A context with a current configuration, which oracles of vLLM 0.33 read."""
+    config = importlib.import_module("vllm.config")
+    return config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu")))
 
 
 @pytest.fixture
@@ -78,13 +90,12 @@ def installed(vllm: Vllm) -> Iterator[Vllm]:
     vllm.experts.uninstall()
 
 
-def layer(vllm: Vllm, activation: str = "silu", device: str = "cpu", **others: Any) -> Any:
+def layer(vllm: Vllm, activation: str = "silu", device: str = "cpu", channels: int = CHANNELS, **others: Any) -> Any:
     """vLLM's configuration of a layer."""
     given = {
         "num_experts": EXPERTS,
         "experts_per_token": TOP_K,
         "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": CHANNELS,
         "num_local_experts": EXPERTS,
         "num_logical_experts": EXPERTS,
         "activation": vllm.activation.MoEActivation(activation),
@@ -92,8 +103,11 @@ def layer(vllm: Vllm, activation: str = "silu", device: str = "cpu", **others: A
         "routing_method": vllm.config.RoutingMethodType.Renormalize,
         "moe_parallel_config": vllm.config.FusedMoEParallelConfig.make_no_parallel(),
         "in_dtype": BF16,
-        "is_act_and_mul": not activation.endswith("_no_mul"),
     }
+    if "is_act_and_mul" in vllm.config.FusedMoEConfig.__dataclass_fields__:
+        given |= {"intermediate_size_per_partition": channels, "is_act_and_mul": not activation.endswith("_no_mul")}
+    else:  # vLLM 0.33
+        given["intermediate_size"] = channels
     return vllm.config.FusedMoEConfig(**given | others)
 
 
@@ -102,6 +116,11 @@ def routed(tokens: int = 20, top_k: int = TOP_K, experts: int = EXPERTS) -> tupl
     ids = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4))
     ids[2] = experts
     return draw(tokens, HIDDEN, dtype=BF16), positive(tokens, top_k, seed=3), ids.int()
+
+
+def call_with(function: Any, named: dict[str, Any]) -> Any:
+    """The result of a function of vLLM, with those of the arguments that its version has."""
+    return function(**{name: named[name] for name in inspect.signature(function).parameters if name in named})
 
 
 def moved(device: str, *tensors: Any) -> list[Any]:

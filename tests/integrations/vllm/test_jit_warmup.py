@@ -78,6 +78,7 @@ def test_batches_of_many_sizes_run_after_vllms_own_warm_up(vllm: list[Any]) -> N
     of_many = sorted({tokens for seqs, tokens, is_decode in ran if not is_decode and seqs == min(tokens, 9)})
     assert of_many[-1] == 100
     assert all(b <= max(a + 1, 1.25 * a) for a, b in pairwise(of_many))
+    assert {(3, 100, False), (3, 50, False), (3, 49, False)} <= set(ran)  # of equal lengths or not
     for seqs, longest in (1, 64), (3, 100):
         assert max(tokens for some, tokens, is_decode in ran if not is_decode and some == seqs) == longest
 

@@ -9,9 +9,10 @@ functions `fused_marlin_moe` and `fused_experts` are replaced by this library's 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, get_origin
 
 from ._replaced import Replaced
 
@@ -51,8 +52,6 @@ def uninstall() -> None:
 
 
 def _take_over() -> None:
-    if "is_act_and_mul" not in importlib.import_module(f"{_FUSED_MOE}.config").FusedMoEConfig.__dataclass_fields__:
-        raise ImportError("layers of experts have another configuration, that of vLLM 0.33")
     for oracle, priorities in (
         ("unquantized", "_get_priority_backends"),
         ("fp8", "_get_priority_backends"),
@@ -60,7 +59,7 @@ def _take_over() -> None:
         ("mxfp4", "_get_priority_backends_for_gpt_oss"),
     ):
         _replaced.function(f"{_ORACLE}.{oracle}", priorities, _in_front)
-        _replaced.function(f"{_ORACLE}.{oracle}", "backend_to_kernel_cls", _knows_experts(oracle != "unquantized"))
+        _replaced.function(f"{_ORACLE}.{oracle}", "backend_to_kernel_cls", _knows_experts)
     fp8 = importlib.import_module(f"{_ORACLE}.fp8").Fp8MoeBackend
     mxfp4 = importlib.import_module(f"{_ORACLE}.mxfp4").Mxfp4MoeBackend
     # vLLM prepares weights and scales by backend. Those of Triton and XPU keep the checkpoint's layout.
@@ -71,8 +70,13 @@ def _take_over() -> None:
     ):
         _replaced.function(f"{_ORACLE}.{oracle}", name, _as_for(argument, backend))
     functions = importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
-    _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", functions.marlin)
-    _replaced.function(f"{_FUSED_MOE}.fused_moe", "fused_experts", functions.fused)
+    for module, name, ours in (
+        ("experts.marlin_moe", "fused_marlin_moe", functions.marlin),
+        ("fused_moe", "fused_experts", functions.fused),
+    ):
+        theirs = getattr(importlib.import_module(f"{_FUSED_MOE}.{module}"), name)
+        if "inplace" in inspect.signature(theirs).parameters:  # other arguments in 0.33, which calls neither by default
+            _replaced.function(f"{_FUSED_MOE}.{module}", name, ours)
 
 
 def _in_front(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -82,19 +86,17 @@ def _in_front(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return with_pyops
 
 
-def _knows_experts(in_list: bool) -> Callable[[Any], Callable[[Any], Any]]:
+def _knows_experts(classes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap an oracle's `backend_to_kernel_cls` to return `PyopsExperts` for PYOPS, as a class or in a list."""
     experts = importlib.import_module("pyops.integrations.vllm.parts._modular_experts").PyopsExperts
+    in_list = get_origin(inspect.signature(classes, eval_str=True).return_annotation) is list
 
-    def around(classes: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def with_pyops(backend: Any) -> Any:
-            if backend is not Backend.PYOPS:
-                return classes(backend)
-            return [experts] if in_list else experts
+    def with_pyops(backend: Any) -> Any:
+        if backend is not Backend.PYOPS:
+            return classes(backend)
+        return [experts] if in_list else experts
 
-        return with_pyops
-
-    return around
+    return with_pyops
 
 
 def _as_for(argument: str, backend: Any) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from ._replaced import Replaced
 
 _WARMUP = "vllm.model_executor.warmup.kernel_warmup"
 # Between two batches of a list: tokens, on which GEMMs and rows depend; sequences, and tokens of these, on which
-# attention depends. On an H200, the batches of a Llama with 8 billion weights take 6 seconds in all.
+# attention depends.
 _TOKENS_RATIO, _SEQS_RATIO, _PROMPTS_RATIO = 2**0.25, 4.0, 2.0
 _replaced = Replaced()
 
@@ -69,6 +69,8 @@ def _run_batches(runner: Any, config: Any, has_attention: bool) -> None:
             runner.max_num_reqs = seqs  # the most sequences of a dummy batch
             for count in _counts(min(seqs * config.model_config.max_model_len, most_tokens), _PROMPTS_RATIO):
                 runner._dummy_run(count, skip_eplb=True)
+                if 1 < seqs < most_seqs and count > seqs:  # sequences of different lengths, as in the first list
+                    runner._dummy_run(count - 1, skip_eplb=True)
     finally:
         runner.max_num_reqs = most_seqs
 
