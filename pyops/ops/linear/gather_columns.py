@@ -10,21 +10,27 @@ from .gemm_problem import Operand
 
 _gather_columns = Kernel("linear/gather_columns.cu")
 _NUM_THREADS = 256  # threads of a block
-_VEC_SIZE = 8  # elements of a thread
+VEC_SIZE = 8  # elements of a thread
+
+
+def access(size: int) -> int:
+    """Elements of one access of a thread to contiguous pieces of `size` elements."""
+    return VEC_SIZE if size % VEC_SIZE == 0 else 1
 
 
 def gathered(to: Operand, a: Operand, k: int, perm: TensorArg | None = None, *, in_fours: bool = False) -> Launch:
     """The launch that writes the rows of `a`, of `k` adjacent elements, to `to`, a packed matrix in a workspace."""
     sources: dict[str, Any] = {"a": a.source, "perm": perm}
     kernel = _gather_columns.renamed(**{n: one.name for n, one in sources.items() if isinstance(one, TensorArg)})
-    pieces = a.rows * -(-k // _VEC_SIZE)
+    pieces = a.rows * -(-k // VEC_SIZE)
     return kernel(
         scalar_t=to.dtype,
         a_t=a.dtype,
         PERMUTED=perm is not None,
         IN_FOURS=in_fours,
-        VEC_SIZE=_VEC_SIZE,
-        ACCESS=_VEC_SIZE if k % _VEC_SIZE == 0 else 1,
+        VEC_SIZE=VEC_SIZE,
+        ACCESS=access(k),
+        A_ACCESS=access(a.vec_size(k)) if perm is None and not in_fours else 1,
         NUM_THREADS=_NUM_THREADS,
     ).launch(
         -(-pieces // _NUM_THREADS),

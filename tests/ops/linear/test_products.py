@@ -531,6 +531,18 @@ INSTINCT = device.model("gfx942")
 
 
 @pytest.mark.parametrize(
+    ("k", "stride", "alignment", "expected"),
+    [(64, 64, 16, 8), (64, 72, 8, 8), (64, 72, 4, 1), (64, 68, 16, 1), (60, 64, 16, 1)],
+)
+def test_access_of_a_conversion(k: int, stride: int, alignment: int, expected: int) -> None:
+    """Eight elements are loaded at a time where the address of each eight is a multiple of eight."""
+    one = problem(256, 256, k, dtypes.float8_e4m3fn, AMPERE)
+    one = replace(one, a=replace(one.a, stride=stride, alignment=alignment))
+    first, *_ = ConvertedConfig(SMALL).launches(one)
+    assert first.specialisation.constants["A_ACCESS"] == expected
+
+
+@pytest.mark.parametrize(
     ("on", "m", "n", "k", "dtype", "expected"),
     [
         (AMPERE, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
