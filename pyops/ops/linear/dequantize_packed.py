@@ -11,14 +11,14 @@ from ..._core.system.device import Device
 from ..._core.tensors.dtypes import DType, float32
 from ..._core.tensors.tensor import TensorArg
 from . import gemm_plan
-from .gather_columns import gathered
+from .gather_columns import VEC_SIZE, access, gathered
 from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
+from .pointers import fed
 
 _dequantize_packed = Kernel("linear/dequantize_packed.cu")
 _dequantize_table = Kernel("linear/dequantize_table.cu")
 _NUM_THREADS = 256  # threads of a block of these kernels
-_VEC_SIZE = 8  # elements of a thread of the first
 _COLUMNS = 4  # columns of a thread of dequantize_packed.cu
 _TILE = 64, 32 * _COLUMNS  # rows and columns of a block of dequantize_packed.cu
 _TABLE_TILE = 2 * _NUM_THREADS, 32  # rows and columns of a block of dequantize_table.cu
@@ -75,17 +75,6 @@ def operand(problem: PackedProblem) -> Operand:
     return Operand.of_scratch(Scratch(a.rows * w.k * dtype.itemsize), dtype, a.rows, w.k)
 
 
-def _access(k: int) -> int:
-    """Elements of one access to contiguous rows of `k` elements."""
-    return _VEC_SIZE if k % _VEC_SIZE == 0 else 1
-
-
-def _fed(kernel: Kernel, **tensors: TensorArg | None) -> tuple[Kernel, dict[str, Any]]:
-    """The kernel with its pointers fed by these tensors, and null pointers for absent ones."""
-    named = {name: tensor.name for name, tensor in tensors.items() if tensor is not None}
-    return kernel.renamed(**named), {name: 0 for name, tensor in tensors.items() if tensor is None}
-
-
 def written(
     dense: Scratch, dtype: DType, w: PackedWeight, count: int = 1, weight_scales: TensorArg | None = None
 ) -> Launch:
@@ -94,7 +83,7 @@ def written(
     if w.scale_kind == "products":
         return _written_by_tables(dense, w, quants, count)
     tensors = {"quants": quants, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
-    kernel, absent = _fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
+    kernel, absent = fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
     floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))
     return kernel(
@@ -116,11 +105,11 @@ def written(
         ZERO_LAYOUT=f"layout_{w.zero_layout}",
         ZERO_OFFSET=w.zero_offset,
         HAS_G_IDX=w.g_idx is not None,
-        SHARED_GROUP=w.g_idx is None and (w.groups == 1 or w.group_size % _VEC_SIZE == 0),
+        SHARED_GROUP=w.g_idx is None and (w.groups == 1 or w.group_size % VEC_SIZE == 0),
         PLACES=w.places is not None,
-        VEC_SIZE=_VEC_SIZE,
+        VEC_SIZE=VEC_SIZE,
         COLUMNS=_COLUMNS,
-        ACCESS=_access(w.k),
+        ACCESS=access(w.k),
         NUM_THREADS=_NUM_THREADS,
     ).launch(
         (rows * columns, count),
@@ -137,7 +126,7 @@ def written(
 def _written_by_tables(dense: Scratch, w: PackedWeight, quants: TensorArg, count: int) -> Launch:
     """The same of W4A8."""
     assert w.scales is not None
-    kernel, _ = _fed(_dequantize_table, quants=quants, tables=w.scales)
+    kernel, _ = fed(_dequantize_table, quants=quants, tables=w.scales)
     alignment = quants.alignment // quants.dtype.itemsize | w.n // 8  # in words; a lane has two of half a tile
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TABLE_TILE, strict=True))
     return kernel(

@@ -7,6 +7,7 @@ from ..._core.launch.scratch import Scratch
 from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import Operand
 from .grouped_problem import ExpertLists
+from .pointers import fed
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
 _NUM_THREADS, _VEC_SIZE = 256, 8  # threads of a block, elements of a thread
@@ -40,11 +41,9 @@ def gathered(
     rows = places if by_place else num_rows
     workspace = Scratch(rows * k * a.dtype.itemsize)
     named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
-    named |= {"a": a.source} | ({} if perm is None else {"perm": perm})
-    fed = {name: one.name for name, one in named.items() if isinstance(one, TensorArg)}
-    pointers = {name: one for name, one in named.items() if name not in fed}
+    kernel, others = fed(_gather_expert_columns, **named, a=a.source, perm=perm)
     vec_size = _VEC_SIZE if perm is not None else a.vec_size(k)
-    launch = _gather_expert_columns.renamed(**fed)(
+    launch = kernel(
         scalar_t=a.dtype,
         PERMUTED=perm is not None,
         BY_PLACE=by_place,
@@ -63,7 +62,6 @@ def gathered(
         top_k=top_k,
         k=k,
         a_stride=a.stride,
-        **pointers,
-        **({"perm": 0} if perm is None else {}),
+        **others,
     )
     return launch, Operand.of_scratch(workspace, a.dtype, rows, k)

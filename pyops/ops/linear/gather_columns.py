@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import Operand
+from .pointers import fed
 
 _gather_columns = Kernel("linear/gather_columns.cu")
 _NUM_THREADS = 256  # threads of a block
@@ -20,8 +19,7 @@ def access(size: int) -> int:
 
 def gathered(to: Operand, a: Operand, k: int, perm: TensorArg | None = None, *, in_fours: bool = False) -> Launch:
     """The launch that writes the rows of `a`, of `k` adjacent elements, to `to`, a packed matrix in a workspace."""
-    sources: dict[str, Any] = {"a": a.source, "perm": perm}
-    kernel = _gather_columns.renamed(**{n: one.name for n, one in sources.items() if isinstance(one, TensorArg)})
+    kernel, others = fed(_gather_columns, a=a.source, perm=perm)
     pieces = a.rows * -(-k // VEC_SIZE)
     return kernel(
         scalar_t=to.dtype,
@@ -39,5 +37,5 @@ def gathered(to: Operand, a: Operand, k: int, perm: TensorArg | None = None, *, 
         m=a.rows,
         k=k,
         a_stride=a.stride,
-        **{name: one or 0 for name, one in sources.items() if not isinstance(one, TensorArg)},
+        **others,
     )

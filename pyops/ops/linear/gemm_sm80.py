@@ -30,22 +30,41 @@ _GROUP_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class MmaConfig:
-    """The geometry of gemm_sm80.cu; the attributes are constants of the kernel.
+class MmaTile:
+    """The tile of a block of gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a block's accumulator tile.
         warps_m, warps_n: warps of a team along M and N.
-        stages: k-tiles of a team in shared memory or in flight.
-        splits: blocks that share a tile (split-K); each takes a part of K.
-        min_blocks: blocks per SM; bounds the registers.
-        warps_k: teams of these warps in a block, which split K.
     """
 
     tile_m: int
     tile_n: int
     warps_m: int
     warps_n: int
+
+    @property
+    def k_tile_traffic(self) -> int:
+        """Bytes of shared memory that a k-tile writes, and that its warps read."""
+        return (self.tile_m + self.tile_n) * K_TILE_BYTES + self.k_tile_reads
+
+    @property
+    def k_tile_reads(self) -> int:
+        """Bytes of shared memory that the warps of a team read of a k-tile."""
+        return (self.warps_n * self.tile_m + self.warps_m * self.tile_n) * K_TILE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class MmaConfig(MmaTile):
+    """The geometry of entry gemm_sm80; the attributes are constants of the kernel.
+
+    Attributes:
+        stages: k-tiles of a team in shared memory or in flight.
+        splits: blocks that share a tile (split-K); each takes a part of K.
+        min_blocks: blocks per SM; bounds the registers.
+        warps_k: teams of these warps in a block, which split K.
+    """
+
     stages: int
     splits: int
     min_blocks: int
@@ -58,16 +77,6 @@ class MmaConfig:
     @property
     def shared_memory(self) -> int:
         return self.warps_k * self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
-
-    @property
-    def k_tile_traffic(self) -> int:
-        """Bytes of shared memory that a k-tile writes, and that its warps read."""
-        return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
-
-    @property
-    def k_tile_reads(self) -> int:
-        """Bytes of shared memory that the warps of a team read of a k-tile."""
-        return (self.warps_n * self.tile_m + self.warps_m * self.tile_n) * K_TILE_BYTES
 
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * self.warps_k * device.warp_size
@@ -190,11 +199,6 @@ def _tiles(shape: GemmShape, device: Device) -> tuple[tuple[int, int, int, int, 
         return _TILES[:_SMALL_TILES]
     plain = not (shape.block_scaled or shape.is_gated) and shape.vec_size * shape.dtype.itemsize >= 4
     return _TILES if plain and not (converts(shape.dtype, device) or device.supports("wgmma")) else _TILES[:_EVEN_TILES]
-
-
-def k_tile_traffic(tile_m: int, tile_n: int, warps_m: int, warps_n: int) -> int:
-    """Bytes of shared memory that a k-tile writes, and that its warps read."""
-    return (tile_m + tile_n + warps_n * tile_m + warps_m * tile_n) * K_TILE_BYTES
 
 
 def max_accumulators(dtype: DType, device: Device) -> int:

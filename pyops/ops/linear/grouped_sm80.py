@@ -10,7 +10,7 @@ from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
 from .gemm_problem import HELD_STAGES
 from .gemm_shape import K_TILE_BYTES
-from .gemm_sm80 import k_tile_traffic, max_accumulators
+from .gemm_sm80 import MmaTile, max_accumulators
 from .grouped_problem import GROUP, GroupedProblem
 from .grouped_shape import GroupedShape
 
@@ -42,20 +42,14 @@ _MATRIX_CORE_TILES = 16, 32, 64  # rows of the tiles that compile without spills
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedMmaConfig:
+class GroupedMmaConfig(MmaTile):
     """The geometry of grouped_gemm_sm80; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m, tile_n: rows and weight rows of a block's tile.
-        warps_m, warps_n: warps along M and N.
         stages: k-tiles in shared memory or in flight.
         min_blocks: blocks per SM; bounds the registers.
     """
 
-    tile_m: int
-    tile_n: int
-    warps_m: int
-    warps_n: int
     stages: int
     min_blocks: int = 1
 
@@ -66,16 +60,6 @@ class GroupedMmaConfig:
     @property
     def shared_memory(self) -> int:
         return self.stages * (self.tile_m + self.tile_n) * K_TILE_BYTES
-
-    @property
-    def k_tile_traffic(self) -> int:
-        """Bytes of shared memory that a k-tile writes, and that its warps read."""
-        return k_tile_traffic(self.tile_m, self.tile_n, self.warps_m, self.warps_n)
-
-    @property
-    def k_tile_reads(self) -> int:
-        """Bytes of shared memory that the warps read in a k-tile."""
-        return (self.warps_n * self.tile_m + self.warps_m * self.tile_n) * K_TILE_BYTES
 
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
         """Other tiles and stages."""

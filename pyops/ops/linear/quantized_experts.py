@@ -13,6 +13,7 @@ from ..._core.tensors.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_COLUMNS
 from .._shared.scalar_type import E2M1_NUMBERS, SCALAR_TYPES, ScalarType
+from .pointers import fed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,10 +84,9 @@ class QuantizedExperts:
     def written(self, dense: Scratch, dtype: DType) -> Launch:
         """The launch that dequantizes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
         words = self.k * self.bits // 32
-        named = {name: one.name for name, one in self.tensors().items() if isinstance(one, TensorArg)}
+        kernel, others = fed(_wna16_to_dense, **self.tensors())
         access = check.vector_width(4, self.quants)
-        pointers: dict[str, Any] = {name: one or 0 for name, one in self.tensors().items() if name not in named}
-        return _wna16_to_dense.renamed(**named)(
+        return kernel(
             scalar_t=dtype,
             **self.constants(),
             GROUP_SIZE=max(1, self.group_size),
@@ -100,7 +100,7 @@ class QuantizedExperts:
             rows=self.num_experts * self.rows,
             words=words,
             groups=self.groups,
-            **pointers,
+            **others,
         )
 
     def untiled(self) -> tuple[list[Launch], QuantizedExperts]:

@@ -14,6 +14,7 @@ from .._shared.norms import rms
 from .gemm_problem import GemmProblem, activated
 from .gemm_shape import GemmShape
 from .linear_problem import check_linear, linear_result
+from .pointers import fed
 from .prefetch import prefetch_arguments
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ class SkinnyConfig:
         epilogue = problem.epilogue
         given = (epilogue.out, problem.a.source, problem.b.source, epilogue.bias, problem.norm_weight)
         pairs = dict(zip(("out", "input", "weight", "bias", "norm_weight"), given, strict=True))
-        kernel = _gemv.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
-        arguments: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
+        kernel, arguments = fed(_gemv, **pairs)
         if not has_epsilon:
             arguments["epsilon"] = 0.0
         constants = epilogue.constants()
