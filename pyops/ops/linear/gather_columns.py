@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.tensors.tensor import TensorArg
 from .gemm_problem import Operand
+from .gemm_shape import FP8
 from .pointers import fed
 
 _gather_columns = Kernel("linear/gather_columns.cu")
@@ -28,7 +29,7 @@ def gathered(to: Operand, a: Operand, k: int, perm: TensorArg | None = None, *, 
         IN_FOURS=in_fours,
         VEC_SIZE=VEC_SIZE,
         ACCESS=access(k),
-        A_ACCESS=access(a.vec_size(k)) if perm is None and not in_fours else 1,
+        A_ACCESS=access(a.vec_size(k)) if a.dtype in FP8 and perm is None and not in_fours else 1,
         NUM_THREADS=_NUM_THREADS,
     ).launch(
         -(-pieces // _NUM_THREADS),
