@@ -83,6 +83,9 @@ struct Accumulators {
 constexpr int RUNS_OF_B = GATED == 1 ? 2 : 1;
 static_assert(ROWS_APART % (RUNS_OF_B * GATE_COLUMNS) == 0);
 
+// Whether threads without a row of a read nothing. Tiles with more rows of a thread lack registers for it.
+constexpr bool SKIPS_ROWS = !HOLDS_COPIES && TILE_M <= 64 && TILE_M + TILE_N <= 16 * ROWS_APART;
+
 // A tile of a dense GEMM.
 struct DenseTile {
     const scalar_t *a, *b;
@@ -93,11 +96,11 @@ struct DenseTile {
         return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
     }
     // The rows that a thread copies, from element `first` of each on.
-    DEVICE StridedRows copied_of_a(int64_t first) const {
+    DEVICE auto copied_of_a(int64_t first) const {
         const int64_t row = first_row + made_anew(thread_of_team() / 8);
-        return strided_rows(a + first * a_step, row, a_stride, ROWS_APART, m - row);
+        return strided_rows<SKIPS_ROWS>(a + first * a_step, row, a_stride, ROWS_APART, m - row);
     }
-    DEVICE StridedRows copied_of_b(int64_t first) const {
+    DEVICE StridedRows<> copied_of_b(int64_t first) const {
         const int local = made_anew(thread_of_team() / 8);
         const int64_t column = column_of(local), row = column + (GATED && local / GATE_COLUMNS % 2 ? n : 0);
         return strided_rows(b + first * b_step, row, b_stride, ROWS_APART / RUNS_OF_B, (n - column) * RUNS_OF_B);
@@ -134,7 +137,7 @@ struct ExpertTile {
     DEVICE auto copied_of_a(int64_t first) const {
         return scattered_rows<TILE_M>(a, a_stride, first, top_k, [&](int i) { return rows[i]; });
     }
-    DEVICE StridedRows copied_of_b(int64_t first) const {
+    DEVICE StridedRows<> copied_of_b(int64_t first) const {
         const int row = b_row_of(threadIdx.x / 8), end = GATED == 1 && row < n ? n : b_rows;
         return strided_rows(b + first, row, b_stride, ROWS_APART / RUNS_OF_B, int64_t(end - row) * RUNS_OF_B);
     }

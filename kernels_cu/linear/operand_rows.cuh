@@ -5,12 +5,14 @@
 #include "vec.cuh"
 
 // Rows a constant distance from each other. Rows past the last one that exists repeat it: their results are not stored.
+// SKIPS: a thread without any row reads nothing. All threads of all blocks would otherwise read one row at a time.
+template <bool SKIPS = false>
 struct StridedRows {
     const uint8_t* first;
     int64_t between;  // bytes from each row to the next
-    int last;         // row that exists
+    int last;         // row that exists; SKIPS: -1 if none does
 
-    DEVICE bool exists(int) const { return true; }
+    DEVICE bool exists(int) const { return !SKIPS || last >= 0; }
     DEVICE const scalar_t* row(int i) const {
         return reinterpret_cast<const scalar_t*>(first + min(i, last) * between);
     }
@@ -21,11 +23,13 @@ struct StridedRows {
 };
 
 // The rows that a thread copies: row `row` and each further one `step` rows on, where `left` of the tile's rows exist
-// from the first on. Without any, the thread copies row 0.
-DEVICE StridedRows strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
+// from the first on. Without any, the thread copies row 0, with SKIPS zeros.
+template <bool SKIPS = false>
+DEVICE StridedRows<SKIPS> strided_rows(const scalar_t* base, int64_t row, int64_t stride, int step, int64_t left) {
     const int count = int(min((max(left, int64_t(0)) + ROWS_APART - 1) / ROWS_APART, int64_t(1 << 30)));
     const int64_t bytes = stride * int(sizeof(scalar_t));
-    return {reinterpret_cast<const uint8_t*>(base) + (count > 0 ? row : 0) * bytes, step * bytes, max(count - 1, 0)};
+    return {reinterpret_cast<const uint8_t*>(base) + (count > 0 ? row : 0) * bytes, step * bytes,
+            SKIPS ? count - 1 : max(count - 1, 0)};
 }
 
 // Rows anywhere.
