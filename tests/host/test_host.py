@@ -46,7 +46,7 @@ FORMATS = [pytest.param(dtype, native, id=dtype.name) for dtype, native in NARRO
 WARPS = pytest.mark.parametrize("warp", [32, 64])
 
 WIDEN = """#include "number.cuh"
-extern "C" __global__ void widen(float* out, const scalar_t* in, int n) {
+extern "C" __global__ void convert(float* out, const scalar_t* in, int n) {
     const int i = blockIdx.x * 1024 + threadIdx.x;
     if (i < n) out[i] = to_float(in[i]);
 }
