@@ -86,7 +86,7 @@ def decode_batch(rows: Tensor, starts: Tensor, has_states: bool, inputs: Tensor)
         inputs: the tensor that sources of tokens index.
     """
     return Batch(
-        tokens=inputs.index_select(0, rows[:, _SOURCE]),
+        tokens=inputs.gather(0, rows[:, _SOURCE]),  # index_select reads up to 16 tokens one after another
         positions=rows[:, _POSITION],
         slot_mapping=rows[:, _SLOT],
         block_tables=rows[:, _BLOCKS:],

@@ -44,7 +44,7 @@ def test_kernels_of_a_layer(model: str, layer: dict[str, int]) -> None:
     found, rest = (named(one) for one in launches.layer_and_rest(launches.MODELS[model], num_seqs=16))
     assert found == layer
     assert rest == {
-        "index_select": 1,
+        "gather": 1,
         "vocab_parallel_embedding": 1,
         "rms_norm": 1,
         "gemm_sm90_swap_ab": 1,
