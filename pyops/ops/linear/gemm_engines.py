@@ -140,7 +140,8 @@ def _swap_us(config: SwapConfig, shape: GemmShape, device: Device, rates: GemmRa
     if is_split:
         end += waves * (rates.exchange + rates.exchange_row * config.tile_m * config.padded_n / 64)
     end += rates.swap_scales if shape.dtype.itemsize == 1 else 0.0
-    return rates.swap_launch + rates.overlapped(k_tiles * k_tile, shape.nbytes, l2_rows * K_TILE_BYTES) + end
+    nbytes = shape.nbytes + rates.swap_reload * (-(-shape.m // config.tile_m) - 1) * shape.b_bytes
+    return rates.swap_launch + rates.overlapped(k_tiles * k_tile, nbytes, l2_rows * K_TILE_BYTES) + end
 
 
 # gemm_sm80.cu

@@ -33,6 +33,7 @@ class GemmRates:
         swap_m: for each row of a of the k-tile.
         swap_promoted, swap_blocked: to promote fp8 accumulators, and block scales, for each row of a of the k-tile.
         swap_alternating: factor on a k-tile where the two warpgroups alternate k-tiles.
+        swap_reload: b for each further row tile, as a part of its bytes from device memory.
         swap_tile: a wave of tiles.
         swap_store: to store the tile, for each of its elements that a CTA stores.
         swap_scales: to load the scales of 8-bit operands for the epilogue.
@@ -69,6 +70,7 @@ class GemmRates:
     swap_promoted: float
     swap_blocked: float
     swap_alternating: float
+    swap_reload: float
     swap_tile: float
     swap_store: float
     swap_scales: float

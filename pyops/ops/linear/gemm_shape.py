@@ -92,6 +92,10 @@ class GemmShape:
         return (self.m + self.n) * self.k * self.dtype.itemsize + self.m * columns * self.out_dtype.itemsize
 
     @property
+    def b_bytes(self) -> int:
+        return self.n * self.k * self.dtype.itemsize
+
+    @property
     def macs(self) -> float:
         """Multiplications, two of 8-bit elements counted as one."""
         return self.m * self.n * self.k * self.dtype.itemsize / 2

@@ -190,6 +190,8 @@ CHOICES = [
     (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 112, 1)),
     (64, 28672, 4096, dtypes.bfloat16, False, GemmConfig(224, 1, 16)),
     (16, 4096, 4096, dtypes.bfloat16, False, SwapConfig(16, 64, 2)),
+    (64, 2048, 8192, dtypes.bfloat16, False, SwapConfig(64, 72, 4)),  # not two row tiles, which load b twice
+    (64, 7168, 5120, dtypes.bfloat16, False, SwapConfig(64, 112, 2)),
     (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
     (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 16)),
     (4096, 28672, 4096, dtypes.int8, False, GemmConfig(192, 2, 16, ping_pong=True)),
