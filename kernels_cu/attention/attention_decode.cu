@@ -97,6 +97,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     const int kv_head = blockIdx.x % ROW_BLOCKS / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
+    // As a constant, one head would have loops without a count, whose loads ptxas moves to where registers are scarce.
+    if (GROUP == 1) num_heads = made_anew(num_heads);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int num_warps = blockDim.x / WARP_SIZE;
     const int step = warp / SLICES, slice = warp % SLICES, num_steps = num_warps / SLICES;

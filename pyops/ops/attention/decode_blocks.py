@@ -36,6 +36,8 @@ _CROWD_US, FP8_US = 0.425, 0.8
 # Steps of a warp that take as long as finding the splits of all sequences and combining them. "What a short call
 # waits for": 4.4 us for 44 sequences of 1 to 103 tokens, and 1.1 us for a step.
 STEPS_OF_SPLITTING = 4
+# Most blocks of NUM_WARPS warps per SM that splits fill; another takes whole sequences: "Four blocks of small heads".
+SPLIT_BLOCKS = 3
 FEW_BLOCKS = 2  # blocks of NUM_WARPS warps per SM if few blocks have all its registers: "Few CTAs"
 
 # Cluster sizes. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
@@ -56,6 +58,12 @@ def blocks_at_once(num_warps: int, min_blocks: int, device: Device) -> int:
     """Blocks of `num_warps` warps that run at once. An SM has the registers of `min_blocks` blocks of four warps: eight
     warps are two blocks of three ("Whole CTAs of three warps")."""
     return min_blocks * NUM_WARPS // num_warps * device.num_sms
+
+
+def share_of_wave(blocks: int, min_blocks: int, device: Device) -> float:
+    """The part of a wave of NUM_WARPS warps that these blocks fill: at most 1 if they all run at once."""
+    of_splits = blocks / blocks_at_once(NUM_WARPS, min(min_blocks, SPLIT_BLOCKS), device)
+    return max(min(of_splits, 1.0), blocks / blocks_at_once(NUM_WARPS, min_blocks, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,12 @@ def choose_num_warps(blocks: int, min_blocks: int, device: Device, slices: int =
     If all blocks are one wave, large blocks also keep the next kernel from starting early next to them: "A single round
     of blocks is spread unevenly where a kernel starts early".
     """
-    of_one_wave = [n for n in _WARPS_OF_ONE_WAVE if blocks <= blocks_at_once(n, min_blocks, device)]
-    of_many_waves = sorted(_WARPS_OF_MANY_WAVES, key=lambda n: _waves(blocks, n, min_blocks, device) / n)
-    return next(n for n in (*of_one_wave, *of_many_waves) if n % slices == 0)
+    of_splits = min(min_blocks, SPLIT_BLOCKS)
+    of_one_wave = [n for n in _WARPS_OF_ONE_WAVE if blocks <= blocks_at_once(n, of_splits, device)]
+    of_many_waves = sorted(_WARPS_OF_MANY_WAVES, key=lambda n: _waves(blocks, n, of_splits, device) / n)
+    num_warps = next(n for n in (*of_one_wave, *of_many_waves) if n % slices == 0)
+    # Four blocks of an SM, which it has registers for, may as well have four warps each.
+    return NUM_WARPS if num_warps == 3 and min_blocks > SPLIT_BLOCKS else num_warps
 
 
 def crowd_us(blocks: int, at_once: int, columns: int, device: Device) -> float:
@@ -117,7 +128,7 @@ def choose_short_warps(blocks: int, min_blocks: int, device: Device, heads: int,
     Each wave also takes what a block takes without its steps, so that fewer warps with more steps each may be faster.
     Only blocks of a single wave have warps without a step.
     """
-    is_one_wave = blocks <= blocks_at_once(NUM_WARPS, min_blocks, device)
+    is_one_wave = blocks <= blocks_at_once(NUM_WARPS, min(min_blocks, SPLIT_BLOCKS), device)
     most = NUM_WARPS if is_one_wave else work.steps(work.slices) * work.slices
 
     def time(num_warps: int) -> tuple[float, float]:

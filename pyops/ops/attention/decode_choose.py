@@ -16,6 +16,7 @@ from .decode_blocks import (
     MAX_CLUSTER_STEPS,
     MAX_WIDE_ELEMENTS,
     NUM_WARPS,
+    SPLIT_BLOCKS,
     STEP_US,
     STEP_US_OF_8,
     STEPS_OF_SPLITTING,
@@ -26,6 +27,7 @@ from .decode_blocks import (
     choose_num_warps,
     choose_short_warps,
     most_cluster_steps,
+    share_of_wave,
     warps_of_few,
     whole_is_faster,
 )
@@ -160,7 +162,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads) + problem.other_tiles * problem.kv.num_kv_heads
     num_warps, cluster_size, is_pinned = NUM_WARPS, 1, tuning.batch_invariant()
     work = work_of(problem, heads, tiles)
-    share, steps = blocks / blocks_at_once(NUM_WARPS, min_blocks, device), work.steps(NUM_WARPS)
+    share, steps = share_of_wave(blocks, min_blocks, device), work.steps(NUM_WARPS)
     is_short = steps <= STEPS_OF_SPLITTING or (not problem.partials and whole_is_faster(share, steps, work.step_us))
     is_short &= problem.uses_mma and not is_pinned
     if problem.uses_mma:
@@ -277,7 +279,7 @@ def equal_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -
 
 
 def _waves(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> Waves:
-    at_once = blocks_at_once(num_warps, min_blocks, device)
+    at_once = blocks_at_once(num_warps, min(min_blocks, SPLIT_BLOCKS), device)
     splits = at_once * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
     return Waves.of(problem.num_seqs, splits, at_once, device.num_sms, problem.token_bytes)
 
@@ -303,7 +305,7 @@ def choose_max_splits(problem: DecodeProblem, wave: float, rounds: float, min_bl
     if _WAVES_WITHOUT_SPLITS * wave < num_seqs:
         return 1
     if num_seqs <= 1:
-        most = int(wave * min(1.0, _SATURATING_WARPS / (min_blocks * NUM_WARPS)))
+        most = int(wave * min(1.0, _SATURATING_WARPS / (min(min_blocks, SPLIT_BLOCKS) * NUM_WARPS)))
     elif not problem.uses_mma:
         most = int(max(_MIN_WANTED_SPLITS, _MAX_WAVES_OF_SIMT * wave / num_seqs))
     elif problem.any_tokens or num_seqs * MAX_SPLITS_OF_LAST_BLOCK > _WAVES_OF_COMBINE * wave:

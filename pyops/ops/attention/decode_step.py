@@ -11,9 +11,10 @@ from .decode_blocks import NUM_WARPS
 from .decode_problem import DecodeProblem, run_tokens
 
 TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
-# Registers of a thread with two blocks of four warps per SM, and those for all but keys, values and accumulators, as
-# ptxas counts them for sm_90.
-_REGISTERS_OF_TWO_BLOCKS, _OTHER_REGISTERS = 256, 84
+# Registers of a thread with one block of four warps per SM, and those for all but keys, values and accumulators, as
+# ptxas counts them for sm_90: what it takes, and with a cache of 16 bits the fewest that it needs.
+_REGISTERS_OF_ONE_BLOCK, _OTHER_REGISTERS, _FEWEST_OTHER_REGISTERS = 512, 84, 52
+_MOST_BLOCKS = 4
 
 # AMD (docs/performance/amd.md): blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_BLOCKS = 2
@@ -46,7 +47,18 @@ def choose_step(problem: DecodeProblem, device: Device, heads: int) -> tuple[int
         or layout.block_size % 8
         or (tiles == 4 and not layout.packed)
     )
-    return tiles, 2 if needs_registers else 3
+    if needs_registers:
+        return tiles, 2
+    registers = _registers_ahead(problem, heads, tiles) + _FEWEST_OTHER_REGISTERS
+    return tiles, _MOST_BLOCKS if is_16_bit and registers <= _REGISTERS_OF_ONE_BLOCK // _MOST_BLOCKS else 3
+
+
+def _registers_ahead(problem: DecodeProblem, heads: int, tiles: int) -> int:
+    """Registers for keys, values of two steps and accumulators."""
+    head_bytes = problem.slice_size * problem.layout.dtype.itemsize
+    keys = tiles * 2 * -(-head_bytes // 64) * 4
+    values = tiles * 4 * -(-head_bytes // 128) * 4
+    return keys + 2 * values + heads * -(-problem.slice_size // 16) // 2
 
 
 def is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, min_blocks: int) -> bool:
@@ -56,11 +68,8 @@ def is_ahead(problem: DecodeProblem, device: Device, heads: int, tiles: int, min
     """
     if not device.supports("mma") or not problem.uses_mma:  # AMD's counters tell older loads from newer ones
         return False
-    head_bytes = problem.slice_size * problem.layout.dtype.itemsize
-    keys = tiles * 2 * -(-head_bytes // 64) * 4
-    values = tiles * 4 * -(-head_bytes // 128) * 4
-    accumulators = heads * -(-problem.slice_size // 16) // 2
-    return keys + 2 * values + accumulators + _OTHER_REGISTERS <= _REGISTERS_OF_TWO_BLOCKS * 2 // max(2, min_blocks)
+    registers = _registers_ahead(problem, heads, tiles) + _OTHER_REGISTERS
+    return min_blocks == _MOST_BLOCKS or registers <= _REGISTERS_OF_ONE_BLOCK // max(2, min_blocks)
 
 
 def choose_pieces(problem: DecodeProblem, device: Device) -> int:

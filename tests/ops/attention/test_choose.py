@@ -162,6 +162,19 @@ def test_few_waves_of_short_sequences(num_seqs: int, max_tokens: int, warps: int
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "max_tokens", "num_warps", "max_splits"), [(64, 1024, 4, 1), (64, 2048, 4, 32), (200, 48, 1, 1)]
+)
+def test_four_blocks_of_small_heads(num_seqs: int, max_tokens: int, num_warps: int, max_splits: int) -> None:
+    """They take whole sequences, and splits fill three of them: 396 CTAs on 132 SMs, for eight KV heads."""
+    assert V1.example is not None
+    args = V1.example(ArgMaker(device.model()), num_tokens=num_seqs, max_seq_len=max_tokens, head_size=64, **MODEL)
+    launch, found = V1.launches(*args)[0], tuning.last[V1.name]
+    assert (found.min_blocks, found.num_warps, found.max_splits) == (4, num_warps, max_splits)
+    assert launch.fixed["wave_splits"] == (49.5 if max_splits > 1 else 0)
+    assert chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, head_size=72, **MODEL).min_blocks == 3
+
+
+@pytest.mark.parametrize(
     ("num_seqs", "max_tokens", "axes", "expected"),
     [
         (16, 256, {}, (4, 8, 2, 1)),  # four steps: no splits, two CTAs on an SM
@@ -192,7 +205,7 @@ def test_few_ctas_take_whole_sequences(
 @pytest.mark.parametrize(
     ("axes", "heads", "tiles", "min_blocks"),
     [
-        ({"head_size": 64}, 8, 1, 3),
+        ({"head_size": 64}, 8, 1, 4),
         ({"head_size": 256}, 8, 1, 2),
         ({"num_heads": 96}, 16, 1, 2),
         ({"block_size": 12}, 8, 1, 2),
@@ -228,7 +241,7 @@ def test_partition_count_is_not_tuned() -> None:
     """The caller's buffers fix their number, even if a tuning table has another number."""
     assert chosen(V2, num_tokens=1, max_seq_len=1024).max_splits == 3
     found = chosen(V2, num_tokens=64, max_seq_len=131072, **MODEL)
-    assert (found.num_warps, found.cluster_size, found.max_splits) == (3, 1, 257)
+    assert (found.num_warps, found.cluster_size, found.max_splits) == (4, 1, 257)
     args = V2.example(ArgMaker(device.model()), num_tokens=2, max_seq_len=1024, **MODEL)  # type: ignore[misc]
     with tuning.forced(V2.name, replace(found, max_splits=100)):
         assert V2.launches(*args)[0].grid[1] == V2.launches(*args)[0].fixed["max_splits"] == 3
@@ -395,7 +408,7 @@ def test_tuning_table_overrides_the_choice(table: Path) -> None:
 
     assert num_warps() == num_warps(num_tokens=60) == num_warps(max_seq_len=1040) == 2
     assert num_warps(device.model()) == 3
-    for other in ({"num_tokens": 65}, {"head_size": 64}, {"packed": True}, {"options": True}, {"max_seq_len": 4096}):
+    for other in ({"num_tokens": 65}, {"head_size": 96}, {"packed": True}, {"options": True}, {"max_seq_len": 4096}):
         assert num_warps(**other) == 3
 
 
