@@ -50,7 +50,9 @@ def choose_step(problem: DecodeProblem, device: Device, heads: int) -> tuple[int
     if needs_registers:
         return tiles, 2
     registers = _registers_ahead(problem, heads, tiles) + _FEWEST_OTHER_REGISTERS
-    return tiles, _MOST_BLOCKS if is_16_bit and registers <= _REGISTERS_OF_ONE_BLOCK // _MOST_BLOCKS else 3
+    has_registers_for_all = is_16_bit and registers <= _REGISTERS_OF_ONE_BLOCK // _MOST_BLOCKS
+    # The splits of one sequence are two blocks of an SM at most, and slower with fewer registers.
+    return tiles, _MOST_BLOCKS if has_registers_for_all and problem.num_seqs > 1 else 3
 
 
 def _registers_ahead(problem: DecodeProblem, heads: int, tiles: int) -> int:

@@ -172,6 +172,7 @@ def test_four_blocks_of_small_heads(num_seqs: int, max_tokens: int, num_warps: i
     assert (found.min_blocks, found.num_warps, found.max_splits) == (4, num_warps, max_splits)
     assert launch.fixed["wave_splits"] == (49.5 if max_splits > 1 else 0)
     assert chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, head_size=72, **MODEL).min_blocks == 3
+    assert chosen(V1, num_tokens=1, max_seq_len=32768, head_size=64, **MODEL).min_blocks == 3
 
 
 @pytest.mark.parametrize(
