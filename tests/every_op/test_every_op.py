@@ -319,6 +319,16 @@ def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_of_the_caller_changes_nothing(op: Op) -> None:
+    def under_autocast(*values: Any) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            op(*values)
+
+    args = example(op, num_tokens=5)
+    assert_same(op, run(op, args), run(op, args, call=under_autocast))
+
+
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", THREADED)
 def test_threads(op: Op, device: str) -> None:

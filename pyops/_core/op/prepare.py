@@ -181,8 +181,8 @@ def _cpu_call(
 
 
 def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) -> None:
-    args = args if library == "torch" else as_torch(args)
-    with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
+    args, scope = args if library == "torch" else as_torch(args), torch_stream() if library == "cupy" else nullcontext()
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), scope:
         declaration.applied(declaration.reference, args)()
 
 
