@@ -5,6 +5,7 @@ A quoted phrase is the name of a measurement in docs/performance/decode.md.
 
 from __future__ import annotations
 
+from ... import tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .decode_blocks import NUM_WARPS
@@ -52,7 +53,7 @@ def choose_step(problem: DecodeProblem, device: Device, heads: int) -> tuple[int
     registers = _registers_ahead(problem, heads, tiles) + _FEWEST_OTHER_REGISTERS
     has_registers_for_all = is_16_bit and registers <= _REGISTERS_OF_ONE_BLOCK // _MOST_BLOCKS
     # The splits of one sequence are two blocks of an SM at most, and slower with fewer registers.
-    return tiles, _MOST_BLOCKS if has_registers_for_all and problem.num_seqs > 1 else 3
+    return tiles, _MOST_BLOCKS if has_registers_for_all and tuning.pinned(problem.num_seqs) > 1 else 3
 
 
 def _registers_ahead(problem: DecodeProblem, heads: int, tiles: int) -> int:
